@@ -1,0 +1,25 @@
+"""The errors a caller can meet. Each text says what was asked, what holds, and what to change."""
+
+
+class MeshkitError(ValueError):
+    """Base of every error meshkit raises for something the caller can change."""
+
+
+class MeshError(MeshkitError):
+    """A mesh that cannot be built on this world: sizes, axes, ranks."""
+
+
+class PlanError(MeshkitError):
+    """A plan that does not fit the model or the mesh: patterns, shapes, unsupported combinations."""
+
+
+class CheckpointError(MeshkitError):
+    """A checkpoint that is damaged, incomplete, or of another model."""
+
+
+class DataError(MeshkitError):
+    """Bad training data: unreadable files, empty corpora, ids outside the vocabulary."""
+
+
+class StepError(MeshkitError):
+    """An optimizer step that must not be taken: a loss or a gradient that is not finite."""

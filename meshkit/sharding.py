@@ -1,0 +1,32 @@
+"""Where a rank's part of a tensor lies in the whole tensor, for plain tensors and DTensors alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshkit import _torch
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing storage, outside autograd; a plain tensor is its own part."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """The region of the whole tensor that this rank holds: one slice per dim, possibly empty.
+
+    Exact for uneven shards, for ranks that hold nothing, and for FSDP over tensor parallelism. No communication.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = _torch.global_offset(tensor)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
