@@ -3,16 +3,22 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# 2.11, 2.15: exact for uneven shards and for FSDP over TP (_StridedShard). No public replacement yet.
-__all__ = ["flatten_mesh", "global_offset"]
+_c10d = torch.ops._c10d_functional
+_wait = _c10d.wait_tensor
+
 
 
 def global_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(local shape, global offset) of this rank's shard."""
+    """(local shape, global offset) of this rank's shard.
+
+    2.11, 2.15: exact for uneven shards and for FSDP over TP (_StridedShard). No public replacement yet.
+    """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
@@ -20,3 +26,25 @@ def global_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis made of all axes of `mesh`. 2.11, 2.15: `_flatten` is still private; keep the returned object."""
     return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """A mesh of several axes out of meshes of one root. 2.11, 2.15: `_concatenate` is still private."""
+    return DeviceMesh._concatenate(meshes)
+
+
+# The operators behind torch.distributed._functional_collectives, same names and meaning in 2.11 and 2.15. The Python
+# wrappers around them return AsyncCollectiveTensor, which breaks the backward of compiled regions in 2.15, and one was
+# renamed between the two versions. The tensor must be contiguous.
+
+
+def all_reduce_sum(tensor: Tensor, group_name: str) -> Tensor:
+    return _wait(_c10d.all_reduce(tensor, "sum", group_name))
+
+
+def all_gather_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    return _wait(_c10d.all_gather_into_tensor(tensor, size, group_name))
+
+
+def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name))

@@ -30,3 +30,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def chunk(size: int, parts: int, index: int) -> slice:
+    """Part `index` of `size` split over `parts`, as torch.chunk and DTensor's Shard split it: the last may be empty."""
+    length = -(-size // parts)
+    return slice(min(index * length, size), min((index + 1) * length, size))

@@ -1,0 +1,34 @@
+"""Composable N-D parallel training for plain PyTorch modules."""
+
+from meshkit.auto_plan import auto_plan as auto_plan
+from meshkit.errors import CheckpointError as CheckpointError
+from meshkit.errors import DataError as DataError
+from meshkit.errors import MeshError as MeshError
+from meshkit.errors import MeshkitError as MeshkitError
+from meshkit.errors import PlanError as PlanError
+from meshkit.errors import StepError as StepError
+from meshkit.initialize import init_weights as init_weights
+from meshkit.memory.loss import cross_entropy as cross_entropy
+from meshkit.memory.policy import MemoryPolicy as MemoryPolicy
+from meshkit.memory.policy import Precision as Precision
+from meshkit.memory.recompute import recompute as recompute
+from meshkit.mesh import Mesh as Mesh
+from meshkit.mesh import MeshSpec as MeshSpec
+from meshkit.mesh import init_mesh as init_mesh
+from meshkit.parallel.data import fully_shard as fully_shard
+from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
+from meshkit.parallelize import parallelize as parallelize
+from meshkit.plan import Plan as Plan
+from meshkit.plan import attention as attention
+from meshkit.plan import column as column
+from meshkit.plan import enter as enter
+from meshkit.plan import per_head as per_head
+from meshkit.plan import replicate as replicate
+from meshkit.plan import row as row
+from meshkit.plan import sequence as sequence
+from meshkit.plan import vocab as vocab
+from meshkit.step import NonFiniteGuard as NonFiniteGuard
+from meshkit.step import Run as Run
+from meshkit.step import adamw as adamw
+from meshkit.step import clip_grad_norm as clip_grad_norm
+from meshkit.step import grad_norm as grad_norm

@@ -1,0 +1,200 @@
+"""Tensor and sequence parallelism on one mesh axis, for any nn.Module, by a table of names.
+
+Parameters become DTensors on the axis: names, checkpoints and FSDP see whole parameters. Activations stay plain
+tensors: inside a forward each module computes with its local shards, and hooks place the collectives of
+`meshkit.collectives` where a region begins and ends. So the model's own code runs unchanged on fewer heads and features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
+from meshkit.errors import PlanError
+from meshkit.swap import swap_class
+from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, tensor_layout
+from meshkit.plan import Style
+from meshkit.sharding import chunk
+
+SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
+
+View = Callable[[nn.Parameter | None], Tensor | None]
+
+
+def tensor_parallel(
+    module: nn.Module, mesh: DeviceMesh, *, plan: Mapping[str, Style], sequence: bool = False
+) -> nn.Module:
+    """Split the module over one mesh axis as `plan` says, in place.
+
+    plan: module pattern -> style (`column()`, `row()`, ...); every module that holds parameters must be covered.
+    sequence: hold the residual stream sharded along dim -2 between regions. Then inputs and outputs of the module are
+    sharded that way too, unless an embedding or a head begins or ends it. Otherwise they are whole on every rank.
+    Wire, per region and direction: one all-reduce of its input or output; with sequence=True an all-gather and a
+    reduce-scatter of the same size instead. Whole parameters used on parts add one all-reduce of their gradient.
+    Parameters keep their values, which must be the same on every rank; on meta they stay on meta.
+    Raises: PlanError for a plan that does not fit the module or the axis.
+    Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
+    """
+    if mesh.ndim != 1:
+        raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
+    layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
+    if mesh.size() == 1:
+        return module
+    _distribute(module, mesh, layout)
+    for name, child in list(module.named_modules()):
+        _localize(child, name, mesh, layout)
+    modules = dict(module.named_modules())
+    for call in layout.calls:
+        if call.module in modules:
+            _communicate(modules[call.module], mesh, layout, call)
+    for name, groups in layout.groups.items():
+        if hasattr(modules[name], "num_key_value_groups"):  # transformers repeats key/value heads by this number
+            modules[name].num_key_value_groups = groups[mesh.get_local_rank()]
+    return module
+
+
+def shard_parameter(param: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> DTensor:
+    """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta."""
+    local = param.detach()
+    if isinstance(placement, Shard):
+        part = chunk(param.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+        local = local.narrow(placement.dim, part.start, part.stop - part.start).clone()
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=param.shape, stride=param.contiguous().stride()
+    )
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> None:
+    """Replace every parameter by a DTensor on the axis; a tied parameter stays one parameter."""
+    made: dict[int, nn.Parameter] = {}
+    owners = [
+        (owner, key, f"{prefix}.{key}" if prefix else key, param)
+        for prefix, owner in module.named_modules()
+        for key, param in owner.named_parameters(recurse=False)
+    ]
+    for owner, key, name, param in owners:
+        if id(param) not in made:
+            value = shard_parameter(param, mesh, layout.params[name].placement)
+            made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+        owner._parameters[key] = made[id(param)]
+
+
+def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayout) -> None:
+    """Inside the module's forward, `self.weight` is the local tensor to compute with, connected for autograd.
+
+    Outside of it `module.weight` stays the parameter, a DTensor, as FSDP, checkpoints and users expect.
+    """
+    held = [key for key, _ in module.named_parameters(recurse=False)]
+    if not held:
+        return
+    kind = layout.styles[name].kind
+    views = {key: _view(key, layout.params[f"{name}.{key}" if name else key], mesh) for key in held}
+    if kind == "row" and "bias" in views:
+        # Added after the sum: the forward's own addition would count it once per rank.
+        bias = views.pop("bias")
+        views["bias"] = lambda param: None
+        module.register_forward_hook(lambda module, args, out: out + bias(module._parameters["bias"]))
+    forward = type(module).forward
+    if kind == "vocab" and isinstance(module, nn.Embedding):
+        forward = _vocab_embedding_forward(module, mesh)
+
+    def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._computing = True
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self._computing = False
+
+    module._computing = False  # type: ignore[assignment]
+    local_forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    swap_class(module, forward=local_forward, **{key: _local_inside_forward(key, view) for key, view in views.items()})
+
+
+def _local_inside_forward(key: str, view: View) -> Any:
+    def read(module: nn.Module) -> Tensor | None:
+        param = module._parameters[key]
+        return view(param) if module._computing else param
+
+    return property(read)
+
+
+def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
+    indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
+
+    def view(param: nn.Parameter | None) -> Tensor:
+        assert isinstance(param, DTensor)
+        value = param.to_local()
+        if layout.gradient == "sum":
+            value = copy_to_axis(value, mesh)
+        return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
+
+    return view
+
+
+def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
+    part = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+    padding = module.padding_idx
+    own_padding = padding - part.start if padding is not None and part.start <= padding < part.stop else None
+
+    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+        """Look up the ids this rank holds; zero for the others, which their owner adds."""
+        if part.start == part.stop:
+            return self.weight.sum() + torch.zeros(*ids.shape, module.embedding_dim, **_like(self.weight))
+        outside = (ids < part.start) | (ids >= part.stop)
+        found = F.embedding((ids - part.start).masked_fill(outside, 0), self.weight, own_padding)
+        return found.masked_fill(outside.unsqueeze(-1), 0)
+
+    return forward
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "device": tensor.device}
+
+
+def _communicate(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call) -> None:
+    """Hook the collectives of one call onto the module."""
+    sequence = layout.sequence
+    if call.kind == "enter":
+        _on_first_input(module, lambda x: gather_dim(x, SEQUENCE_DIM, mesh) if sequence else copy_to_axis(x, mesh))
+        if layout.styles[call.module].kind == "vocab":
+            vocabulary = module.out_features
+            module.register_forward_hook(lambda module, args, out: _as_logits(out, mesh, int(vocabulary)))
+    elif call.kind == "split":
+        _on_first_input(module, lambda x: split_dim(x, SEQUENCE_DIM, mesh))
+    elif call.kind in ("leave", "leave_whole"):
+        scatter = sequence and call.kind == "leave"
+        # Before the hook that adds a row's bias: the sum comes first.
+        module.register_forward_hook(
+            lambda module, args, out: scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh),
+            prepend=True,
+        )
+    else:
+        _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
+        module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
+
+
+def _on_first_input(module: nn.Module, change: Any) -> None:
+    """Apply `change` to the first argument of the module's forward, passed by position or by name."""
+    first = next(iter(inspect.signature(module.forward).parameters))
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, first: change(kwargs[first])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _as_logits(local: Tensor, mesh: DeviceMesh, vocabulary: int) -> DTensor:
+    """Local logits [..., V/tp] as one DTensor [..., V] sharded on its last dim."""
+    shape = torch.Size([*local.shape[:-1], vocabulary])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,219 @@
+"""What tensor parallelism decides, as data: where each parameter lies, which calls communicate. Needs no ranks.
+
+`tensor_parallel` executes this, `explain` prints and prices it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from meshkit.errors import PlanError
+from meshkit.plan import Style, match_table
+from meshkit.sharding import chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamLayout:
+    """One parameter on the tensor axis.
+
+    gradient: "own" is this rank's shard; "same" is whole and equal on every rank; "sum" is whole, each rank holding a
+    summand. indices: the rows (dim 0) or columns (dim 1) each rank computes with, where that is not its shard.
+    """
+
+    placement: Shard | Replicate
+    gradient: Literal["own", "same", "sum"]
+    dim: int = 0
+    indices: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One communicating step in the forward of a module; `width` is the size of the last dim of what is sent."""
+
+    module: str
+    kind: Literal["enter", "leave", "leave_whole", "split", "gather_split"]
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    size: int
+    sequence: bool
+    params: dict[str, ParamLayout] = field(default_factory=dict)  # by name; a tied parameter under each of its names
+    calls: list[Call] = field(default_factory=list)
+    styles: dict[str, Style] = field(default_factory=dict)
+    shared_entry: dict[str, str] = field(default_factory=dict)  # column module -> the container that enters for it
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # attention module -> query heads per kv head
+
+
+def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, sequence: bool) -> TensorLayout:
+    """Match the plan against the module and decide every parameter's layout on an axis of `size` ranks.
+
+    Raises: PlanError for a pattern that matches nothing, a module with parameters that no pattern covers, a style on a
+    module it cannot serve, more ranks than query heads.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    layout = TensorLayout(size=size, sequence=sequence, styles=match_table(plan, modules, what="module"))
+    for name, child in modules.items():
+        style = layout.styles.get(name)
+        held = dict(child.named_parameters(recurse=False))
+        if style is None:
+            if held:
+                raise PlanError(
+                    f"plan: module {name or '(the model itself)'!r} ({type(child).__name__}) holds the parameter "
+                    f"{next(iter(held))!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
+                    "vocab(), sequence(), per_head() or replicate()."
+                )
+            continue
+        if style.kind in ("column", "row", "vocab"):
+            _add_sharded(layout, name, child, style)
+        elif style.kind in ("enter", "attention", "split"):
+            if held:
+                raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {list(held)}.")
+        else:
+            summed = style.kind == "per_head" or (style.kind == "sequence" and sequence)
+            for key in held:
+                gradient: Literal["same", "sum"] = "sum" if summed else "same"
+                layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient=gradient)
+            if style.kind == "replicate" and sequence and held:
+                layout.calls.append(Call(module=name, kind="gather_split", width=_width(child)))
+    for name, style in layout.styles.items():
+        if style.kind == "split" and sequence:
+            layout.calls.append(Call(module=name, kind="split", width=_width(modules[name])))
+        elif style.kind in ("enter", "attention"):
+            _add_container(layout, name, modules[name], style, modules)
+    for name, child in modules.items():
+        if layout.styles.get(name, Style("enter")).kind == "column" and name not in layout.shared_entry:
+            layout.calls.append(Call(module=name, kind="enter", width=_linear(name, child, "column").in_features))
+    _check_tied(module, layout)
+    return layout
+
+
+def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
+    shard: ParamLayout = ParamLayout(placement=Shard(0), gradient="own")
+    weight, bias = _join(name, "weight"), _join(name, "bias")
+    if style.kind == "vocab" and isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise PlanError(f"plan: vocab() on {name!r}: max_norm, scale_grad_by_freq and sparse are not supported.")
+        layout.params[weight] = shard
+        splits = any(other.kind == "split" for other in layout.styles.values())
+        layout.calls.append(Call(module=name, kind="leave_whole" if splits else "leave", width=module.embedding_dim))
+        return
+    linear = _linear(name, module, style.kind)
+    if style.kind == "row":
+        layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
+        if linear.bias is not None:  # added once, after the sum
+            gradient: Literal["same", "sum"] = "sum" if layout.sequence else "same"
+            layout.params[bias] = ParamLayout(placement=Replicate(), gradient=gradient)
+        layout.calls.append(Call(module=name, kind="leave", width=linear.out_features))
+        return
+    layout.params[weight] = shard
+    if linear.bias is not None:
+        layout.params[bias] = shard
+    if style.kind == "vocab":
+        layout.calls.append(Call(module=name, kind="enter", width=linear.in_features))
+
+
+def _add_container(
+    layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
+) -> None:
+    columns = [
+        child for child in modules if child.startswith(name + ".") and getattr(layout.styles.get(child), "kind", "") == "column"
+    ]
+    if not columns:
+        raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
+    layout.shared_entry.update(dict.fromkeys(columns, name))
+    width = _linear(columns[0], modules[columns[0]], "column").in_features
+    layout.calls.append(Call(module=name, kind="enter", width=width))
+    if style.kind == "attention":
+        _split_heads(layout, name, module, style, modules)
+
+
+def _split_heads(
+    layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
+) -> None:
+    """Give every rank whole query heads and the key/value heads they read."""
+    head_dim = getattr(module, style.head_dim, None)
+    if not isinstance(head_dim, int):
+        raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
+    query, key, value, output = (_join(name, child) for child in style.projections)
+    missing = [child for child in (query, key, value, output) if child not in modules]
+    if missing:
+        raise PlanError(f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention().")
+    query_heads = _linear(query, modules[query], "column").out_features // head_dim
+    kv_heads = _linear(key, modules[key], "column").out_features // head_dim
+    if layout.size > query_heads:
+        raise PlanError(
+            f"tp={layout.size} needs at least {layout.size} query heads, but {name!r} has {query_heads}. "
+            f"Use tp of at most {query_heads}."
+        )
+    own_query = [tuple(range(*_balanced(query_heads, layout.size, rank))) for rank in range(layout.size)]
+    own_kv = [_kv_heads(heads, query_heads // kv_heads) for heads in own_query]
+    layout.groups[name] = tuple(len(q) // len(kv) for q, kv in zip(own_query, own_kv, strict=True))
+    if query_heads % layout.size:
+        _replicate_heads(layout, query, 0, own_query, head_dim)
+        _replicate_heads(layout, output, 1, own_query, head_dim)
+    if query_heads % layout.size or kv_heads % layout.size:
+        _replicate_heads(layout, key, 0, own_kv, head_dim)
+        _replicate_heads(layout, value, 0, own_kv, head_dim)
+
+
+def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:
+    """Store the projection whole on every rank; each computes with its own heads."""
+    indices = tuple(tuple(h * head_dim + i for h in own for i in range(head_dim)) for own in heads)
+    whole = ParamLayout(placement=Replicate(), gradient="sum", dim=dim, indices=indices)
+    layout.params[_join(name, "weight")] = whole
+    if dim == 0 and _join(name, "bias") in layout.params:
+        layout.params[_join(name, "bias")] = whole
+
+
+def _balanced(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, stop) of part `index`, sizes differing by at most one, none empty when size >= parts."""
+    return index * size // parts, (index + 1) * size // parts
+
+
+def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """The key/value heads these query heads read: each once if all are read equally often, else one per query head."""
+    read = [head // group for head in query_heads]
+    once = tuple(dict.fromkeys(read))
+    return once if len({read.count(head) for head in once}) == 1 else tuple(read)
+
+
+def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
+    """A parameter with several names must be laid out the same way under each."""
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if layout.params[name] != layout.params[other]:
+            raise PlanError(
+                f"plan: {name!r} and {other!r} are one tied parameter, but the plan lays them out differently "
+                f"({layout.params[name].placement} and {layout.params[other].placement}). Give both modules the same style."
+            )
+
+
+def shard_sizes(size: int, parts: int) -> list[int]:
+    """Lengths of the parts of an uneven shard, as DTensor lays it out."""
+    slices = [chunk(size, parts, index) for index in range(parts)]
+    return [part.stop - part.start for part in slices]
+
+
+def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
+        raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
+    return module
+
+
+def _width(module: nn.Module) -> int:
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return next(module.parameters()).shape[-1]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

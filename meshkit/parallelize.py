@@ -1,0 +1,135 @@
+"""From a plain module to one that trains on a mesh. The order of composition is this file."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshkit.auto_plan import auto_plan
+from meshkit.errors import MeshError, PlanError
+from meshkit.memory.policy import MemoryPolicy
+from meshkit.memory.recompute import recompute
+from meshkit.mesh import Mesh
+from meshkit.parallel.data import fully_shard
+from meshkit.parallel.tensor import tensor_parallel
+from meshkit.plan import Plan, match_names
+from meshkit.sharding import local_tensor
+from meshkit.step import Run
+
+EXECUTED_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    plan: Plan | None = None,
+    memory: MemoryPolicy | None = None,
+    zero: int = 3,
+    sequence: bool = False,
+    compile: bool = False,
+) -> Run:
+    """Split the model over the mesh, in place, and return what runs it.
+
+    model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
+    device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
+    plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard.
+    sequence: with tp, hold the residual stream sharded along the sequence. compile: torch.compile each block.
+    Names of parameters do not change.
+    Raises: MeshError for an axis that is not executed; PlanError for a plan that does not fit the model, buffers on meta,
+    or values that differ between ranks.
+    """
+    _refuse_unsupported(mesh)
+    plan = plan if plan is not None else auto_plan(model)
+    memory = memory or MemoryPolicy()
+    names = dict(model.named_modules())
+    blocks = match_names(plan.blocks, names, what="module")
+    units = match_names(plan.units, names, what="module")
+    _refuse_meta_buffers(model)
+    _move(model, mesh)
+    _refuse_different_values(model, mesh)
+
+    tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
+    recompute(model, blocks=blocks, mode=memory.recompute)
+    if compile:
+        for name in blocks:
+            names[name].compile(fullgraph=True)
+    fully_shard(model, mesh.data, units=[*blocks, *units], zero=zero, precision=memory.precision)
+    _materialise(model, mesh.device)
+    return Run(
+        model=model, mesh=mesh, plan=plan, memory=memory, zero=zero, sequence=sequence and mesh.spec.tp > 1, blocks=blocks
+    )
+
+
+def _refuse_unsupported(mesh: Mesh) -> None:
+    for axis in ("pp", "cp", "ep", "etp"):
+        if (size := getattr(mesh.spec, axis)) > 1:
+            raise MeshError(
+                f"parallelize executes the axes {', '.join(EXECUTED_AXES)}; {axis}={size} is not supported yet. "
+                f"Give those ranks to one of these axes, for example dp_shard."
+            )
+
+
+def _refuse_meta_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise PlanError(
+                f"parallelize: buffer {name!r} is on meta, and its value cannot be recovered. Build the model under "
+                "`with mk.models.meta_parameters():`, which keeps buffers real."
+            )
+
+
+def _move(model: nn.Module, mesh: Mesh) -> None:
+    """Put real parameters and buffers on the mesh's device; parameters on meta stay there until they are shards."""
+    for owner in model.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[key] = buffer.to(mesh.device)
+    for param in model.parameters():
+        if not param.is_meta:
+            param.data = param.data.to(mesh.device)
+
+
+def _refuse_different_values(model: nn.Module, mesh: Mesh) -> None:
+    """Sharding keeps this rank's slice of this rank's values: they must be one model. Wire: one all-reduce of sums."""
+    real = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    if not real or dist.get_world_size() == 1:
+        return
+    sums = torch.stack([param.detach().double().abs().sum() for param in real.values()])
+    extremes = torch.stack([sums, -sums])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    for name, high, low in zip(real, extremes[0], -extremes[1], strict=True):
+        if high != low:
+            raise PlanError(
+                f"parallelize: the values of {name!r} differ between ranks. Call torch.manual_seed with one seed on every "
+                "rank before building the model, or build it on meta and call init_weights."
+            )
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Allocate what is on meta, filled with NaN so that a forgotten initialisation is seen. Tied stays tied."""
+    meta = [param for param in model.parameters() if param.is_meta]
+    if not meta:
+        return
+    if len(meta) != len(list(model.parameters())):
+        raise PlanError("parallelize: some parameters are on meta and some are not. Build the whole model in one place.")
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in model.modules():
+        for key, param in owner.named_parameters(recurse=False):
+            tied.setdefault(id(param), []).append((owner, key))
+    buffers = [(owner, key, buffer) for owner in model.modules() for key, buffer in owner._buffers.items()]
+    model.to_empty(device=device)
+    for owner, key, buffer in buffers:
+        owner._buffers[key] = buffer
+    for (first, first_key), *others in tied.values():
+        for owner, key in others:
+            owner._parameters[key] = first._parameters[first_key]
+    for param in model.parameters():
+        _poison(param)
+
+
+def _poison(param: Tensor) -> None:
+    local = local_tensor(param)
+    if local.is_floating_point():
+        local.fill_(torch.nan)

@@ -1,0 +1,177 @@
+"""What: for each part of a model, what happens to it on each axis. A plan is a table of name patterns.
+
+In a pattern `*` is one component of a module's dotted name, `**` any number of them, and `{q,k}` a choice:
+`"layers.*.self_attn.{q,k,v}_proj"`. Matching is strict: a pattern that matches nothing, and a module that two patterns
+match, are errors. A style marked `optional` may match nothing, for one plan that serves several models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from meshkit.errors import PlanError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What one module does on the tensor axis. Made by the functions below, which say what each kind means."""
+
+    kind: Literal["column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split"]
+    optional: bool = False
+    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    head_dim: str = "head_dim"
+
+    def __str__(self) -> str:
+        return f"{self.kind}({'optional=True' if self.optional else ''})"
+
+
+def column(*, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the output features, and computes only those."""
+    return Style("column", optional)
+
+
+def row(*, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the input features; the partial outputs are summed over the axis."""
+    return Style("row", optional)
+
+
+def vocab(*, optional: bool = False) -> Style:
+    """Embedding or output head: each rank holds a part of the vocabulary.
+
+    The head's logits leave as a DTensor sharded on the last dim, which `meshkit.cross_entropy` understands.
+    """
+    return Style("vocab", optional)
+
+
+def sequence(*, optional: bool = False) -> Style:
+    """A module on the residual stream, a norm: whole on every rank; with sequence=True it sees a part of the sequence."""
+    return Style("sequence", optional)
+
+
+def per_head(*, optional: bool = False) -> Style:
+    """A module between column and row, a query norm: whole on every rank, applied to this rank's heads or features."""
+    return Style("per_head", optional)
+
+
+def replicate(*, optional: bool = False) -> Style:
+    """A module that every rank computes whole, on the whole sequence."""
+    return Style("replicate", optional)
+
+
+def enter(*, optional: bool = False) -> Style:
+    """A container whose first input feeds several column() children: the axis is entered once, not once per child."""
+    return Style("enter", optional)
+
+
+def split(*, optional: bool = False) -> Style:
+    """A container before which the sequence is whole: with sequence=True its first input is split here.
+
+    For models that compute positions or masks from the embedding's output: with a split() in the plan that output stays
+    whole. Without one the embedding's own sum leaves each rank its part, at half the traffic.
+    """
+    return Style("split", optional)
+
+
+def attention(
+    *,
+    query: str = "q_proj",
+    key: str = "k_proj",
+    value: str = "v_proj",
+    output: str = "o_proj",
+    head_dim: str = "head_dim",
+    optional: bool = False,
+) -> Style:
+    """enter() for an attention module: its column() and row() children are split by whole heads.
+
+    `head_dim` names the module's attribute with the size of a head. Key and value heads that the axis does not divide
+    are stored whole on every rank, and each rank computes the ones its query heads need.
+    """
+    return Style("attention", optional, (query, key, value, output), head_dim)
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter gets its first value: `normal` (std), `uniform` (half-width) or `constant` (value)."""
+
+    kind: Literal["normal", "uniform", "constant"]
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What happens to each part of a model.
+
+    tensor: module pattern -> style on the tensor axis. Every module that holds parameters must be covered when tp > 1.
+    blocks: patterns of the repeated blocks: the units of sharding, recompute and compile.
+    units: patterns of further modules that fully_shard gathers and frees on their own (embedding, head).
+    init: parameter pattern -> initial value; what is not named is drawn as `initialize.default_init` says.
+    """
+
+    tensor: Mapping[str, Style] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    init: Mapping[str, Init] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = ["Plan"]
+        for title, table in (("tensor", self.tensor), ("init", self.init)):
+            lines += [f"  {title:7} {pattern:42} {value}" for pattern, value in table.items()]
+        for title, patterns in (("blocks", self.blocks), ("units", self.units)):
+            lines += [f"  {title:7} {pattern}" for pattern in patterns]
+        return "\n".join(lines)
+
+
+def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) -> dict[str, Value]:
+    """name -> value for every name that a pattern of the table matches, in the order of `names`.
+
+    Raises: PlanError for a pattern that matches nothing (unless its value is optional), naming the nearest name, and
+    for a name that two patterns match.
+    """
+    names = list(names)
+    found: dict[str, tuple[str, Value]] = {}
+    for pattern, value in table.items():
+        expression = _compile(pattern)
+        matches = [name for name in names if expression.fullmatch(name)]
+        if not matches and not getattr(value, "optional", False):
+            raise PlanError(_no_match(pattern, names, what))
+        for name in matches:
+            if name in found:
+                raise PlanError(
+                    f"plan: two patterns match the {what} {name!r}: {found[name][0]!r} and {pattern!r}. Make one narrower."
+                )
+            found[name] = (pattern, value)
+    return {name: found[name][1] for name in names if name in found}
+
+
+def match_names(patterns: Iterable[str], names: Iterable[str], *, what: str) -> list[str]:
+    """The names that the patterns match, in the order of `names`. Raises as `match_table` does."""
+    return list(match_table(dict.fromkeys(patterns), names, what=what))
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*|\{[^{}]*\})", pattern)
+    pieces = []
+    for part in parts:
+        if part == "**":
+            pieces.append(r".*")
+        elif part == "*":
+            pieces.append(r"[^.]*")
+        elif part.startswith("{"):
+            pieces.append("(?:" + "|".join(re.escape(choice) for choice in part[1:-1].split(",")) + ")")
+        else:
+            pieces.append(re.escape(part))
+    return re.compile("".join(pieces))
+
+
+def _no_match(pattern: str, names: list[str], what: str) -> str:
+    # Compare shapes of names, not numbers: `layers.3.mlp` is near `layers.*.mpl`.
+    general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names if name}
+    near = difflib.get_close_matches(pattern, general, n=1, cutoff=0.0)
+    hint = f"The nearest is {near[0]!r}." if near else f"The model has no {what} with a name."
+    return f"plan: pattern {pattern!r} matches no {what}. {hint} Correct the pattern, or remove it."

@@ -1,0 +1,225 @@
+"""One optimizer step on any mesh: the loss of the whole step, its gradients, their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshkit.errors import DataError, StepError
+from meshkit.memory.loss import IGNORED, cross_entropy
+from meshkit.memory.policy import MemoryPolicy
+from meshkit.mesh import Mesh
+from meshkit.parallel.data import before_microbatch
+from meshkit.plan import Plan
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Count = Callable[[Batch], Tensor]
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
+
+    batch: input_ids [B, T], labels [B, T], and position_ids [B, T] where documents are packed. The model returns logits
+    [B, T, V], plain or as `.logits`.
+    """
+    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    output = model(batch["input_ids"], **positions)
+    return cross_entropy(getattr(output, "logits", output), batch["labels"])
+
+
+def count_labels(batch: Batch) -> Tensor:
+    """The number of labels that are not ignored."""
+    return (batch["labels"] != IGNORED).sum()
+
+
+@dataclass(eq=False)
+class Run:
+    """A model on a mesh, with the choices that put it there."""
+
+    model: nn.Module
+    mesh: Mesh
+    plan: Plan
+    memory: MemoryPolicy
+    zero: int
+    sequence: bool
+    blocks: list[str] = field(default_factory=list)
+    local_loss: float = 0.0  # this rank's own sum of the last step, to name the rank whose loss is not finite
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
+
+    def forward_backward(
+        self, batch: Batch, *, microbatches: int = 1, loss: Loss = next_token_loss, count: Count = count_labels
+    ) -> Tensor:
+        """Gradients of the mean loss over the valid tokens of the whole step; returns that mean, same on every rank.
+
+        batch: this rank's rows of the step; every tensor has the rows as its first dim, and a rank may have none.
+        microbatches: the rows are processed in so many parts of nearly equal size, the same number on every rank.
+        loss(model, part) is the **sum** over the part's valid tokens; count(batch) is their number. The result does not
+        depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
+        Wire: two scalar all-reduces over the ranks with different tokens, and what the blocks send.
+        """
+        batch = self._to_device(batch)
+        tokens = self._sum_over_tokens(count(batch)).clamp(min=1)
+        total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        for index, part in enumerate(split_rows(batch, microbatches)):
+            before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
+            part_loss = _part_loss(self.model, part, loss)
+            (part_loss / tokens).backward()
+            total += part_loss.detach()
+        self.local_loss = total  # type: ignore[assignment]  # read, and synchronised, only when a step fails
+        return self._sum_over_tokens(total) / tokens
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, *, loss: Loss = next_token_loss, count: Count = count_labels) -> tuple[Tensor, Tensor]:
+        """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
+        batch = self._to_device(batch)
+        training = self.model.training
+        self.model.eval()
+        total = _part_loss(self.model, batch, loss).double()
+        self.model.train(training)
+        return self._sum_over_tokens(total), self._sum_over_tokens(count(batch))
+
+    def _to_device(self, batch: Batch) -> Batch:
+        rows = {name: tensor.shape[0] for name, tensor in batch.items()}
+        if len(set(rows.values())) > 1:
+            raise DataError(f"batch: the tensors have different numbers of rows: {rows}. The first dim is the row.")
+        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _sum_over_tokens(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        if self.mesh.tokens.size() > 1:
+            dist.all_reduce(value, group=self.mesh.tokens.get_group())
+        return value
+
+
+def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
+    """The batch in `parts` runs of rows whose lengths differ by at most one; some are empty if rows are few."""
+    if parts < 1:
+        raise DataError(f"microbatches={parts}: a step has at least one microbatch.")
+    split = {name: tensor.tensor_split(parts) for name, tensor in batch.items()}
+    return ({name: pieces[index] for name, pieces in split.items()} for index in range(parts))
+
+
+def _part_loss(model: nn.Module, part: Batch, loss: Loss) -> Tensor:
+    """The part's summed loss. A part without rows runs a row of zeros and counts it 0 times, since every rank must take
+    part in every collective, and many models cannot run on no rows at all.
+    """
+    if all(tensor.shape[0] for tensor in part.values()):
+        return loss(model, part)
+    return loss(model, {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}) * 0
+
+
+def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
+
+    Each gradient is counted once however it is sharded or replicated: that is read from its placements.
+    Wire: one all-reduce of a few scalars per mesh axis that shards something.
+    """
+    # Sums of squares by the set of axes their tensors are sharded over; each axis is then summed away in turn.
+    sums: dict[tuple[str, ...], Tensor] = {}
+    axes: dict[str, DeviceMesh] = {}
+    by_placement: dict[tuple[str, ...], list[Tensor]] = {}
+    for grad in _gradients(model):
+        sharded: tuple[str, ...] = ()
+        if isinstance(grad, DTensor):
+            names = grad.device_mesh.mesh_dim_names or ()
+            for name, placement in zip(names, grad.placements, strict=True):
+                if not placement.is_replicate():
+                    sharded = (*sharded, name)
+                    axes.setdefault(name, grad.device_mesh[name])
+        by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))
+    for sharded, grads in by_placement.items():
+        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, dtype=dtype)])
+        sums[sharded] = norms.square().sum()
+    for axis in sorted(axes):
+        over = {sharded: value for sharded, value in sums.items() if axis in sharded}
+        reduced = torch.stack(list(over.values()))
+        dist.all_reduce(reduced, group=axes[axis].get_group())
+        for sharded, value in zip(over, reduced, strict=True):
+            del sums[sharded]
+            rest = tuple(name for name in sharded if name != axis)
+            sums[rest] = sums[rest] + value if rest in sums else value
+    return sums[()].sqrt() if sums else torch.zeros((), dtype=torch.float64)
+
+
+def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. See `grad_norm`.
+
+    The factor is max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it.
+    """
+    model = model if isinstance(model, (Run, nn.Module)) else list(model)
+    norm = grad_norm(model)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [_local(grad) for grad in _gradients(model)]
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    return norm
+
+
+def adamw(
+    model: Run | nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> torch.optim.AdamW:
+    """Fused AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in params if param.ndim > 1], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+@dataclass
+class NonFiniteGuard:
+    """What to do with a step whose gradient norm is not finite: skip up to `max_skips` of them in a row, then stop."""
+
+    max_skips: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    def allows(self, run: Run, norm: Tensor, *, step: int) -> bool:
+        """True to take the step, False to skip it. Every rank sees the same norm, so every rank decides the same.
+
+        Raises: StepError naming the step and the ranks whose loss is not finite.
+        """
+        if torch.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row <= self.max_skips:
+            return False
+        finite = [True] * dist.get_world_size()
+        dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))))
+        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
+        raise StepError(
+            f"step {step}: the gradient norm is {norm.item()}; {where}. {self.skipped_in_a_row - 1} such steps in a row were "
+            f"skipped (at most {self.max_skips}). Look at that batch, lower the learning rate, or allow more skips."
+        )
+
+
+def _gradients(model: Run | nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    params = model.parameters() if isinstance(model, (Run, nn.Module)) else model
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
