@@ -3,9 +3,13 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -48,3 +52,14 @@ def all_gather_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
 
 def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name))
+
+
+def group_of_call(args: tuple[Any, ...]) -> ProcessGroup:
+    """The process group among the arguments of a c10d operator: boxed (c10d::) or by name (_c10d_functional::).
+
+    2.11, 2.15: no public way to read either.
+    """
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
+    return _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))

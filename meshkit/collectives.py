@@ -50,7 +50,8 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
             f"{tensor.shape[dim]} is not a multiple of {axis.size()}. Pad the sequence, or use sequence=False."
         )
     first = tensor.movedim(dim, 0).contiguous()
-    return _torch.reduce_scatter_rows(first, axis.size(), axis.get_group().group_name).movedim(0, dim)
+    mine = _torch.reduce_scatter_rows(first, axis.size(), axis.get_group().group_name)
+    return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)  # FSDP warns of modules that return views
 
 
 def own_part(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:

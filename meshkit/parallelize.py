@@ -11,7 +11,7 @@ from meshkit.errors import MeshError, PlanError
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
-from meshkit.parallel.data import fully_shard
+from meshkit.parallel.data import fully_shard, kept_units
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
@@ -55,7 +55,14 @@ def parallelize(
     if compile:
         for name in blocks:
             names[name].compile(fullgraph=True)
-    fully_shard(model, mesh.data, units=[*blocks, *units], zero=zero, precision=memory.precision)
+    fully_shard(
+        model,
+        mesh.data,
+        units=[*blocks, *units],
+        keep=kept_units(blocks, units),
+        zero=zero,
+        precision=memory.precision,
+    )
     _materialise(model, mesh.device)
     return Run(
         model=model, mesh=mesh, plan=plan, memory=memory, zero=zero, sequence=sequence and mesh.spec.tp > 1, blocks=blocks

@@ -53,6 +53,11 @@ class Run:
     blocks: list[str] = field(default_factory=list)
     local_loss: float = 0.0  # this rank's own sum of the last step, to name the rank whose loss is not finite
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The keyword arguments that `explain` shares with `parallelize`."""
+        return {"plan": self.plan, "memory": self.memory, "zero": self.zero, "sequence": self.sequence}
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
 
@@ -136,7 +141,7 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
         if isinstance(grad, DTensor):
             names = grad.device_mesh.mesh_dim_names or ()
             for name, placement in zip(names, grad.placements, strict=True):
-                if not placement.is_replicate():
+                if not placement.is_replicate() and grad.device_mesh[name].size() > 1:
                     sharded = (*sharded, name)
                     axes.setdefault(name, grad.device_mesh[name])
         by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,7 @@ def fully_shard(
     mesh: DeviceMesh,
     *,
     units: Iterable[str] = (),
+    keep: Iterable[str] = (),
     zero: int = 3,
     precision: Precision | None = None,
 ) -> nn.Module:
@@ -79,7 +80,7 @@ def fully_shard(
     mesh: one axis to shard over, or two: replicate × shard (HSDP). A replicate axis of any size with a shard axis of 1
     holds whole copies.
     units: names of submodules gathered and freed one at a time (the blocks); the rest is the root unit, which is kept
-    after forward since backward needs it first.
+    after forward since backward needs it first. keep: units kept after forward too, for the same reason (see `kept_units`).
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
@@ -98,16 +99,21 @@ def fully_shard(
     for name in units:
         if name not in modules:
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
+    kept = set(keep)
     for name in shard_units(module, units):
-        _fully_shard(
-            modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=stage.reshard_after_forward
-        )
+        reshard = stage.reshard_after_forward and name not in kept
+        _fully_shard(modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)  # a divide factor alone selects PREMUL_SUM, absent on gloo
     return module
+
+
+def kept_units(blocks: Sequence[str], units: Sequence[str]) -> set[str]:
+    """The last block and the last further unit (the head): backward begins with them, so freeing them saves nothing."""
+    return {*blocks[-1:], *units[-1:]}
 
 
 def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:

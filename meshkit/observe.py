@@ -1,0 +1,67 @@
+"""See the collectives that a piece of code really runs, to hold against what `explain` says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshkit import _torch
+from meshkit.explain import Message
+from meshkit.mesh import Mesh
+
+# Operator -> (collective, position of the tensor whose size counts).
+_OPERATORS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::allgather_": ("all_gather", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+}
+
+
+@contextmanager
+def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
+    """Count every collective of this rank inside the context, by axis, kind and size."""
+    found: Counter[Message] = Counter()
+    with _Observer(_axes_by_ranks(mesh), found):
+        yield found
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, axes: dict[tuple[int, ...], str], found: Counter[Message]) -> None:
+        super().__init__()
+        self.axes, self.found = axes, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if name in _OPERATORS:
+            op, position = _OPERATORS[name]
+            size = _bytes(args[position])
+            if name == "_c10d_functional::all_gather_into_tensor":
+                size *= args[1]  # it is given one part
+            ranks = tuple(dist.get_process_group_ranks(_torch.group_of_call(args)))
+            self.found[Message(self.axes.get(ranks, str(ranks)), op, size)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(part) for part in value)
+
+
+def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
+    large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(mesh.spec, axis) > 1]
+    meshes = {"_".join(large): mesh.tokens, **{axis: mesh[axis] for axis in (*large, "tp")}}
+    return {tuple(dist.get_process_group_ranks(axis.get_group())): name for name, axis in meshes.items() if name}

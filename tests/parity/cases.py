@@ -1,0 +1,154 @@
+"""One cell of the parity suite: a model, a mesh and choices, trained three steps on the mesh and on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.sharding import full_tensor
+
+ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    mesh: str
+    sequence: bool = False
+    microbatches: int = 1
+    zero: int = 3
+    recompute: str = "none"
+    tied: bool = False
+    vocab: int = 64
+    hidden_mlp: int = 48
+    heads: tuple[int, int] = (8, 2)
+    qwen: bool = False  # biases and norms of q and k
+    window: int | None = None
+    documents: bool = False
+    all_masked_microbatch: bool = False
+    dtype: str = "float64"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Largest absolute difference from one device, and where."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float
+    worst: str = ""
+    names: list[str] = field(default_factory=list)
+
+
+@lru_cache(maxsize=64)
+def mesh_for(spec: str) -> mk.Mesh:
+    """Groups live as long as the rank, so examples share them."""
+    return mk.init_mesh(spec)
+
+
+def build(cell: Cell) -> Llama:
+    config = LlamaConfig(
+        vocab_size=cell.vocab,
+        hidden_size=32,
+        intermediate_size=cell.hidden_mlp,
+        num_hidden_layers=2,
+        num_attention_heads=cell.heads[0],
+        num_key_value_heads=cell.heads[1],
+        head_dim=4,
+        tie_word_embeddings=cell.tied,
+        attention_bias=cell.qwen,
+        qk_norm=cell.qwen,
+        sliding_window=cell.window,
+    )
+    torch.manual_seed(3)
+    model = Llama(config).to(getattr(torch, cell.dtype))
+    for param in model.parameters():  # norms away from 1 and biases away from 0, or their errors would not show
+        nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    return model
+
+
+def batches(cell: Cell) -> list[dict[str, Tensor]]:
+    """The global batch of each step: every row different, some labels ignored, documents of uneven length."""
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, cell.vocab, (ROWS, TOKENS + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+        batch = {"input_ids": ids[:, :-1], "labels": labels}
+        if cell.documents:
+            starts = torch.rand(ROWS, TOKENS, generator=generator) < 0.2
+            starts[:, 0] = True
+            index = torch.arange(TOKENS).expand(ROWS, TOKENS)
+            batch["position_ids"] = index - torch.where(starts, index, 0).cummax(-1).values
+        if cell.all_masked_microbatch:
+            labels[: ROWS // 2] = -100
+        made.append(batch)
+    return made
+
+
+def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, norms, first-step gradients and final parameters of a plain loop on one device."""
+    model = build(cell)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95)
+    )
+    losses, norms, gradients = [], [], {}
+    for batch in batches(cell):
+        positions = batch.get("position_ids")
+        logits = model(batch["input_ids"], positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """On every rank: train on the mesh and compare with one device."""
+    mesh = mesh_for(cell.mesh)
+    run = mk.parallelize(
+        build(cell),
+        mesh,
+        plan=LLAMA_PLAN,
+        memory=mk.MemoryPolicy(recompute=cell.recompute),
+        zero=cell.zero,
+        sequence=cell.sequence,
+    )
+    optimizer = mk.adamw(run, lr=1e-2)
+    losses, norms, gradients, parameters = reference(cell)
+    worst: dict[str, float] = {}
+    loss_error = norm_error = 0.0
+    for step, batch in enumerate(batches(cell)):
+        local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
+        loss = run.forward_backward(local, microbatches=cell.microbatches)
+        if step == 0:
+            worst = {name: _distance(p.grad, gradients[name]) for name, p in run.named_parameters()}
+        norm = mk.clip_grad_norm(run, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_error = max(loss_error, abs(float(loss) - losses[step]))
+        norm_error = max(norm_error, abs(float(norm) - norms[step]))
+    parameter_error = max(_distance(p, parameters[name]) for name, p in run.named_parameters())
+    where = max(worst, key=worst.__getitem__)
+    return Outcome(loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()])
+
+
+
+def _distance(value: Tensor | None, expected: Tensor) -> float:
+    assert value is not None
+    whole = full_tensor(value)
+    assert whole.shape == expected.shape
+    return float((whole - expected).abs().max())

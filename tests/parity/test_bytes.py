@@ -1,0 +1,71 @@
+"""Law 7: the collectives a step runs are those `explain` says, and no others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import meshkit as mk
+from meshkit.explain import Message, explain
+from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.observe import observe
+from tests.parity.cases import ROWS, TOKENS, Cell, batches, build, mesh_for
+from tests.world import pool
+
+CELLS = [
+    Cell(mesh="dp_shard=4"),
+    Cell(mesh="dp_shard=4", zero=2, microbatches=2),
+    Cell(mesh="dp_shard=4", zero=1, microbatches=3),
+    Cell(mesh="dp_replicate=4", microbatches=2),
+    Cell(mesh="dp_replicate=2 dp_shard=2", microbatches=2, tied=True),
+    Cell(mesh="tp=4", tied=True),
+    Cell(mesh="tp=4", sequence=True, qwen=True),
+    Cell(mesh="tp=4", sequence=True, recompute="full", vocab=61, hidden_mlp=45, heads=(9, 3)),
+    Cell(mesh="tp=4", sequence=False, recompute="full"),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="selective", microbatches=2, zero=3, vocab=61),
+    Cell(mesh="dp_shard=2 tp=2", sequence=False, recompute="full", microbatches=3, zero=1, qwen=True, tied=True),
+    Cell(mesh="dp_replicate=2 tp=2", sequence=True, recompute="full", zero=2, documents=True),
+]
+
+
+def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
+    mesh = mesh_for(cell.mesh)
+    run = mk.parallelize(
+        build(cell),
+        mesh,
+        plan=LLAMA_PLAN,
+        memory=mk.MemoryPolicy(recompute=cell.recompute),
+        zero=cell.zero,
+        sequence=cell.sequence,
+    )
+    batch = batches(cell)[0]
+    local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
+    with observe(mesh) as seen:
+        run.forward_backward(local, microbatches=cell.microbatches)
+        mk.clip_grad_norm(run, 1.0)
+    place = {axis: mesh[axis].get_local_rank() for axis in ("dp_shard", "tp")}
+    rows = local["labels"].shape[0]
+    said = explain(
+        run.model, mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=cell.microbatches, coordinate=place
+    )
+    return seen, said.messages
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
+    for seen, said in pool(4).run(observe_step, cell):
+        assert seen, "a step on four ranks sends something"
+        assert seen - said == Counter(), "sent, but not explained"
+        assert said - seen == Counter(), "explained, but not sent"
+
+
+def test_explaining_needs_no_ranks_and_no_memory() -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = build(Cell(mesh="tp=1"))
+    said = explain(model, mk.MeshSpec(dp_shard=64, tp=8), plan=LLAMA_PLAN, rows=ROWS, seq_len=TOKENS, sequence=True)
+    text = str(said)
+    assert "layers.*.self_attn.q_proj.weight" in text
+    assert "reduce_scatter" in text
