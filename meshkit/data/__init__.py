@@ -1,0 +1,30 @@
+"""Text to batches: corpora, tokenizers, token files, packing, and a loader that can stop and go on anywhere."""
+
+from meshkit.data._read import Document as Document
+from meshkit.data._writer import TokenWriter as TokenWriter
+from meshkit.data.corpus import Corpus as Corpus
+from meshkit.data.corpus import corpus_bytes as corpus_bytes
+from meshkit.data.corpus import corpus_fingerprint as corpus_fingerprint
+from meshkit.data.corpus import find_corpus as find_corpus
+from meshkit.data.corpus import read_documents as read_documents
+from meshkit.data.corpus import standard_library as standard_library
+from meshkit.data.loader import Loader as Loader
+from meshkit.data.loader import evaluation_batches as evaluation_batches
+from meshkit.data.packing import pack_batch as pack_batch
+from meshkit.data.packing import pack_sample as pack_sample
+from meshkit.data.packing import sample_count as sample_count
+from meshkit.data.prepare import Splits as Splits
+from meshkit.data.prepare import is_held_out as is_held_out
+from meshkit.data.prepare import prepare as prepare
+from meshkit.data.prepare import prepare_tokenizer as prepare_tokenizer
+from meshkit.data.prepare import sample_texts as sample_texts
+from meshkit.data.tokenizer import Tokenizer as Tokenizer
+from meshkit.data.tokenizer import load_tokenizer as load_tokenizer
+from meshkit.data.tokenizer import save_tokenizer as save_tokenizer
+from meshkit.data.tokenizer import token_bytes as token_bytes
+from meshkit.data.tokenizer import train_tokenizer as train_tokenizer
+from meshkit.data.tokens import Tokens as Tokens
+from meshkit.data.tokens import open_npy as open_npy
+from meshkit.data.tokens import open_tokens as open_tokens
+from meshkit.data.tokens import read_ids as read_ids
+from meshkit.data.tokens import verify_tokens as verify_tokens

@@ -1,0 +1,135 @@
+"""Which samples make up which batch on which rank, for ever, and from any point again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from meshkit.data.packing import pack_batch, sample_count
+from meshkit.data.shuffle import permute
+from meshkit.data.tokens import Tokens
+from meshkit.errors import DataError
+
+
+class Loader:
+    """An endless iterator of one data rank's part of each global batch.
+
+    The order of samples is one endless sequence, every epoch shuffled anew by (seed, epoch); step s takes the next
+    `global_batch` of it, on any number of data ranks, also across the end of an epoch. Of each global batch, data
+    rank r of n takes the rows from B*r//n to B*(r+1)//n; with fewer rows than ranks some batches are [0, T].
+    Batches: input_ids, labels and, if `documents`, position_ids, all int64 [rows, T] (see `pack_sample`).
+    Resume: `state_dict` is a few numbers, the same on every rank. They may be loaded with another number of data
+    ranks or another global batch: the sequence goes on where it stopped.
+    vocab_size: of the model; a file that may hold larger ids is refused.
+    max_steps: stop after this many steps, counted from the start of the run, also across a resume.
+    Raises: DataError for sizes that make no batch, and for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        seq_len: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        documents: bool = True,
+        vocab_size: int | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        if global_batch < 1:
+            raise DataError(f"global_batch={global_batch}: a step needs at least 1 sample. Give global_batch >= 1.")
+        _check_rank(rank, ranks)
+        if vocab_size is not None and tokens.vocab_size > vocab_size:
+            raise DataError(
+                f"{tokens.path}: holds ids up to {tokens.vocab_size - 1}, but the model has vocab_size={vocab_size}. "
+                f"Give the model at least {tokens.vocab_size}, or build the file with a smaller tokenizer."
+            )
+        self.samples_per_epoch = sample_count(tokens, seq_len)
+        self.global_batch = global_batch
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._seed = seed
+        self._documents = documents
+        self._rows = range(global_batch * rank // ranks, global_batch * (rank + 1) // ranks)
+        self._max_steps = max_steps
+        self._samples = 0
+        self._steps = 0
+
+    @property
+    def epoch(self) -> float:
+        """How many times the data has been seen so far, in parts of an epoch too."""
+        return self._samples / self.samples_per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._steps == self._max_steps:
+            raise StopIteration
+        indices = [self._sample_at(self._samples + row) for row in self._rows]
+        batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
+        self._samples += self.global_batch
+        self._steps += 1
+        return batch
+
+    def _sample_at(self, place: int) -> int:
+        epoch, index = divmod(place, self.samples_per_epoch)
+        return permute(index, self.samples_per_epoch, seed=self._seed, epoch=epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands after the last batch: samples and steps taken, and what they were taken from."""
+        return {"samples": self._samples, "steps": self._steps, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
+        """
+        here = self._identity()
+        missing = sorted(({"samples", "steps"} | here.keys()) - state.keys())
+        if missing:
+            raise DataError(f"the saved data position lacks {missing}. Load the state_dict of a Loader.")
+        for name, value in here.items():
+            if state[name] != value:
+                raise DataError(
+                    f"the saved data position has {name}={state[name]!r}, but this run has {name}={value!r}, which is "
+                    f"another sequence of samples. Give the {name} of the saved run, or start the data afresh."
+                )
+        self._samples, self._steps = int(state["samples"]), int(state["steps"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What fixes the sequence of samples."""
+        return {
+            "data": self._tokens.fingerprint,
+            "seq_len": self._seq_len,
+            "seed": self._seed,
+            "documents": self._documents,
+        }
+
+
+def evaluation_batches(
+    tokens: Tokens, *, seq_len: int, batch: int, rank: int = 0, ranks: int = 1, documents: bool = True
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Every sample of a token file once, in order, shared out over the data ranks.
+
+    Each batch is [batch, T] and every rank gets the same number of them: the last sample is padded, and so are the
+    rows that no sample is left for (all their labels are -100).
+    Raises: DataError, at once, for sizes that make no batch.
+    """
+    if batch < 1:
+        raise DataError(f"batch={batch}: an evaluation batch needs at least 1 row. Give batch >= 1.")
+    _check_rank(rank, ranks)
+    count = sample_count(tokens, seq_len, last="pad")
+    starts = range(rank * batch, -(-count // (batch * ranks)) * batch * ranks, batch * ranks)
+    return (
+        pack_batch(tokens, list(range(start, start + batch)), seq_len=seq_len, documents=documents) for start in starts
+    )
+
+
+def _check_rank(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise DataError(f"rank={rank} of ranks={ranks}: there is no such data rank. Give 0 <= rank < ranks.")
