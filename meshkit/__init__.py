@@ -1,5 +1,6 @@
 """Composable N-D parallel training for plain PyTorch modules."""
 
+from meshkit import models as models
 from meshkit.auto_plan import auto_plan as auto_plan
 from meshkit.errors import CheckpointError as CheckpointError
 from meshkit.errors import DataError as DataError
@@ -7,6 +8,7 @@ from meshkit.errors import MeshError as MeshError
 from meshkit.errors import MeshkitError as MeshkitError
 from meshkit.errors import PlanError as PlanError
 from meshkit.errors import StepError as StepError
+from meshkit.explain import explain as explain
 from meshkit.initialize import init_weights as init_weights
 from meshkit.memory.loss import cross_entropy as cross_entropy
 from meshkit.memory.policy import MemoryPolicy as MemoryPolicy
@@ -15,6 +17,8 @@ from meshkit.memory.recompute import recompute as recompute
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
+from meshkit.mesh import main_rank_first as main_rank_first
+from meshkit.observe import observe as observe
 from meshkit.parallel.data import fully_shard as fully_shard
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
 from meshkit.parallelize import parallelize as parallelize

@@ -46,7 +46,7 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
         return tensor
     if tensor.shape[dim] % axis.size():
         raise PlanError(
-            f"sequence=True splits dim {dim} of a tensor {tuple(tensor.shape)} over tp={axis.size()}, and "
+            f"sequence=True splits dim {dim % tensor.ndim} of a tensor {tuple(tensor.shape)} over tp={axis.size()}, and "
             f"{tensor.shape[dim]} is not a multiple of {axis.size()}. Pad the sequence, or use sequence=False."
         )
     first = tensor.movedim(dim, 0).contiguous()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -222,6 +224,16 @@ def init_mesh(
         data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
     tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved)
     return Mesh(spec=resolved, dense=dense, data=data, tokens=tokens)
+
+
+@contextmanager
+def main_rank_first() -> Iterator[None]:
+    """Rank 0 runs the block while the others wait, then they run it: what it builds, they find. A collective."""
+    if dist.get_rank() > 0:
+        dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        dist.barrier()
 
 
 def _combine(dense: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec) -> DeviceMesh:

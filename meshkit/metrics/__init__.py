@@ -1,0 +1,15 @@
+"""What a run tells its user: speed, MFU, memory, logs, a live line, traces. Importing it needs only torch."""
+
+from ._flops import FlopsPerToken as FlopsPerToken
+from ._flops import ModelFlops as ModelFlops
+from ._flops import document_lengths as document_lengths
+from ._flops import train_flops_per_token as train_flops_per_token
+from ._logger import Logger as Logger
+from ._meter import Meter as Meter
+from ._meter import Rate as Rate
+from ._meter import Reading as Reading
+from ._meter import peak_memory as peak_memory
+from ._peaks import peak_flops_of as peak_flops_of
+from ._peaks import peak_flops_per_s as peak_flops_per_s
+from ._profile import profile as profile
+from ._progress import Progress as Progress

@@ -1,0 +1,194 @@
+"""Floating-point operations that training a decoder needs per token, in the two conventions papers use.
+
+A matmul parameter costs 2 FLOPs forward and 4 backward. Attention costs 4 * keys * heads * head_dim forward (scores and
+values) and twice that backward. The conventions differ in `keys`, the number of keys a query is charged for:
+
+| convention | keys, one document of n tokens | used by                                            |
+|------------|--------------------------------|----------------------------------------------------|
+| full       | n                              | PaLM (Chowdhery et al. 2022), torchtitan, nanotron |
+| causal     | n / 2                          | Megatron-LM, MaxText                               |
+
+Recompute is not counted in either: MFU, not HFU. Neither are the input embedding, norms, biases and the softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from meshkit.errors import MeshkitError
+
+# The families whose block is q, k, v, o and a gated MLP of three matrices, and nothing else.
+_KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsPerToken:
+    """Forward and backward FLOPs per token: `full` charges the whole square of attention, `causal` the masked part."""
+
+    full: float
+    causal: float
+
+
+class DecoderConfig(Protocol):
+    """A gated-MLP decoder under Hugging Face's names. Optional: head_dim, sliding_window, layer_types, model_type."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+def train_flops_per_token(
+    *,
+    matmul_params: int,
+    layers: int = 0,
+    q_heads: int = 0,
+    head_dim: int = 0,
+    lengths: int | Sequence[int],
+    sliding_window: int | None = None,
+) -> FlopsPerToken:
+    """FLOPs per token, forward and backward: 6 * matmul_params + 12 * layers * q_heads * head_dim * keys.
+
+    matmul_params: weights of every matrix product, with the head and without the input embedding.
+    lengths: tokens of a sequence, or of each document packed into one; `keys` is then the mean over tokens, so that n
+    becomes sum(n^2) / sum(n). A window w < n charges w keys in the full convention and w - w^2 / 2n in the causal one.
+    Raises: MeshkitError for an empty document or window.
+    """
+    documents = [lengths] if isinstance(lengths, int) else list(lengths)
+    if not documents or min(documents) < 1:
+        raise MeshkitError(
+            f"lengths={lengths!r}: FLOPs per token need documents of at least 1 token. "
+            "Give the sequence length, or the length of each packed document."
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise MeshkitError(f"sliding_window={sliding_window}: a window holds at least 1 token. Use None for no window.")
+    full = causal = 0.0
+    for length in documents:
+        window = length if sliding_window is None else min(length, sliding_window)
+        full += length * window
+        causal += length * window - window**2 / 2  # the area under the mask: a triangle, then a band
+    per_key = 12 * layers * q_heads * head_dim / sum(documents)
+    return FlopsPerToken(full=6 * matmul_params + per_key * full, causal=6 * matmul_params + per_key * causal)
+
+
+def document_lengths(position_ids: Tensor) -> list[int]:
+    """Tokens of every document in a packed batch. position_ids: [B, T], 0 where a document starts; a row starts one."""
+    starts = position_ids == 0
+    starts[:, 0] = True
+    bounds = [*starts.flatten().nonzero().flatten().tolist(), starts.numel()]
+    return [end - start for start, end in pairwise(bounds)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """What a model multiplies: enough to price a token at any sequence length.
+
+    sliding_layers of the layers attend within sliding_window, the others to the whole document.
+    note: what was left out of the count, empty if nothing was.
+    """
+
+    matmul_params: int
+    layers: int = 0
+    q_heads: int = 0
+    head_dim: int = 0
+    sliding_window: int | None = None
+    sliding_layers: int = 0
+    note: str = ""
+
+    @staticmethod
+    def from_config(config: DecoderConfig) -> ModelFlops:
+        """Count a decoder from its configuration: Llama 2/3, Mistral, Qwen2, Qwen3, or one built like them.
+
+        Raises: MeshkitError for a family with other matrices (count the module instead) and for experts.
+        """
+        family = getattr(config, "model_type", None)
+        if family is not None and family not in _KNOWN_FAMILIES:
+            raise MeshkitError(
+                f"model_type={family!r}: only {', '.join(_KNOWN_FAMILIES)} are counted from their configuration. "
+                "Use ModelFlops.from_module(model, layers=..., q_heads=..., head_dim=...)."
+            )
+        for field in _EXPERT_FIELDS:
+            if experts := getattr(config, field, None):
+                raise MeshkitError(
+                    f"{field}={experts}: a token does not visit every expert, so this is no dense decoder. "
+                    "Build ModelFlops(matmul_params=<active parameters>, ...)."
+                )
+        layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        attention = 2 * hidden * heads * head_dim + 2 * hidden * config.num_key_value_heads * head_dim
+        window = getattr(config, "sliding_window", None)
+        one_kind = "full_attention" if window is None else "sliding_attention"
+        kinds = getattr(config, "layer_types", None) or [one_kind] * layers
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise MeshkitError(
+                f"layer_types has {unknown[0]!r}: only full_attention and sliding_attention are counted. "
+                "Build ModelFlops(...) by hand."
+            )
+        return ModelFlops(
+            matmul_params=layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size,
+            layers=layers,
+            q_heads=heads,
+            head_dim=head_dim,
+            sliding_window=window,
+            sliding_layers=kinds.count("sliding_attention") if window is not None else 0,
+        )
+
+    @staticmethod
+    def from_module(
+        module: nn.Module,
+        *,
+        layers: int = 0,
+        q_heads: int = 0,
+        head_dim: int = 0,
+        sliding_window: int | None = None,
+    ) -> ModelFlops:
+        """Count the `nn.Linear` weights of any module, also on meta or as DTensors; attention is what the caller says.
+
+        A weight that two Linears share counts twice, for it is multiplied twice. `note` names what is not counted.
+        """
+        linears = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
+        known = {id(weight) for weight in linears}
+        known |= {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+        others = [name for name, weight in module.named_parameters() if weight.ndim > 1 and id(weight) not in known]
+        notes = []
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            notes.append(f"weights outside nn.Linear are not counted: {others[0]}{more}")
+        if not layers * q_heads * head_dim:
+            notes.append("attention is not counted: give layers, q_heads and head_dim")
+        return ModelFlops(
+            matmul_params=sum(weight.numel() for weight in linears),
+            layers=layers,
+            q_heads=q_heads,
+            head_dim=head_dim,
+            sliding_window=sliding_window,
+            sliding_layers=0 if sliding_window is None else layers,
+            note="; ".join(notes),
+        )
+
+    def per_token(self, lengths: int | Sequence[int]) -> FlopsPerToken:
+        """Training FLOPs per token for a sequence length, or for the lengths of packed documents."""
+        parts = [
+            train_flops_per_token(
+                matmul_params=matmul_params,
+                layers=layers,
+                q_heads=self.q_heads,
+                head_dim=self.head_dim,
+                lengths=lengths,
+                sliding_window=window,
+            )
+            for matmul_params, layers, window in (
+                (self.matmul_params, self.layers - self.sliding_layers, None),
+                (0, self.sliding_layers, self.sliding_window),
+            )
+        ]
+        return FlopsPerToken(full=sum(part.full for part in parts), causal=sum(part.causal for part in parts))

@@ -1,0 +1,120 @@
+"""Scalars of a run, written where they are looked for: TensorBoard, a JSONL file, and whatever the user adds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from meshkit.errors import MeshkitError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+LogSink = Callable[[int, dict[str, float]], None]
+
+
+class Logger:
+    """Writes scalars of a step to `folder/metrics.jsonl`, to TensorBoard under `folder/tensorboard`, and to `also`.
+
+    start_step: the step the run continues after. Lines and TensorBoard points of later steps, which an interrupted run
+    left behind, are dropped, so that no step appears twice. A JSONL line survives a kill once `log` has returned; a
+    value that is not finite is null there. enabled: False on all ranks but one; then nothing is opened or called.
+
+    Raises: MeshkitError when tensorboard is asked for and not installed, and for a JSONL file with other content.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        start_step: int = 0,
+        enabled: bool = True,
+        jsonl: bool = True,
+        tensorboard: bool = True,
+        also: Sequence[LogSink] = (),
+    ) -> None:
+        self._enabled = enabled
+        self._also = tuple(also)
+        self._file = self._board = None
+        if not enabled:
+            return
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        if jsonl:
+            _drop_lines_after(path, start_step)
+        if tensorboard:
+            self._board = _open_tensorboard(folder / "tensorboard", start_step)
+        if jsonl:
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # line buffered: a killed run keeps its lines
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write one line for this step. Values are numbers or tensors of one element."""
+        if not self._enabled:
+            return
+        values = {name: float(value) for name, value in scalars.items()}
+        if "step" in values:
+            raise MeshkitError("A scalar cannot be named 'step': that is the number of the line. Choose another name.")
+        if self._file is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        for sink in self._also:
+            sink(step, values)
+
+    def close(self) -> None:
+        """Flush and close the files. Leaving the `with` block calls it."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_tensorboard(folder: Path, start_step: int) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MeshkitError(
+            f"tensorboard=True needs the package tensorboard, which cannot be imported ({error}). "
+            "Install it with: pip install 'meshkit[recipes]', or pass tensorboard=False."
+        ) from error
+    # purge_step hides, for the reader, what earlier event files hold from that step on.
+    return SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=10)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines up to `step`. The last line may be torn by a kill in the middle of a write, and then goes too."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: Any = json.loads(line)
+            if row["step"] <= step and line.endswith("\n"):
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines) or line.endswith("\n"):
+                raise MeshkitError(
+                    f"{path}, line {number}: {line.strip()[:80]!r} is not a JSON object with a step. "
+                    "Move the file away, or log into another folder."
+                ) from None
+    # A new file takes the old one's place in one move, so that a kill here loses no line.
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,69 @@
+"""Models of transformers go through the same calls, by a plan nobody wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshkit as mk
+from meshkit.sharding import full_tensor
+from tests.parity.cases import Cell, batches, mesh_for
+from tests.world import pool
+
+TOL = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
+
+
+def build(family: str) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=4,
+        use_cache=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=family == "Qwen2",
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    return model
+
+
+def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tuple[float, float, float]:
+    mesh = mesh_for(mesh_text)
+    batch = batches(Cell(mesh=mesh_text, vocab=61, documents=documents))[0]
+    positions = {"position_ids": batch["position_ids"]} if documents else {}
+    one = build(family)
+    logits = one(batch["input_ids"], **positions).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    model = build(family)
+    run = mk.parallelize(model, mesh, plan=mk.auto_plan(model), sequence=sequence)
+    local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
+    mean = run.forward_backward(local, microbatches=2)
+    gradients = dict(one.named_parameters())
+    worst = max(float((full_tensor(p.grad) - gradients[name].grad).abs().max()) for name, p in run.named_parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+    return abs(mean.item() - loss.item()), worst, abs(mk.grad_norm(run).item() - norm.item())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize(
+    ("mesh", "sequence", "documents"),
+    [("dp_shard=4", False, False), ("tp=4", True, True), ("dp_shard=2 tp=2", True, False), ("dp_replicate=2 tp=2", False, True)],
+)
+def test_a_transformers_model_equals_itself_on_one_device(
+    family: str, mesh: str, sequence: bool, documents: bool
+) -> None:
+    for found in pool(4).run(errors, family, mesh, sequence, documents):
+        assert max(found) <= TOL
