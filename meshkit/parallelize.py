@@ -28,14 +28,15 @@ def parallelize(
     memory: MemoryPolicy | None = None,
     zero: int = 3,
     sequence: bool = False,
-    compile: bool = False,
+    compile: bool | str = False,
 ) -> Run:
     """Split the model over the mesh, in place, and return what runs it.
 
     model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard.
-    sequence: with tp, hold the residual stream sharded along the sequence. compile: torch.compile each block.
+    sequence: with tp, hold the residual stream sharded along the sequence. compile: torch.compile each block; a string is
+    the backend's name.
     Names of parameters do not change.
     Raises: MeshError for an axis that is not executed; PlanError for a plan that does not fit the model, buffers on meta,
     or values that differ between ranks.
@@ -54,7 +55,7 @@ def parallelize(
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
         for name in blocks:
-            names[name].compile(fullgraph=True)
+            names[name].compile(fullgraph=True, backend="inductor" if compile is True else compile)
     fully_shard(
         model,
         mesh.data,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshkit import _torch
 
@@ -28,8 +28,15 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        # Axis by axis from the outermost, the order in which FSDP over TP can be undone; all at once warns on every rank.
+        for axis in range(tensor.device_mesh.ndim):
+            placements = [Replicate() if index <= axis else p for index, p in enumerate(tensor.placements)]
+            if tuple(placements) != tensor.placements:
+                tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
 
 
 def chunk(size: int, parts: int, index: int) -> slice:

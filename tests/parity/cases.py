@@ -33,6 +33,7 @@ class Cell:
     documents: bool = False
     all_masked_microbatch: bool = False
     dtype: str = "float64"
+    compile: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def run_cell(cell: Cell) -> Outcome:
         memory=mk.MemoryPolicy(recompute=cell.recompute),
         zero=cell.zero,
         sequence=cell.sequence,
+        compile=cell.compile or False,
     )
     optimizer = mk.adamw(run, lr=1e-2)
     losses, norms, gradients, parameters = reference(cell)

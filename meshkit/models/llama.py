@@ -1,0 +1,145 @@
+"""One decoder for Llama 2/3, Qwen2, Qwen3 and Mistral. Single-device code that knows no mesh.
+
+The families differ in a few flags of `LlamaConfig`: biases of q, k, v (Qwen2), norms of q and k (Qwen3), a sliding
+window (Mistral). Names of modules and parameters are those of transformers without the leading `model.`.
+Dims: B batch, T tokens, C hidden_size, H query heads, K key/value heads, D head_dim, R = D/2, V vocabulary.
+
+[Note: what parallelism from outside relies on]
+Numbers of heads are read off the tensors, so a rank may hold a part of them. Between blocks the hidden state may hold a
+part of the tokens; so rotations and the mask are computed once, in `Llama.forward` from `input_ids`, and handed down by
+position after the hidden state, which is always first. There are no buffers, so torch.device("meta") loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+from meshkit.models.layers import GatedMLP, Mask, Rope, apply_rope, attention, attention_mask, rope_tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The shape of a decoder, under the field names of Hugging Face's config.json.
+
+    attention_bias: q_proj, k_proj and v_proj have biases. attention_output_bias: o_proj has one too.
+    qk_norm: q and k are RMS-normalised over head_dim before the rotation. sliding_window: a query sees that many
+    tokens, itself included; None is all. max_position_embeddings is for config.json; nothing here depends on it.
+    Raises: PlanError for sizes that do not fit together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    qk_norm: bool = False
+    rope: Rope = field(default_factory=Rope)
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            whole = entry.type in ("int", "int | None") and value is not None
+            if whole and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise PlanError(f"LlamaConfig: {entry.name} must be a whole number of at least 1, but is {value!r}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise PlanError(
+                f"LlamaConfig: num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; each key/value head serves equally many query heads."
+            )
+        if self.head_dim % 2:
+            raise PlanError(f"LlamaConfig: head_dim={self.head_dim} is odd, but rope rotates pairs.")
+        if self.rms_norm_eps <= 0:
+            raise PlanError(f"LlamaConfig: rms_norm_eps must be positive, but is {self.rms_norm_eps}.")
+        if self.attention_output_bias and not self.attention_bias:
+            raise PlanError(
+                "LlamaConfig: attention_output_bias=True needs attention_bias=True; no family has o_proj's bias alone."
+            )
+
+
+class Llama(nn.Module):
+    """Decoder-only transformer: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+
+    With tie_word_embeddings, `lm_head.weight` is `embed_tokens.weight`, one Parameter.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """input_ids: [B, T]. Returns logits [B, T, V].
+
+        position_ids: [B, T], for packed documents: a document starts wherever a position is not the one before plus 1,
+        and attention does not look back over a start. None: positions 0..T-1, one document per row.
+        """
+        hidden_BTC = self.embed_tokens(input_ids)
+        positions = position_ids
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        cos, sin = rope_tables(self.config.rope, positions, self.config.head_dim, dtype=hidden_BTC.dtype)
+        mask = attention_mask(input_ids, position_ids, window=self.config.sliding_window)
+        for layer in self.layers:
+            hidden_BTC = layer(hidden_BTC, cos, sin, mask)
+        logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTC))
+        return logits_BTV
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: Mask) -> Tensor:
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTR, sin_BTR, mask)
+        out: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        return out
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; optional biases and norms of q and k."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        query_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=config.attention_output_bias)
+        norm = config.qk_norm
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norm else None
+
+    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: Mask) -> Tensor:
+        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        q_BTHD, k_BTKD = apply_rope(q_BTHD, cos_BTR, sin_BTR), apply_rope(k_BTKD, cos_BTR, sin_BTR)
+        out: Tensor = self.o_proj(attention(q_BTHD, k_BTKD, v_BTKD, mask).flatten(-2))
+        return out

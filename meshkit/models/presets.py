@@ -1,0 +1,120 @@
+"""Shapes of public models, from the config.json files their authors published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshkit.models.layers import Llama3Scaling, Rope
+from meshkit.models.llama import LlamaConfig
+
+LLAMA2_7B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_position_embeddings=4096,
+)
+
+LLAMA3_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope=Rope(theta=500_000.0),
+)
+
+LLAMA3_70B = replace(
+    LLAMA3_8B, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
+)
+
+_LLAMA32_ROPE = Rope(
+    theta=500_000.0,
+    scaling=Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+)
+
+LLAMA32_1B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    tie_word_embeddings=True,
+    max_position_embeddings=131_072,
+    rope=_LLAMA32_ROPE,
+)
+
+LLAMA32_3B = replace(LLAMA32_1B, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128)
+
+QWEN2_0_5B = LlamaConfig(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    max_position_embeddings=131_072,
+    attention_bias=True,
+    rope=Rope(theta=1_000_000.0),
+)
+
+QWEN2_7B = replace(
+    QWEN2_0_5B,
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+
+QWEN3_0_6B = LlamaConfig(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    max_position_embeddings=40_960,
+    qk_norm=True,
+    rope=Rope(theta=1_000_000.0),
+)
+
+QWEN3_8B = replace(
+    QWEN3_0_6B,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    tie_word_embeddings=False,
+)
+
+MISTRAL_7B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=32_768,
+    sliding_window=4096,
+)

@@ -1,0 +1,149 @@
+"""Hugging Face folders in both directions, from and into sharded models on 4 ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from meshkit.errors import CheckpointError
+from meshkit.models import Llama, LlamaConfig, load_pretrained, save_pretrained
+from meshkit.sharding import full_tensor, local_tensor
+from tests.world import run_ranks
+
+RANKS = 4
+
+# 13 tokens, 30 hidden and 22 features: no size is a multiple of 4, and biases of 2 kv heads of 2 leave ranks empty.
+UNEVEN = LlamaConfig(
+    vocab_size=13,
+    hidden_size=30,
+    intermediate_size=22,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=2,
+    attention_bias=True,
+    attention_output_bias=True,
+    tie_word_embeddings=True,
+)
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+
+
+def whole_model(seed: int) -> Llama:
+    torch.manual_seed(seed)
+    return Llama(UNEVEN)
+
+
+def shard(model: nn.Module, layout: str) -> nn.Module:
+    """fsdp: over 4 ranks; fsdp_tp: over 2 x 2, the same dim over both axes for columns; hsdp: over 2, twice."""
+    if layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    elif layout == "fsdp_tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        made: dict[int, nn.Parameter] = {}
+        for path, module in model.named_modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                kind = path.rpartition(".")[2]
+                row = kind in ("o_proj", "down_proj") and name == "weight"
+                placement = Shard(0) if kind in COLUMNS else Shard(1) if row else Replicate()
+                value = distribute_tensor(param.detach(), mesh["tp"], [placement])
+                module._parameters[name] = made.setdefault(id(param), nn.Parameter(value))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def round_trip(folder: str, layout: str) -> None:
+    """Sharded model -> folder -> another sharded model: every value arrives, each rank reading only its own."""
+    source, target = shard(whole_model(seed=1), layout), shard(whole_model(seed=2), layout)
+    save_pretrained(source, UNEVEN, folder, max_shard_bytes=2000)
+    assert not os.path.exists(Path(folder).with_name(".out.partial"))
+    read = count_reads(lambda: load_pretrained(target, folder))
+    assert read == sum(local_tensor(param).numel() for param in target.parameters())
+    assert target.lm_head.weight is target.embed_tokens.weight
+    expected = dict(whole_model(seed=1).named_parameters())
+    for name, param in target.named_parameters():
+        assert torch.equal(full_tensor(param), expected[name]), name
+
+
+def count_reads(load: Any) -> int:
+    """How many elements `load` reads from files."""
+    from meshkit.models import huggingface
+
+    count = 0
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __getitem__(self, region: Any) -> torch.Tensor:
+            nonlocal count
+            part: torch.Tensor = self.inner[region]
+            count += part.numel()
+            return part
+
+    class Reader:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.inner = huggingface_safe_open(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            self.reader = self.inner.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> Any:
+            return self.inner.__exit__(*args)
+
+        def get_slice(self, key: str) -> Slice:
+            return Slice(self.reader.get_slice(key))
+
+        def keys(self) -> Any:
+            return self.reader.keys()
+
+    huggingface_safe_open = huggingface.safe_open
+    huggingface.safe_open = Reader  # type: ignore[assignment, misc]
+    try:
+        load()
+    finally:
+        huggingface.safe_open = huggingface_safe_open  # type: ignore[misc]
+    return count
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp_tp"])
+def test_a_folder_carries_a_sharded_model_to_other_ranks(layout: str, tmp_path: Path) -> None:
+    run_ranks(RANKS, round_trip, str(tmp_path / "out"), layout)
+    # And to one process, which the ranks know nothing of.
+    alone = whole_model(seed=3)
+    load_pretrained(alone, tmp_path / "out")
+    for (name, param), expected in zip(alone.named_parameters(), whole_model(seed=1).parameters(), strict=True):
+        assert torch.equal(param, expected), name
+
+
+def refuse_together(folder: str) -> str:
+    model = shard(whole_model(seed=1), "fsdp")
+    with pytest.raises(CheckpointError) as error:
+        save_pretrained(model, UNEVEN, folder)
+    dist.barrier()  # nobody hangs in a collective that the others left
+    return str(error.value)
+
+
+def test_every_rank_raises_when_the_first_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("keep me")
+    texts = run_ranks(RANKS, refuse_together, str(tmp_path / "out"))
+    assert len(set(texts)) == 1
+    assert "exists and is not empty" in texts[0]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]

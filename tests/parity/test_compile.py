@@ -1,0 +1,36 @@
+"""Compiled blocks train as eager ones. aot_eager traces and partitions as inductor does, without its minutes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.parity.cases import Cell, Outcome, run_cell
+from tests.world import run_ranks
+
+TOL_FP64 = 1e-10
+
+
+def run_compiled_cell(cell: Cell) -> Outcome:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing probes attributes, .grad of non-leaves for one, that warn
+        outcome = run_cell(cell)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        (2, Cell(mesh="dp_shard=2", compile="aot_eager", zero=3)),
+        (2, Cell(mesh="tp=2", compile="aot_eager", sequence=True, vocab=61, qwen=True)),
+        (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", sequence=True, recompute="full", documents=True)),
+        (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", recompute="selective")),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_equal_one_device(ranks: int, cell: Cell) -> None:
+    for outcome in run_ranks(ranks, run_compiled_cell, cell, timeout_s=240):
+        assert max(outcome.loss, outcome.norm, outcome.gradient, outcome.parameter) <= TOL_FP64, outcome
