@@ -123,7 +123,15 @@ def main() -> None:
 
     if mesh.rank == 0:
         print(plan)
-        print(mk.explain(run.model, mesh.spec, **run.choices, rows=8 // mesh.data_ranks, seq_len=1 if config.kind == "mlp" else 32))
+        print(
+            mk.explain(
+                run.model,
+                mesh.spec,
+                **run.choices,
+                rows=8 // mesh.data_ranks,
+                seq_len=1 if config.kind == "mlp" else 32,
+            )
+        )
     generator = torch.Generator().manual_seed(1)
     for step in range(config.steps):
         if config.kind == "mlp":

@@ -42,8 +42,16 @@ from meshkit.explain import explain
 from meshkit.launch import run_main
 from meshkit.memory.loss import IGNORED
 from meshkit.metrics import Logger, Meter, ModelFlops, Progress, peak_flops_per_s, profile
-from meshkit.models import LLAMA3_8B, LLAMA32_1B, LLAMA_PLAN, Llama, LlamaConfig
-from meshkit.models import config_from_pretrained, load_pretrained, save_pretrained
+from meshkit.models import (
+    LLAMA3_8B,
+    LLAMA32_1B,
+    LLAMA_PLAN,
+    Llama,
+    LlamaConfig,
+    config_from_pretrained,
+    load_pretrained,
+    save_pretrained,
+)
 from meshkit.schedule_lr import lr_schedule
 
 DEMO = LlamaConfig(
@@ -171,7 +179,11 @@ def main() -> None:
     rows = -(-config.global_batch // mesh.data_ranks)
     say(f"model {sum(p.numel() for p in run.parameters()):,} parameters")
     if config.explain:
-        say(explain(run.model, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches))
+        say(
+            explain(
+                run.model, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches
+            )
+        )
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = Checkpointer(config.out / "checkpoints", keep=config.keep)

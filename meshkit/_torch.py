@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _c10d = torch.ops._c10d_functional
-_wait = _c10d.wait_tensor
-
 
 
 def global_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -42,6 +40,11 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 # renamed between the two versions. The tensor must be contiguous.
 
 
+def _wait(tensor: Tensor) -> Tensor:
+    done: Tensor = _c10d.wait_tensor(tensor)
+    return done
+
+
 def all_reduce_sum(tensor: Tensor, group_name: str) -> Tensor:
     return _wait(_c10d.all_reduce(tensor, "sum", group_name))
 
@@ -62,4 +65,4 @@ def group_of_call(args: tuple[Any, ...]) -> ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return ProcessGroup.unbox(arg)
-    return _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
+    return _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))  # type: ignore[arg-type]

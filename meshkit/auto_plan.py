@@ -13,7 +13,14 @@ from meshkit.plan import Plan, Style, attention, column, enter, per_head, replic
 ATTENTION = {"q_proj": column(), "k_proj": column(), "v_proj": column(), "o_proj": row()}
 GATED_MLP = {"gate_proj": column(), "up_proj": column(), "down_proj": row()}
 # First and second linear layer of a plain MLP, under the names people give them.
-MLP_PAIRS = [("up", "down"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("w1", "w2"), ("linear1", "linear2"), ("in_proj", "out_proj")]
+MLP_PAIRS = [
+    ("up", "down"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("w1", "w2"),
+    ("linear1", "linear2"),
+    ("in_proj", "out_proj"),
+]
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 
 
@@ -27,7 +34,7 @@ def auto_plan(model: nn.Module) -> Plan:
     """
     if not any(True for _ in model.parameters()):
         raise PlanError(f"auto_plan: {type(model).__name__} has no parameters, so there is nothing to plan.")
-    modules = {name: child for name, child in model.named_modules(remove_duplicate=False)}
+    modules = dict(model.named_modules(remove_duplicate=False))
     general = partial(_general, modules=modules)
     tensor: dict[str, Style] = {}
     decoder = False
@@ -70,7 +77,9 @@ def auto_plan(model: nn.Module) -> Plan:
 
 def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
     if tensor.setdefault(pattern, style) != style:
-        raise PlanError(f"auto_plan: modules like {pattern!r} are not alike ({tensor[pattern]} and {style}). Write the plan.")
+        raise PlanError(
+            f"auto_plan: modules like {pattern!r} are not alike ({tensor[pattern]} and {style}). Write the plan."
+        )
 
 
 def _named_pairs(module: nn.Module) -> list[tuple[str, str]]:
@@ -117,7 +126,8 @@ def _general(name: str, modules: dict[str, nn.Module]) -> str:
     """`layers.3.mlp` to `layers.*.mlp`: members of a ModuleList are alike, members of a Sequential are not."""
     parts = name.split(".")
     return ".".join(
-        "*" if isinstance(modules.get(".".join(parts[:index])), nn.ModuleList) else part for index, part in enumerate(parts)
+        "*" if isinstance(modules.get(".".join(parts[:index])), nn.ModuleList) else part
+        for index, part in enumerate(parts)
     )
 
 

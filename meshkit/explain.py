@@ -90,7 +90,14 @@ def explain(
     parts = [max(1, len(part)) for part in torch.arange(rows).tensor_split(microbatches)]
     if sharded:
         _data_messages(
-            ledger, spec, params, shard_units(model, [*blocks, *units]), kept_units(blocks, units), memory, Zero(zero), microbatches
+            ledger,
+            spec,
+            params,
+            shard_units(model, [*blocks, *units]),
+            kept_units(blocks, units),
+            memory,
+            Zero(zero),
+            microbatches,
         )
     if layout is not None:
         for part_rows in parts:
@@ -243,7 +250,9 @@ def _scalar_messages(ledger: _Ledger, spec: MeshSpec, params: dict[str, _Local])
     # clip_grad_norm: sums of squares by the axes that shard them, one all-reduce per axis of those still to be summed.
     shard_axis = "dp_shard" if spec.cp == 1 else "dp_shard_cp"
     data = {shard_axis} if spec.dp_shard * spec.cp > 1 else set()
-    sums = {frozenset(data | ({"tp"} if param.shape != param.whole else set())) for param in params.values() if param.trains}
+    sums = {
+        frozenset(data | ({"tp"} if param.shape != param.whole else set())) for param in params.values() if param.trains
+    }
     for axis in sorted({axis for axes in sums for axis in axes}):
         over = [axes for axes in sums if axis in axes]
         sums = {axes - {axis} for axes in sums}
@@ -269,18 +278,15 @@ def _row(
 
 def _parameter_lines(explanation: Explanation) -> list[str]:
     """One line for parameters that differ only in their layer."""
-    groups: dict[tuple[object, ...], int] = {}
+    groups: Counter[tuple[str, ...]] = Counter()
     for row in explanation.params:
         general = re.sub(r"\.\d+(?=\.)", ".*", row.name)
         where = "  ".join(f"{axis}:{placement}" for axis, placement in row.placements.items()) or "whole"
-        key = (general, row.shape, str(row.dtype).removeprefix("torch."), where, row.rank_bytes)
-        groups[key] = groups.get(key, 0) + 1
+        shape, dtype = "×".join(map(str, row.shape)), str(row.dtype).removeprefix("torch.")
+        groups[general, shape, dtype, where, f"{row.rank_bytes:,}"] += 1
     header = ("parameter", "shape", "dtype", "placement", "bytes/rank", "×")
-    table = [
-        (str(name), "×".join(map(str, shape)), str(dtype), str(where), f"{size:,}", str(count))  # type: ignore[arg-type]
-        for (name, shape, dtype, where, size), count in groups.items()
-    ]
-    total = f"parameters: {explanation.parameter_bytes:,} bytes on this rank; with fp32 AdamW state 3x, with gradients 4x"
+    table = [(*cells, str(count)) for cells, count in groups.items()]
+    total = f"parameters: {explanation.parameter_bytes:,} bytes on this rank; AdamW holds 2x more, gradients 1x"
     return [*_table([header, *table]), total]
 
 

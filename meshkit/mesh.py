@@ -140,7 +140,9 @@ class MeshSpec:
                 groups = self.groups(axis)
                 nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
                 link = "-" if size == 1 else "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
-                shown = " ".join(str(group) for group in groups[:4]) + (f" ... {len(groups)} groups" * (len(groups) > 4))
+                shown = " ".join(str(group) for group in groups[:4]) + (
+                    f" ... {len(groups)} groups" * (len(groups) > 4)
+                )
                 lines.append(f"  {title:6} {axis:12} {size:>4}  {link:28} {shown if size > 1 else ''}".rstrip())
         return "\n".join(lines)
 
@@ -192,15 +194,20 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        index = torch.accelerator.current_device_index() if self.device_type != "cpu" else None
-        return torch.device(self.device_type, index)
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def describe(self) -> str:
         return self.spec.describe(ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.spec.world_size)))
 
 
 def init_mesh(
-    spec: MeshSpec | str = "", *, device_type: str | None = None, timeout: timedelta = timedelta(minutes=10), **sizes: int
+    spec: MeshSpec | str = "",
+    *,
+    device_type: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    **sizes: int,
 ) -> Mesh:
     """Build the mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
 
@@ -212,7 +219,9 @@ def init_mesh(
     """
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
-    wanted = spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
+    wanted = (
+        spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
+    )
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
         _init_process_group(device_type, timeout)
@@ -256,4 +265,5 @@ def _init_process_group(device_type: str, timeout: timedelta) -> None:
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -66,7 +66,13 @@ def parallelize(
     )
     _materialise(model, mesh.device)
     return Run(
-        model=model, mesh=mesh, plan=plan, memory=memory, zero=zero, sequence=sequence and mesh.spec.tp > 1, blocks=blocks
+        model=model,
+        mesh=mesh,
+        plan=plan,
+        memory=memory,
+        zero=zero,
+        sequence=sequence and mesh.spec.tp > 1,
+        blocks=blocks,
     )
 
 
@@ -121,7 +127,9 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     if not meta:
         return
     if len(meta) != len(list(model.parameters())):
-        raise PlanError("parallelize: some parameters are on meta and some are not. Build the whole model in one place.")
+        raise PlanError(
+            "parallelize: some parameters are on meta and some are not. Build the whole model in one place."
+        )
     tied: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in model.modules():
         for key, param in owner.named_parameters(recurse=False):

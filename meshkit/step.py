@@ -87,7 +87,9 @@ class Run:
         return self._sum_over_tokens(total) / tokens
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, *, loss: Loss = next_token_loss, count: Count = count_labels) -> tuple[Tensor, Tensor]:
+    def evaluate(
+        self, batch: Batch, *, loss: Loss = next_token_loss, count: Count = count_labels
+    ) -> tuple[Tensor, Tensor]:
         """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
         batch = self._to_device(batch)
         training = self.model.training
@@ -214,7 +216,9 @@ class NonFiniteGuard:
         finite = [True] * dist.get_world_size()
         dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))))
         ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-        where = f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
+        where = (
+            f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
+        )
         raise StepError(
             f"step {step}: the gradient norm is {norm.item()}; {where}. {self.skipped_in_a_row - 1} such steps in a row were "
             f"skipped (at most {self.max_skips}). Look at that batch, lower the learning rate, or allow more skips."

@@ -32,8 +32,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        store = tempfile.NamedTemporaryFile(prefix="store-", delete=False).name
-        os.unlink(store)
+        store = os.path.join(tempfile.mkdtemp(prefix="meshkit-world-"), "store")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):

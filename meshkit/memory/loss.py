@@ -36,10 +36,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         wide = wide if wide.dtype == torch.float64 else wide.float()
         return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     if logits.device_mesh.ndim != 1 or logits.placements[0] != Shard(logits.ndim - 1):
-        raise PlanError(f"cross_entropy: logits placed as {logits.placements}; only the last dim may be sharded, on one axis.")
+        raise PlanError(
+            f"cross_entropy: logits placed as {logits.placements}; only the last dim may be sharded, on one axis."
+        )
     first = local_slices(logits)[-1].start
     local = logits.to_local().flatten(0, -2)
-    return _VocabParallelCrossEntropy.apply(local, labels.flatten(), first, logits.device_mesh)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(local, labels.flatten(), first, logits.device_mesh)
+    return loss
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

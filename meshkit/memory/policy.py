@@ -22,7 +22,9 @@ class Precision:
     def __post_init__(self) -> None:
         for name, dtype in (("compute", self.compute), ("reduce", self.reduce)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise PlanError(f"Precision({name}={dtype!r}) is not a floating-point dtype. Use torch.bfloat16, for example.")
+                raise PlanError(
+                    f"Precision({name}={dtype!r}) is not a floating-point dtype. Use torch.bfloat16, for example."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

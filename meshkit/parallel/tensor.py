@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
-from meshkit.swap import swap_class
 from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, tensor_layout
 from meshkit.plan import Style
 from meshkit.sharding import chunk
+from meshkit.swap import swap_class
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
 
@@ -107,11 +107,11 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
         forward = _vocab_embedding_forward(module, mesh)
 
     def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._computing = True
+        self._computing = True  # type: ignore[assignment]
         try:
             return forward(self, *args, **kwargs)
         finally:
-            self._computing = False
+            self._computing = False  # type: ignore[assignment]
 
     module._computing = False  # type: ignore[assignment]
     local_forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
@@ -165,15 +165,18 @@ def _communicate(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call
     if call.kind == "enter":
         _on_first_input(module, lambda x: gather_dim(x, SEQUENCE_DIM, mesh) if sequence else copy_to_axis(x, mesh))
         if layout.styles[call.module].kind == "vocab":
+            assert isinstance(module, nn.Linear)
             vocabulary = module.out_features
-            module.register_forward_hook(lambda module, args, out: _as_logits(out, mesh, int(vocabulary)))
+            module.register_forward_hook(lambda module, args, out: _as_logits(out, mesh, vocabulary))
     elif call.kind == "split":
         _on_first_input(module, lambda x: split_dim(x, SEQUENCE_DIM, mesh))
     elif call.kind in ("leave", "leave_whole"):
         scatter = sequence and call.kind == "leave"
         # Before the hook that adds a row's bias: the sum comes first.
         module.register_forward_hook(
-            lambda module, args, out: scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh),
+            lambda module, args, out: (
+                scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh)
+            ),
             prepend=True,
         )
     else:
@@ -185,7 +188,9 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
     """Apply `change` to the first argument of the module's forward, passed by position or by name."""
     first = next(iter(inspect.signature(module.forward).parameters))
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (change(args[0]), *args[1:]), kwargs
         return args, {**kwargs, first: change(kwargs[first])}

@@ -74,7 +74,9 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
             _add_sharded(layout, name, child, style)
         elif style.kind in ("enter", "attention", "split"):
             if held:
-                raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {list(held)}.")
+                raise PlanError(
+                    f"plan: {name!r} is a container for {style}, but holds parameters of its own: {list(held)}."
+                )
         else:
             summed = style.kind == "per_head" or (style.kind == "sequence" and sequence)
             for key in held:
@@ -123,7 +125,9 @@ def _add_container(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
     columns = [
-        child for child in modules if child.startswith(name + ".") and getattr(layout.styles.get(child), "kind", "") == "column"
+        child
+        for child in modules
+        if child.startswith(name + ".") and getattr(layout.styles.get(child), "kind", "") == "column"
     ]
     if not columns:
         raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
@@ -144,7 +148,9 @@ def _split_heads(
     query, key, value, output = (_join(name, child) for child in style.projections)
     missing = [child for child in (query, key, value, output) if child not in modules]
     if missing:
-        raise PlanError(f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention().")
+        raise PlanError(
+            f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
+        )
     query_heads = _linear(query, modules[query], "column").out_features // head_dim
     kv_heads = _linear(key, modules[key], "column").out_features // head_dim
     if layout.size > query_heads:

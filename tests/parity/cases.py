@@ -145,8 +145,9 @@ def run_cell(cell: Cell) -> Outcome:
         norm_error = max(norm_error, abs(float(norm) - norms[step]))
     parameter_error = max(_distance(p, parameters[name]) for name, p in run.named_parameters())
     where = max(worst, key=worst.__getitem__)
-    return Outcome(loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()])
-
+    return Outcome(
+        loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()]
+    )
 
 
 def _distance(value: Tensor | None, expected: Tensor) -> float:

@@ -71,4 +71,3 @@ def test_names_of_parameters_are_those_of_one_device() -> None:
     expected = [name for name, _ in build(cell).named_parameters()]
     for outcome in pool(4).run(run_cell, cell):
         assert outcome.names == expected
-

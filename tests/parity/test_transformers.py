@@ -60,7 +60,12 @@ def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tupl
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
 @pytest.mark.parametrize(
     ("mesh", "sequence", "documents"),
-    [("dp_shard=4", False, False), ("tp=4", True, True), ("dp_shard=2 tp=2", True, False), ("dp_replicate=2 tp=2", False, True)],
+    [
+        ("dp_shard=4", False, False),
+        ("tp=4", True, True),
+        ("dp_shard=2 tp=2", True, False),
+        ("dp_replicate=2 tp=2", False, True),
+    ],
 )
 def test_a_transformers_model_equals_itself_on_one_device(
     family: str, mesh: str, sequence: bool, documents: bool

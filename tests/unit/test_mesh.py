@@ -13,7 +13,7 @@ from tests.world import pool
 sizes = st.sampled_from([1, 2, 3, 4])
 
 
-@given(st.fixed_dictionaries({axis: sizes for axis in DENSE_AXES}))
+@given(st.fixed_dictionaries(dict.fromkeys(DENSE_AXES, sizes)))
 def test_the_groups_of_an_axis_are_a_partition_of_the_ranks(dense: dict[str, int]) -> None:
     spec = MeshSpec(**dense)
     world = prod(dense.values())
@@ -23,7 +23,7 @@ def test_the_groups_of_an_axis_are_a_partition_of_the_ranks(dense: dict[str, int
         assert {len(group) for group in groups} == {getattr(spec, axis)}
 
 
-@given(st.fixed_dictionaries({axis: sizes for axis in DENSE_AXES}), st.sampled_from(DENSE_AXES))
+@given(st.fixed_dictionaries(dict.fromkeys(DENSE_AXES, sizes)), st.sampled_from(DENSE_AXES))
 def test_minus_one_is_the_ranks_that_are_left(dense: dict[str, int], free: str) -> None:
     assert MeshSpec(**{**dense, free: -1}).resolve(prod(dense.values())) == MeshSpec(**dense)
 

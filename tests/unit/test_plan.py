@@ -60,7 +60,10 @@ PLAN = {"layers.*.up": mk.column(), "layers.*.down": mk.row(), "norm": mk.sequen
         ({"norm": None}, "module 'norm' \\(LayerNorm\\) holds the parameter 'weight', but no pattern"),
         ({"norm": mk.column()}, "column\\(\\) on 'norm' needs an nn.Linear, but it is a LayerNorm"),
         ({"norm": mk.vocab()}, "vocab\\(\\) on 'norm' needs an nn.Linear or nn.Embedding"),
-        ({"layers": mk.enter(), "layers.*.up": mk.row()}, "enters the axis for its column\\(\\) children, but has none"),
+        (
+            {"layers": mk.enter(), "layers.*.up": mk.row()},
+            "enters the axis for its column\\(\\) children, but has none",
+        ),
         ({"layers.*": mk.attention()}, "needs the size of a head in its attribute 'head_dim'"),
         ({"norm": mk.enter()}, "'norm' is a container for enter\\(\\), but holds parameters of its own"),
     ],

@@ -72,7 +72,9 @@ def odd_sequence() -> None:
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
-    with pytest.raises(RankError, match=r"splits dim 1 of a tensor \(1, 5, 8\) over tp=2, and 5 is not a multiple of 2"):
+    with pytest.raises(
+        RankError, match=r"splits dim 1 of a tensor \(1, 5, 8\) over tp=2, and 5 is not a multiple of 2"
+    ):
         run_ranks(2, odd_sequence)
 
 
