@@ -26,6 +26,8 @@ CELLS = [
     Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="selective", microbatches=2, zero=3, vocab=61),
     Cell(mesh="dp_shard=2 tp=2", sequence=False, recompute="full", microbatches=3, zero=1, qwen=True, tied=True),
     Cell(mesh="dp_replicate=2 tp=2", sequence=True, recompute="full", zero=2, documents=True),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, dtype="float32", qwen=True, vocab=61),  # bf16 over fp32
+    Cell(mesh="dp_replicate=2 dp_shard=2", dtype="float32", microbatches=2, zero=2),
 ]
 
 
@@ -35,7 +37,9 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
         build(cell),
         mesh,
         plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(recompute=cell.recompute),
+        memory=mk.MemoryPolicy(
+            recompute=cell.recompute, precision=mk.Precision() if cell.dtype == "float32" else None
+        ),
         zero=cell.zero,
         sequence=cell.sequence,
     )
