@@ -1,0 +1,164 @@
+"""Parts of tensors to and from files, through torch.distributed.checkpoint.
+
+A file `__<rank>_0.distcp` holds what one rank wrote and `.metadata` says where each part of each tensor is, so
+PyTorch's own tools read the folder too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from meshkit.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What this rank writes of one tensor: its values, where they begin in the whole, and the shape of the whole."""
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """What a file must be."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What `.metadata` says: shape and dtype of each tensor, and the first tensor in each file."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    first_keys: dict[str, str]
+
+
+def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) -> dict[str, Sum]:
+    """Write every rank's parts and the index, synced to disk; returns size and checksum of this rank's own files.
+
+    A part that several ranks hold is written by one of them. Wire: the plan to rank 0 and back, over `group`.
+    Raises: CheckpointError, on every rank the same.
+    """
+    # Copying ahead would create an accelerator context in this thread; the values are on the host already.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
+    files = writer.fs = _SummingFileSystem()
+    try:
+        save(dict(parts), storage_writer=writer, planner=_PartPlanner(), process_group=group)
+    except CheckpointException as failure:
+        raise _first_failure(failure, f"writing {folder}") from failure
+    return files.sums
+
+
+def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+    """Fill tensors, plain or DTensors on any mesh, in place. Wire and errors as `write_parts`."""
+    try:
+        load(dict(targets), storage_reader=FileSystemReader(folder), process_group=group)
+    except CheckpointException as failure:
+        raise _first_failure(failure, f"reading {folder}, with the run half loaded") from failure
+
+
+def read_index(folder: Path) -> Index:
+    metadata = FileSystemReader(folder).read_metadata()
+    tensors = {
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    first: dict[str, tuple[int, str]] = {}
+    for index, place in metadata.storage_data.items():
+        here = (place.offset, index.fqn)
+        first[place.relative_path] = min(first.get(place.relative_path, here), here)
+    return Index(tensors=tensors, first_keys={file: key for file, (_, key) in first.items()})
+
+
+class _PartPlanner(DefaultSavePlanner):
+    """Plans from `Part`s: no DTensor is needed, so the values may be host copies that outlive the step."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(key, part) for key, part in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        tensor: Tensor = self.state_dict[index.fqn].tensor
+        return tensor
+
+
+def _write_item(key: str, part: Part) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(key, part.offset),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(part.offset), sizes=part.tensor.shape),
+            properties=TensorProperties(dtype=part.tensor.dtype),
+            size=torch.Size(part.shape),
+        ),
+    )
+
+
+class _SummingFileSystem(FileSystem):
+    """Sums what is written on its way to the disk, so that a file changed by anything later is recognised."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summing = _SummingStream(stream)
+            yield summing
+        if Path(path).suffix == ".distcp":
+            self.sums[Path(path).name] = Sum(bytes=summing.bytes, crc32=summing.crc32)
+
+
+class _SummingStream:
+    """A file that is only ever written forwards."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: bytes) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += memoryview(data).nbytes
+        written: int = self._stream.write(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("seek", "truncate"):
+            raise AttributeError(f"a summed file is written forwards: no {name}")
+        return getattr(self._stream, name)
+
+
+def _first_failure(failure: CheckpointException, what: str) -> CheckpointError:
+    """The same on every rank: DCP shares all failures."""
+    rank, (error, _) = min(failure.failures.items(), key=lambda entry: entry[0])
+    return CheckpointError(f"{what}: {type(error).__name__} on rank {rank}: {error}")

@@ -1,0 +1,185 @@
+"""The folder of checkpoints: which are complete, and whether one is what was written.
+
+step-00000010/            complete: gets this name by a rename, as the very last act of a save
+    manifest.json         what the rest must be; see Manifest
+    .metadata, *.distcp   tensors (torch.distributed.checkpoint)
+    state.pt              optimizer options, schedule, data position, extra
+    config.json           the configuration
+.incomplete-step-...      a save that is under way, or was killed; removed by the next save
+.removed-step-...         one that `keep` is deleting, or was killed at it; removed by the next save
+abandoned-step-...        newer than the one a run went back to; yours to delete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from meshkit.checkpoint._dcp import Sum
+from meshkit.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+INCOMPLETE = ".incomplete-"
+REMOVED = ".removed-"
+ABANDONED = "abandoned-"
+CHUNK = 1 << 24  # bytes read at a time
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a killed save left."""
+    for entry in folder.iterdir():
+        if entry.name.startswith((INCOMPLETE, REMOVED)):
+            shutil.rmtree(entry)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder)
+    temporary = folder / f"{INCOMPLETE}{step_name(step)}"
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give what is on disk its final name: before, it does not exist; after, it is complete, also after a power cut."""
+    _sync_folder(temporary)
+    os.rename(temporary, final)
+    _sync_folder(final.parent)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    names = (f"{ABANDONED}{step_name(step)}" + (f"-{copy}" if copy else "") for copy in count())
+    os.rename(folder / step_name(step), next(folder / name for name in names if not (folder / name).exists()))
+
+
+def keep_newest(folder: Path, keep: int | None) -> None:
+    """Delete all but the newest `keep`. Renamed first: a checkpoint half deleted does not look complete."""
+    for step in complete_steps(folder)[:-keep] if keep else []:
+        doomed = folder / f"{REMOVED}{step_name(step)}"
+        os.rename(folder / step_name(step), doomed)
+        shutil.rmtree(doomed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """bytes and crc32 of a file, and the first key stored in it."""
+
+    bytes: int
+    crc32: int
+    first_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is and what its files must be.
+
+    tensors: parameters and persistent buffers by name, as [shape, dtype]. mesh: size of each axis.
+    """
+
+    format: int
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    torch: str
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    files: dict[str, File]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    body = asdict(manifest)
+    write_file(folder / MANIFEST, json.dumps({**body, "crc32": _body_sum(body)}, indent=1).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises: CheckpointError if it is not there, not what was written, or of another format."""
+    path = folder / MANIFEST
+    try:
+        body: dict[str, Any] = json.loads(path.read_bytes())
+        written = body.pop("crc32")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint was changed after it was complete.") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if body.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {body.get('format')}, but this version of meshkit reads format {FORMAT}. Read it with "
+            "the version that wrote it."
+        )
+    if _body_sum(body) != written:
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
+    body["tensors"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in body["tensors"].items()}
+    body["files"] = {name: File(**file) for name, file in body["files"].items()}
+    return Manifest(**body)
+
+
+def _body_sum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def check_file(path: Path, file: File) -> None:
+    """Raises: CheckpointError unless the file is byte for byte what was written."""
+    holds = f" The first key in it is {file.first_key!r}." if file.first_key else ""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing.{holds}")
+    if (size := path.stat().st_size) != file.bytes:
+        raise CheckpointError(f"{path} has {size} bytes, but {file.bytes} were written.{holds}")
+    if (found := sum_file(path).crc32) != file.crc32:
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is {found:08x}, not {file.crc32:08x} as written.{holds}"
+        )
+
+
+def sum_file(path: Path) -> Sum:
+    crc32 = size = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            crc32, size = zlib.crc32(chunk, crc32), size + len(chunk)
+    return Sum(bytes=size, crc32=crc32)
+
+
+def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
+    """The files each rank checks: the largest first, each to the rank with the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
+        rank = loads.index(min(loads))
+        shares[rank].append(name)
+        loads[rank] += files[name].bytes
+    return shares
+
+
+def write_file(path: Path, data: bytes) -> Sum:
+    """Write and sync to disk."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return Sum(bytes=len(data), crc32=zlib.crc32(data))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""Leave when told to: all ranks after the same step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshkit.checkpoint._agree import host_group
+from meshkit.mesh import Mesh
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class SaveOnSignal:
+    """Notice SIGTERM and SIGUSR1 while in the `with` block, instead of dying of them.
+
+        with SaveOnSignal() as signals:
+            for step in ...:
+                ...
+                if signals.should_stop(mesh):
+                    checkpointer.save(step, run, optimizer)
+                    break
+
+    torchrun passes SIGTERM on to its workers and kills them 30 s later; ask Slurm for more with --signal=USR1@300.
+    received: the name of the first signal that reached this rank, None so far.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self.received: str | None = None
+        self._signals = tuple(signals)
+        self._before: dict[signal.Signals, _Handler] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def __enter__(self) -> SaveOnSignal:
+        self._before = {number: signal.signal(number, self._receive) for number in self._signals}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            # None is a handler that was not set from Python and cannot be put back.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def should_stop(self, mesh: Mesh) -> bool:
+        """True on every rank once a signal has reached any of them. Call it after each step.
+
+        Wire: one all-reduce of 4 bytes over gloo, which does not wait for the accelerator; nothing on one rank.
+        """
+        if mesh.spec.world_size == 1:
+            return self.received is not None
+        if self._group is None:
+            self._group = host_group(timedelta(minutes=30))
+        flag = torch.tensor(int(self.received is not None), dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name

@@ -1,0 +1,257 @@
+"""What a run's state is, by single-device names: the tensors a rank writes, and the tensors to read into.
+
+| key                          | is                                                                       |
+|------------------------------|--------------------------------------------------------------------------|
+| `model.<name>`               | a parameter or persistent buffer; a tied one under its first name        |
+| `optimizer.<parameter>.<key>`| optimizer state, for example exp_avg                                     |
+| `rng.<rank>.<device type>`   | state of torch's global generator of that rank                           |
+
+What is not a tensor (options such as lr, and state that is a number) is `ParameterFacts`, by parameter too, so the
+groups of an optimizer may be cut up differently when it is loaded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshkit.checkpoint._dcp import Index, Part
+from meshkit.errors import CheckpointError
+from meshkit.sharding import local_slices, local_tensor
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+# How an optimizer computes, not what: these stay as they are in the run that loads.
+IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFacts:
+    """Of one parameter: the options of its group, and its state that is not a tensor."""
+
+    options: dict[str, Any]
+    values: dict[str, Any]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each once, sharded as the optimizer sees them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # After an evaluation the root unit is still gathered: its parameters would be whole copies, not those the
+            # optimizer updates, and after a load the next forward would compute with the old copies.
+            module.reshard()
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**{name: param.detach() for name, param in model.named_parameters()}, **buffers}
+
+
+def parts_to_write(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """This rank's parts, without copying. Of a part that several ranks of a DTensor's mesh hold, one rank writes it."""
+    parts = {}
+    for key, tensor in tensors.items():
+        slices = local_slices(tensor)
+        local = local_tensor(tensor)
+        nothing = tensor.numel() and not local.numel()
+        if not nothing and _writes(key, tensor):
+            parts[key] = Part(tensor=local, offset=tuple(part.start for part in slices), shape=tuple(tensor.shape))
+    return parts
+
+
+def _writes(key: str, tensor: Tensor) -> bool:
+    """Whether this rank is the replica that writes; the keys take turns. Plain tensors: all, and DCP chooses."""
+    if not isinstance(tensor, DTensor):
+        return True
+    replica, replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            replica = replica * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
+            replicas *= tensor.device_mesh.size(axis)
+    return zlib.crc32(key.encode()) % replicas == replica
+
+
+def _leads(name: str, param: Tensor) -> bool:
+    """Whether this rank writes what is known of the parameter as a whole: the one that writes its first element."""
+    first = all(part.start == 0 and (part.stop > 0 or not param.numel()) for part in local_slices(param))
+    return first and _writes(name, param)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Name by id, after `model_tensors` has brought back the sharded parameters."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def _optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """(name, parameter, its group) of all."""
+    rows = []
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise CheckpointError(
+                    f"the optimizer's group {number} holds a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's. Build the optimizer from the run's parameters, after parallelize()."
+                )
+            rows.append((names[id(param)], param, group))
+    return rows
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, ParameterFacts]]:
+    """(tensors, facts) this rank has to offer, not copied.
+
+    Raises: CheckpointError for state whose place in the whole tensor is not known.
+    """
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, ParameterFacts] = {}
+    for name, param, group in _optimized(optimizer, names):
+        leads = _leads(name, param)
+        values: dict[str, Any] = {}
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                _refuse_placeless(name, key, value, param)
+                if leads or isinstance(value, DTensor):
+                    tensors[f"{OPTIMIZER}{name}.{key}"] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                values[key] = value
+            else:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {name!r} is a {type(value).__name__}: tensors, numbers and strings "
+                    "can be saved."
+                )
+        if leads:
+            options = {key: deepcopy(_number(value)) for key, value in group.items() if key not in IMPLEMENTATION}
+            facts[name] = ParameterFacts(options=options, values=values)
+    return tensors, facts
+
+
+def _refuse_placeless(name: str, key: str, value: Tensor, param: Tensor) -> None:
+    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name!r} is a plain tensor of shape {tuple(value.shape)}, but the parameter "
+            "is sharded, so where it lies in the whole is not known. Keep it as a DTensor (torch.zeros_like(param)) or "
+            "a scalar."
+        )
+
+
+def _number(option: Any) -> Any:
+    """An lr may be a tensor that a captured graph reads."""
+    return option.item() if isinstance(option, Tensor) and option.numel() == 1 else option
+
+
+def optimizer_targets(
+    optimizer: Optimizer, names: Mapping[int, str], index: Index, facts: Mapping[str, ParameterFacts]
+) -> dict[str, Tensor]:
+    """What to read the optimizer's saved state into: its own tensors where they fit, else new ones. Changes nothing.
+
+    Raises: CheckpointError if the optimizer holds other parameters than the saved one, groups what had different
+    options, or has state that cannot be laid out.
+    """
+    rows = _optimized(optimizer, names)
+    ours = dict.fromkeys(name for name, _, _ in rows)
+    for name in [*ours, *facts]:
+        if name not in facts or name not in ours:
+            holder, other = ("this run's", "the saved one") if name not in facts else ("the saved", "this run's")
+            raise CheckpointError(
+                f"{holder} optimizer holds {name!r}, but {other} does not. Build the optimizer over the same "
+                "parameters, or pass optimizer=None to load the model alone."
+            )
+    _refuse_mixed_groups(optimizer, names, facts)
+    keys: dict[str, list[str]] = {}
+    for key in index.tensors:
+        if key.startswith(OPTIMIZER):
+            keys.setdefault(key.removeprefix(OPTIMIZER).rpartition(".")[0], []).append(key)
+    targets = {}
+    for name, param, group in rows:
+        current = optimizer.state.get(param, {})
+        for key in keys.get(name, []):
+            short = key.rpartition(".")[2]
+            targets[key] = _target(name, short, *index.tensors[key], param, group, current.get(short))
+    return targets
+
+
+def _refuse_mixed_groups(optimizer: Optimizer, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:
+    for group in optimizer.param_groups:
+        first, *others = [names[id(param)] for param in group["params"]] or [""]
+        for other in others:
+            for key, value in facts[first].options.items():
+                if facts[other].options.get(key) != value:
+                    raise CheckpointError(
+                        f"{first!r} and {other!r} are in one group of this run's optimizer, but were saved with "
+                        f"{key}={value!r} and {key}={facts[other].options.get(key)!r}. Group the parameters as in the "
+                        "saved run."
+                    )
+
+
+def _target(
+    name: str,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    param: Tensor,
+    group: Mapping[str, Any],
+    current: Any,
+) -> Tensor:
+    if isinstance(current, Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
+        return current
+    if not shape and (param.ndim or key == "step"):
+        # Where torch.optim keeps a step counter.
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.empty((), dtype=dtype, device=param.device if on_device else "cpu")
+    if shape == tuple(param.shape):
+        return torch.empty_like(param.detach(), dtype=dtype)
+    if not isinstance(param, DTensor):
+        return torch.empty(shape, dtype=dtype, device=param.device)
+    raise CheckpointError(
+        f"optimizer state {key!r} of {name!r} was saved with shape {shape}, but the parameter has "
+        f"{tuple(param.shape)}, so how to shard it is not known. Take one optimizer step before load(): "
+        "its tensors are then read into."
+    )
+
+
+def set_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], read: Mapping[str, Tensor], facts: Mapping[str, ParameterFacts]
+) -> None:
+    """Give the optimizer the state that was read, and the saved options; what was not saved it forgets."""
+    states: dict[str, dict[str, Any]] = {name: dict(entry.values) for name, entry in facts.items()}
+    for key, tensor in read.items():
+        name, _, short = key.removeprefix(OPTIMIZER).rpartition(".")
+        states[name][short] = tensor
+    for name, param, _ in _optimized(optimizer, names):
+        optimizer.state.pop(param, None)
+        if states[name]:
+            optimizer.state[param] = states[name]
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        for key, value in facts[names[id(group["params"][0])]].options.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """State of torch's global generators: the CPU's, and that of the rank's accelerator."""
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[f"rng.{rank}.{device.type}"] = torch.get_device_module(device.type).get_rng_state()
+    return states
+
+
+def rng_targets(rank: int, device: torch.device, index: Index) -> dict[str, Tensor]:
+    return {key: state for key, state in rng_tensors(rank, device).items() if key in index.tensors}
+
+
+def set_rng(states: Mapping[str, Tensor]) -> None:
+    for key, state in states.items():
+        device_type = key.rpartition(".")[2]
+        (torch if device_type == "cpu" else torch.get_device_module(device_type)).set_rng_state(state)

@@ -1,0 +1,78 @@
+"""A checkpoint of any mesh loads onto any other: every parameter and every moment, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+
+from meshkit.checkpoint import Checkpointer
+from meshkit.models import Llama
+from tests.checkpoint.training import CONFIG, build, saved_run
+from tests.world import pool
+
+MESHES = [(4, "dp_shard=2 tp=2"), (4, "tp=4"), (4, "dp_replicate=2 tp=2"), (2, "dp_shard=2"), (1, "")]
+TOL_FP64_SUM = 1e-9  # an AdamW step on; only the order of summation differs
+
+
+def save(folder: str, spec: str, tied: bool) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """(whole state at the save, loss of the next step, whole state after it)."""
+    training = build(spec, tie_word_embeddings=tied)
+    training.train(2)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, training.run, training.optimizer, **training.holders)
+    return training.whole_state(), training.train(1), training.whole_state()
+
+
+def load(folder: str, spec: str, tied: bool) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    training = build(spec, tie_word_embeddings=tied, seed=1, lr=0.5)
+    Checkpointer(folder).load(training.run, training.optimizer, **training.holders)
+    return training.whole_state(), training.train(1), training.whole_state()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec", "tied"), [*((*mesh, True) for mesh in MESHES), (4, "dp_shard=2 tp=2", False)]
+)
+def test_every_mesh_continues_what_any_mesh_saved(tmp_path: Path, ranks: int, spec: str, tied: bool) -> None:
+    saved, losses, later = pool(ranks).run(save, str(tmp_path), spec, tied)[0]
+    assert len(saved) == 4 * len(list(Llama(CONFIG).parameters())) + (0 if tied else 4)  # a moment per name and key
+    for other_ranks, other_spec in MESHES:
+        for loaded, other_losses, other_later in pool(other_ranks).run(load, str(tmp_path), other_spec, tied):
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+            assert other_losses == pytest.approx(losses, rel=TOL_FP64_SUM)
+            for name, value in later.items():
+                torch.testing.assert_close(other_later[name], value, rtol=0, atol=TOL_FP64_SUM)
+
+
+def test_keys_are_the_names_of_the_model_on_one_device(tmp_path: Path) -> None:
+    pool(4).run(saved_run, str(tmp_path), "dp_shard=2 tp=2")
+    names = [name for name, _ in Llama(CONFIG).named_parameters()]
+    shapes = {name: param.shape for name, param in Llama(CONFIG).named_parameters()}
+    entries = FileSystemReader(tmp_path / "step-00000002").read_metadata().state_dict_metadata
+    expected = {f"model.{name}" for name in names}
+    expected |= {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+    expected |= {f"rng.{rank}.cpu" for rank in range(4)}
+    assert entries.keys() == expected
+    for name, shape in shapes.items():
+        assert entries[f"model.{name}"].size == entries[f"optimizer.{name}.exp_avg"].size == shape
+
+
+def test_ranks_write_each_element_once_and_share_the_work(tmp_path: Path) -> None:
+    """Replicas hold the same values; the files together are the state once, each replica's about as large."""
+    pool(4).run(wide_run, str(tmp_path / "copies"), "dp_replicate=4")
+    pool(1).run(wide_run, str(tmp_path / "one"), "")
+    sizes = [
+        sorted(file.stat().st_size for file in (tmp_path / name / "step-00000001").glob("*.distcp"))
+        for name in ("copies", "one")
+    ]
+    assert sum(sizes[0]) < 1.1 * sum(sizes[1])
+    assert len(sizes[0]) == 4
+    assert sizes[0][-1] < 0.5 * sum(sizes[0])
+
+
+def wide_run(folder: str, spec: str) -> None:
+    saved_run(folder, spec, steps=(1,), hidden_size=96, num_hidden_layers=4)
