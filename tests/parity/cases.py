@@ -33,6 +33,7 @@ class Cell:
     documents: bool = False
     all_masked_microbatch: bool = False
     dtype: str = "float64"
+    bf16: bool = False
     compile: str = ""
 
 
@@ -117,25 +118,32 @@ def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], 
     return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def run_cell(cell: Cell) -> Outcome:
-    """On every rank: train on the mesh and compare with one device."""
-    mesh = mesh_for(cell.mesh)
-    run = mk.parallelize(
+def start(cell: Cell) -> mk.Run:
+    """The cell's model on the cell's mesh."""
+    return mk.parallelize(
         build(cell),
-        mesh,
+        mesh_for(cell.mesh),
         plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(recompute=cell.recompute),
+        memory=mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision() if cell.bf16 else None),
         zero=cell.zero,
         sequence=cell.sequence,
         compile=cell.compile or False,
     )
+
+
+def own_rows(batch: dict[str, Tensor], mesh: mk.Mesh) -> dict[str, Tensor]:
+    return {name: tensor.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, tensor in batch.items()}
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """On every rank: train on the mesh and compare with one device."""
+    run = start(cell)
     optimizer = mk.adamw(run, lr=1e-2)
     losses, norms, gradients, parameters = reference(cell)
     worst: dict[str, float] = {}
     loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(cell)):
-        local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
-        loss = run.forward_backward(local, microbatches=cell.microbatches)
+        loss = run.forward_backward(own_rows(batch, run.mesh), microbatches=cell.microbatches)
         if step == 0:
             worst = {name: _distance(p.grad, gradients[name]) for name, p in run.named_parameters()}
         norm = mk.clip_grad_norm(run, MAX_NORM)

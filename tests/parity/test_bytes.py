@@ -10,7 +10,7 @@ import meshkit as mk
 from meshkit.explain import Message, explain
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.observe import observe
-from tests.parity.cases import ROWS, TOKENS, Cell, batches, build, mesh_for
+from tests.parity.cases import ROWS, TOKENS, Cell, batches, build, own_rows, start
 from tests.world import pool
 
 CELLS = [
@@ -26,25 +26,15 @@ CELLS = [
     Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="selective", microbatches=2, zero=3, vocab=61),
     Cell(mesh="dp_shard=2 tp=2", sequence=False, recompute="full", microbatches=3, zero=1, qwen=True, tied=True),
     Cell(mesh="dp_replicate=2 tp=2", sequence=True, recompute="full", zero=2, documents=True),
-    Cell(mesh="dp_shard=2 tp=2", sequence=True, dtype="float32", qwen=True, vocab=61),  # bf16 over fp32
-    Cell(mesh="dp_replicate=2 dp_shard=2", dtype="float32", microbatches=2, zero=2),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, dtype="float32", bf16=True, qwen=True, vocab=61),
+    Cell(mesh="dp_replicate=2 dp_shard=2", dtype="float32", bf16=True, microbatches=2, zero=2),
 ]
 
 
 def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
-    mesh = mesh_for(cell.mesh)
-    run = mk.parallelize(
-        build(cell),
-        mesh,
-        plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(
-            recompute=cell.recompute, precision=mk.Precision() if cell.dtype == "float32" else None
-        ),
-        zero=cell.zero,
-        sequence=cell.sequence,
-    )
-    batch = batches(cell)[0]
-    local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
+    run = start(cell)
+    mesh = run.mesh
+    local = own_rows(batches(cell)[0], mesh)
     with observe(mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)
         mk.clip_grad_norm(run, 1.0)

@@ -7,27 +7,16 @@ import torch
 from torch import Tensor
 
 import meshkit as mk
-from meshkit.models import LLAMA_PLAN
 from meshkit.sharding import full_tensor
-from tests.parity.cases import Cell, batches, build, mesh_for, reference
+from tests.parity.cases import Cell, batches, own_rows, reference, start
 from tests.world import pool
 
 BF16_RATIO = 2.0  # law 1: at most twice the error of one bf16 device
 
 
 def gradients(cell: Cell) -> dict[str, Tensor]:
-    mesh = mesh_for(cell.mesh)
-    run = mk.parallelize(
-        build(cell),
-        mesh,
-        plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision()),
-        zero=cell.zero,
-        sequence=cell.sequence,
-    )
-    batch = batches(cell)[0]
-    local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
-    run.forward_backward(local, microbatches=cell.microbatches)
+    run = start(cell)
+    run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=cell.microbatches)
     optimizer = mk.adamw(run, lr=1e-2)
     optimizer.step()
     assert all(param.dtype == torch.float32 for param in run.parameters())
@@ -36,17 +25,17 @@ def gradients(cell: Cell) -> dict[str, Tensor]:
 
 
 def errors(cell: Cell) -> dict[str, float]:
-    exact = reference(Cell(**{**vars(cell), "dtype": "float64"}))[2]
+    exact = reference(Cell(**{**vars(cell), "dtype": "float64", "bf16": False}))[2]
     return {name: float((grad - exact[name]).norm() / exact[name].norm()) for name, grad in gradients(cell).items()}
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(mesh="dp_shard=4", dtype="float32", microbatches=2),
-        Cell(mesh="tp=4", dtype="float32", sequence=True, recompute="selective"),
-        Cell(mesh="dp_shard=2 tp=2", dtype="float32", zero=1, tied=True, vocab=61, recompute="full"),
-        Cell(mesh="dp_replicate=2 tp=2", dtype="float32", sequence=True, qwen=True, documents=True),
+        Cell(mesh="dp_shard=4", dtype="float32", bf16=True, microbatches=2),
+        Cell(mesh="tp=4", dtype="float32", bf16=True, sequence=True, recompute="selective"),
+        Cell(mesh="dp_shard=2 tp=2", dtype="float32", bf16=True, zero=1, tied=True, vocab=61, recompute="full"),
+        Cell(mesh="dp_replicate=2 tp=2", dtype="float32", bf16=True, sequence=True, qwen=True, documents=True),
     ],
     ids=str,
 )

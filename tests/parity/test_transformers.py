@@ -9,7 +9,7 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.sharding import full_tensor
-from tests.parity.cases import Cell, batches, mesh_for
+from tests.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.world import pool
 
 TOL = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
@@ -49,8 +49,7 @@ def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tupl
     loss.backward()
     model = build(family)
     run = mk.parallelize(model, mesh, plan=mk.auto_plan(model), sequence=sequence)
-    local = {name: t.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, t in batch.items()}
-    mean = run.forward_backward(local, microbatches=2)
+    mean = run.forward_backward(own_rows(batch, mesh), microbatches=2)
     gradients = dict(one.named_parameters())
     worst = max(float((full_tensor(p.grad) - gradients[name].grad).abs().max()) for name, p in run.named_parameters())
     norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
