@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -44,11 +43,8 @@ class ParameterFacts:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, each once, sharded as the optimizer sees them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After an evaluation the root unit is still gathered: its parameters would be whole copies, not those the
-            # optimizer updates, and after a load the next forward would compute with the old copies.
-            module.reshard()
+    # First, since FSDP brings its shards back for it. After an evaluation the root unit is still gathered: its parameters
+    # would be whole copies, not those the optimizer updates, and after a load the next forward would use the old copies.
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**{name: param.detach() for name, param in model.named_parameters()}, **buffers}

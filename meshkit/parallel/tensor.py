@@ -107,6 +107,8 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
         forward = _vocab_embedding_forward(module, mesh)
 
     def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled recompute may not change attributes on 2.11
+            return forward(self, *args, **kwargs)
         self._computing = True  # type: ignore[assignment]
         try:
             return forward(self, *args, **kwargs)
@@ -121,7 +123,7 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
 def _local_inside_forward(key: str, view: View) -> Any:
     def read(module: nn.Module) -> Tensor | None:
         param = module._parameters[key]
-        return view(param) if module._computing else param
+        return view(param) if module._computing or torch.compiler.is_compiling() else param
 
     return property(read)
 

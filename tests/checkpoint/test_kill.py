@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,9 +46,9 @@ def whole_of_straight_run(steps: int) -> dict[str, Tensor]:
     return training.whole_state()
 
 
-def wait_for(condition: object, world: World) -> None:
+def wait_for(condition: Callable[[], bool], world: World) -> None:
     deadline = time.monotonic() + WAIT_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline
         assert world.alive
         time.sleep(0.002)
