@@ -27,7 +27,6 @@ import tyro
 
 import meshkit as mk
 from meshkit.algos.generation import generate
-from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.data import (
     Loader,
     evaluation_batches,
@@ -186,7 +185,7 @@ def main() -> None:
         )
 
     # ---------------------------------------------------------------------------------------------- where we stopped
-    checkpoints = Checkpointer(config.out / "checkpoints", keep=config.keep)
+    checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)
     start = checkpoints.resume(run, optimizer, scheduler=scheduler, loader=loader, config=config)
     if start:
         say(f"resume from step {start}")
@@ -196,7 +195,7 @@ def main() -> None:
     guard = mk.NonFiniteGuard(max_skips=config.max_skips)
     with (
         checkpoints,
-        SaveOnSignal() as signals,
+        mk.SaveOnSignal() as signals,
         Progress(total_steps=config.steps, start_step=start, enabled=speaks) as progress,
         Logger(config.out, start_step=start, enabled=speaks, also=[progress.update]) as logger,
         profile(config.out / "profile", rank=mesh.rank, device=mesh.device, enabled=config.profile) as profiled_step,

@@ -2,6 +2,8 @@
 
 from meshkit import models as models
 from meshkit.auto_plan import auto_plan as auto_plan
+from meshkit.checkpoint import Checkpointer as Checkpointer
+from meshkit.checkpoint import SaveOnSignal as SaveOnSignal
 from meshkit.errors import CheckpointError as CheckpointError
 from meshkit.errors import DataError as DataError
 from meshkit.errors import MeshError as MeshError

@@ -16,7 +16,7 @@ from meshkit.errors import DataError, StepError
 from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
-from meshkit.parallel.data import before_microbatch
+from meshkit.parallel.data import after_inference, before_microbatch
 from meshkit.plan import Plan
 
 Batch = dict[str, Tensor]
@@ -96,6 +96,7 @@ class Run:
         self.model.eval()
         total = _part_loss(self.model, batch, loss).double()
         self.model.train(training)
+        after_inference(self.model)
         return self._sum_over_tokens(total), self._sum_over_tokens(count(batch))
 
     def _to_device(self, batch: Batch) -> Batch:

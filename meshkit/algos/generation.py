@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshkit.errors import DataError
+from meshkit.parallel.data import after_inference
 from meshkit.step import Run
 
 
@@ -47,6 +48,7 @@ def generate(
         if ids[-1] == stop:
             break
     run.model.train(training)
+    after_inference(run.model)
     return ids
 
 

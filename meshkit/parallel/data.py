@@ -127,6 +127,13 @@ def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
     module.set_reshard_after_backward(last or stage.reshard_between_microbatches)
 
 
+def after_inference(module: nn.Module) -> None:
+    """Free what a forward without backward left gathered, so that parameters are shards again. No-op if not sharded."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
 def reduction_dtype(param: torch.Tensor, precision: Precision | None) -> torch.dtype:
     """The dtype a gradient travels in."""
     return precision.reduce if precision is not None else param.dtype

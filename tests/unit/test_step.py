@@ -10,7 +10,7 @@ from torch import nn
 import meshkit as mk
 from meshkit.algos.generation import generate
 from meshkit.models import LLAMA_PLAN
-from meshkit.sharding import full_tensor
+from meshkit.sharding import full_tensor, local_tensor
 from meshkit.step import split_rows
 from tests.parity.cases import Cell, batches, build, mesh_for
 from tests.unit.test_plan import MLP, Stack
@@ -101,7 +101,9 @@ def test_non_finite_steps_are_skipped_up_to_the_limit() -> None:
 
 
 def test_a_non_finite_step_stops_every_rank_naming_step_and_rank() -> None:
-    with pytest.raises(RankError, match=r"StepError: step 2: the gradient norm is nan; the loss of rank 1 is not finite"):
+    with pytest.raises(
+        RankError, match=r"StepError: step 2: the gradient norm is nan; the loss of rank 1 is not finite"
+    ):
         run_ranks(2, poisoned, 1)
 
 
@@ -146,6 +148,8 @@ def sampled(text: str) -> tuple[list[int], list[int], float]:
     drawn = generate(run, [1, 2, 3], new_tokens=20, context=8, seed=4)
     batch = batches(cell)[0]
     loss, tokens = run.evaluate(batch)
+    numel = sum(local_tensor(param).numel() for param in run.parameters())
+    assert numel * run.mesh.spec.world_size < 1.5 * sum(p.numel() for p in run.parameters()), "left gathered"
     return greedy, drawn, (loss / tokens).item()
 
 
