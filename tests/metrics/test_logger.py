@@ -108,7 +108,7 @@ def test_a_missing_tensorboard_is_named_when_it_is_asked_for_and_only_then(tmp_p
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_tensorboard)
-    with pytest.raises(MeshkitError, match=r"tensorboard=True needs .* pip install 'meshkit\[tensorboard\]'"):
+    with pytest.raises(MeshkitError, match=r"tensorboard=True needs .* pip install 'meshkit\[recipes\]'"):
         Logger(tmp_path)
     with Logger(tmp_path, tensorboard=False) as log:
         log.log(1, {"loss": 1.0})
