@@ -88,7 +88,7 @@ class Config:
     """sequences of one optimizer step, over all ranks"""
     microbatches: int = 1
     """parts a rank runs its sequences in, one after the other"""
-    steps: int = 200
+    steps: int = 160
     lr: float = 3e-3
     lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: int = 15
