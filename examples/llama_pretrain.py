@@ -187,6 +187,9 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)
     start = checkpoints.resume(run, optimizer, scheduler=scheduler, loader=loader, config=config)
+    if start >= config.steps:
+        say(f"{config.out} has its {start} steps; give more --steps to go on, or another --out to begin anew")
+        return
     if start:
         say(f"resume from step {start}")
 
@@ -235,7 +238,7 @@ def main() -> None:
     if step < config.steps:
         say(f"{signals.received or 'a signal on another rank'}: saved step {step}; start again to go on")
         return
-    export = config.out / "model"
+    export = config.out / f"model-{config.steps}"
     save_pretrained(run.model, shape, export)
     ids = tokenizer.encode(config.prompt)
     text = generate(run, ids, new_tokens=config.sample_tokens, context=config.seq_len, seed=config.seed)

@@ -107,7 +107,7 @@ class MeshSpec:
         if not free and fixed != world_size:
             raise MeshError(
                 f"mesh {product} uses {fixed} of the {world_size} ranks. Start {fixed} ranks, or give one axis the size "
-                f"-1 to take the {world_size // fixed}x that are left, for example dp_shard=-1."
+                f"-1 to take all that are left, for example dp_shard=-1."
             )
         spec = dataclasses.replace(self, **{free[0]: world_size // fixed}) if free else self
         fold, experts = spec.dp_shard * spec.cp * spec.tp, spec.ep * spec.etp

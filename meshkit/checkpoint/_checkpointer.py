@@ -481,9 +481,9 @@ def _frozen(state: dict[str, Any]) -> dict[str, Any]:
             buffer.seek(0)
             copies[name] = torch.load(buffer, weights_only=True)
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
             raise CheckpointError(
-                f"save(): the state of {name} cannot be saved: {reason} Use numbers, strings, tensors, and lists and "
+                f"save(): the state of {name} cannot be saved: {reason}. Use numbers, strings, tensors, and lists and "
                 "dicts of them."
             ) from error
     return copies

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
 from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, tensor_layout
-from meshkit.plan import Style
+from meshkit.plan import Style, match_table
 from meshkit.sharding import chunk
 from meshkit.swap import swap_class
 
@@ -45,9 +45,12 @@ def tensor_parallel(
     """
     if mesh.ndim != 1:
         raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
-    layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
     if mesh.size() == 1:
+        match_table(
+            plan, dict(module.named_modules(remove_duplicate=False)), what="module"
+        )  # typos show on one rank too
         return module
+    layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
     _distribute(module, mesh, layout)
     for name, child in list(module.named_modules()):
         _localize(child, name, mesh, layout)

@@ -50,8 +50,11 @@ def test_first_steps_are_the_golden_ones_on_any_mesh_and_across_a_stop(corpus: P
         assert f"resume from step {stopped_at}" in output
     assert read_losses(tmp_path) == {step: pytest.approx(loss, rel=TOL_GOLDEN) for step, loss in golden.items()}
     assert "bits per byte" in output
-    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert (tmp_path / "model-12" / "model.safetensors").exists()
     assert list((tmp_path / "tensorboard").iterdir())
+    status, output = run(2, RECIPE, *flags(corpus, tmp_path, mesh="tp=2"))
+    assert status == 0, output
+    assert "has its 12 steps; give more --steps" in output
 
 
 @pytest.mark.parametrize(

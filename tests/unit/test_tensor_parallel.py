@@ -136,3 +136,12 @@ def test_vocabulary_parallel_cross_entropy_equals_torchs(vocabulary: int) -> Non
 def test_labels_that_do_not_fit_are_refused(logits, labels, match: str) -> None:
     with pytest.raises(mk.PlanError, match=match):
         mk.cross_entropy(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
+
+
+def plan_without_tensor_styles() -> bool:
+    run = mk.parallelize(MLP(), mesh_for("dp_shard=2"), plan=mk.Plan())
+    return len(list(run.parameters())) == 4
+
+
+def test_without_a_tensor_axis_no_styles_are_needed() -> None:
+    assert all(pool(2).run(plan_without_tensor_styles))
