@@ -138,14 +138,18 @@ def world(loop: str, work: Work, settings: Settings) -> Iterator[Callable[[], Bl
             run_rank, arguments, nprocs=work.mesh.world_size, join=False, daemon=True, start_method="forkserver"
         )
 
-        def block() -> Block:
-            for ours, _ in pipes:
-                ours.send("run")
-            blocks = []
+        def answers() -> list[Any]:
+            found = []
             for ours, _ in pipes:
                 while not ours.poll(1.0):
                     ranks.join(timeout=0)  # raises what a rank raised
-                blocks.append(ours.recv())
+                found.append(ours.recv())
+            return found
+
+        def block() -> Block:
+            for ours, _ in pipes:
+                ours.send("run")
+            blocks: list[Block] = answers()
             return Block(
                 losses=blocks[0].losses,
                 wall_s=max(block.wall_s for block in blocks),
@@ -153,6 +157,7 @@ def world(loop: str, work: Work, settings: Settings) -> Iterator[Callable[[], Bl
                 peak_bytes=max(block.peak_bytes for block in blocks),
             )
 
+        answers()  # warmed up: nothing of this world runs while another has its turn
         yield block
         for ours, _ in pipes:
             ours.send("leave")
@@ -167,6 +172,7 @@ def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, 
     losses = [step(*own_batch(index, work, device)).item() for index in range(settings.warmup)]
     reset_peak(device)
     done = settings.warmup
+    pipes[rank].send("warm")
     while pipes[rank].recv() == "run":
         batches = [own_batch(done + index, work, device) for index in range(settings.steps)]
         done += settings.steps
@@ -229,7 +235,8 @@ def resolve(settings: Settings) -> Work:
     preset = PRESETS[settings.preset]
     cuda = torch.cuda.is_available()
     mesh = mk.MeshSpec.parse(settings.mesh)
-    mesh = mesh.resolve(mesh.world_size)
+    if min(mesh.sizes().values()) < 1 or mesh.pp * mesh.cp * mesh.ep * mesh.etp > 1:
+        raise SystemExit(f"--mesh {settings.mesh!r}: give sizes of dp_replicate, dp_shard and tp, none of them -1.")
     rows, tokens = settings.rows or preset.rows, settings.tokens or preset.tokens
     data_ranks = mesh.world_size // mesh.tp
     if rows % data_ranks:
@@ -256,19 +263,21 @@ def resolve(settings: Settings) -> Work:
 
 
 def layers_that_fit(config: LlamaConfig, *, mesh: mk.MeshSpec, own_tokens: int) -> int:
-    """Layers that train within 85 % of a GPU: 16 bytes a parameter (fp32 value, gradient and AdamW's two), the gathered
-    bf16 copy of one layer left to the slack, bf16 activations that a compiled block saves, and the logits five times
-    (bf16, fp32, its softmax, two gradients).
+    """Layers that train within 85 % of a GPU; what is gathered in bf16 is in the other 15 %.
+
+    A parameter takes 16 bytes (fp32 value, gradient and AdamW's two moments), a logit 16 (bf16 and fp32, its softmax,
+    fp32 and bf16 gradient), and a token in each layer what backward needs in bf16: 5 hidden sizes of the residual stream
+    and norms, 4 sizes of the heads, 4 of the feed-forward.
     """
     if not torch.cuda.is_available():
         raise SystemExit("--preset 8b-cut fits layers to a GPU, and there is none: give --layers.")
     room = 0.85 * torch.cuda.get_device_properties(0).total_memory
-    heads_dim = config.num_attention_heads * config.head_dim
+    heads = config.num_attention_heads * config.head_dim
     matmuls = ModelFlops.from_config(dataclasses.replace(config, num_hidden_layers=1)).matmul_params
     vocabulary = config.vocab_size * config.hidden_size
     shards = mesh.dp_shard * mesh.tp
-    saved = 2 * (5 * config.hidden_size + 4 * heads_dim + 4 * config.intermediate_size) / mesh.tp
-    fixed = 16 * 2 * vocabulary / shards + own_tokens * 18 * config.vocab_size / mesh.tp
+    saved = 2 * (5 * config.hidden_size + 4 * heads + 4 * config.intermediate_size) / mesh.tp
+    fixed = 16 * 2 * vocabulary / shards + own_tokens * 16 * config.vocab_size / mesh.tp
     per_layer = 16 * (matmuls - vocabulary) / shards + own_tokens * saved
     if (layers := int((room - fixed) / per_layer)) < 1:
         raise SystemExit(
@@ -284,11 +293,9 @@ def alternate(loops: list[str], work: Work, settings: Settings) -> dict[str, lis
     """
     blocks: dict[str, list[Block]] = {loop: [] for loop in loops}
     with ExitStack() as stack:
-        alive = (
-            {}
-            if work.device_type == "cuda"
-            else {loop: stack.enter_context(world(loop, work, settings)) for loop in loops}
-        )
+        alive = {}
+        if work.device_type == "cpu":
+            alive = {loop: stack.enter_context(world(loop, work, settings)) for loop in loops}
         for index in range(settings.rounds):
             for loop in loops if index % 2 == 0 else reversed(loops):
                 if loop in alive:
