@@ -40,17 +40,37 @@ choices = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize(("world", "mesh"), MESHES, ids=lambda value: str(value).replace(" ", ","))
-@settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),  # shrinking would restart the ranks for every try
-    suppress_health_check=list(HealthCheck),
+few_ranks = pytest.mark.parametrize(
+    ("world", "mesh"), [pair for pair in MESHES if pair[0] < 8], ids=lambda value: str(value).replace(" ", ",")
 )
+eight_ranks = pytest.mark.parametrize("mesh", [mesh for world, mesh in MESHES if world == 8])
+
+
+def draws(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.explicit, Phase.generate),  # shrinking would restart the ranks for every try
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@few_ranks
+@draws(6)
 @given(choice=choices)
 def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, mesh: str, choice: dict) -> None:
-    cell = Cell(mesh=mesh, **choice)
+    check(world, Cell(mesh=mesh, **choice))
+
+
+@eight_ranks
+@draws(3)
+@given(choice=choices)
+def test_eight_ranks_equal_one_device(mesh: str, choice: dict) -> None:
+    check(8, Cell(mesh=mesh, **choice))
+
+
+def check(world: int, cell: Cell) -> None:
     for outcome in pool(world).run(run_cell, cell):
         assert outcome.loss <= TOL_FP64, cell
         assert outcome.gradient <= TOL_FP64, (outcome.worst, cell)
