@@ -12,6 +12,8 @@ from meshkit.errors import PlanError as PlanError
 from meshkit.errors import StepError as StepError
 from meshkit.explain import explain as explain
 from meshkit.initialize import init_weights as init_weights
+from meshkit.mask import Band as Band
+from meshkit.mask import Mask as Mask
 from meshkit.memory.loss import cross_entropy as cross_entropy
 from meshkit.memory.policy import MemoryPolicy as MemoryPolicy
 from meshkit.memory.policy import Precision as Precision
@@ -21,6 +23,10 @@ from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
 from meshkit.mesh import main_rank_first as main_rank_first
 from meshkit.observe import observe as observe
+from meshkit.parallel.context import ContextPolicy as ContextPolicy
+from meshkit.parallel.context import SplitMask as SplitMask
+from meshkit.parallel.context import context_parallel as context_parallel
+from meshkit.parallel.context import split_batch as split_batch
 from meshkit.parallel.data import fully_shard as fully_shard
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
 from meshkit.parallelize import parallelize as parallelize

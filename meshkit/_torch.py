@@ -57,6 +57,11 @@ def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name))
 
 
+def process_group(name: str) -> ProcessGroup:
+    """The process group of that `group_name`. 2.11, 2.15: how functional collectives find theirs; not public."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def group_of_call(args: tuple[Any, ...]) -> ProcessGroup:
     """The process group among the arguments of a c10d operator: boxed (c10d::) or by name (_c10d_functional::).
 
@@ -65,4 +70,4 @@ def group_of_call(args: tuple[Any, ...]) -> ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return ProcessGroup.unbox(arg)
-    return _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))  # type: ignore[arg-type]
+    return process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))

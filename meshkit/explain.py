@@ -7,27 +7,41 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import nn
 
+from meshkit.errors import PlanError
+from meshkit.mask import Mask
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import MeshSpec
+from meshkit.parallel.context import (
+    ContextPolicy,
+    Layout,
+    attention_shape,
+    choose,
+    layer_windows,
+    model_window,
+    traffic,
+    work,
+)
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
-from meshkit.parallel.tensor_layout import Call, TensorLayout, tensor_layout
+from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads, tensor_layout, widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import chunk
 
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """One kind of collective: `size` is the whole tensor in bytes (an all-gather's result, a reduce-scatter's input)."""
+    """One kind of message: `size` is the whole tensor in bytes (an all-gather's result, a reduce-scatter's input), and for
+    a send or an all-to-all what leaves the rank.
+    """
 
     axis: str
-    op: str  # all_gather, reduce_scatter or all_reduce
+    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send
     size: int
 
 
@@ -48,13 +62,14 @@ class Explanation:
     params: list[ParamRow]
     messages: Counter[Message]
     reasons: dict[tuple[str, str], Counter[str]]  # (axis, op) -> what it is for, in bytes
+    notes: list[str] = field(default_factory=list)  # what was chosen, and why
 
     @property
     def parameter_bytes(self) -> int:
         return sum(row.rank_bytes for row in self.params)
 
     def __str__(self) -> str:
-        return "\n".join([*_parameter_lines(self), "", *_message_lines(self)])
+        return "\n".join([*_parameter_lines(self), "", *_message_lines(self), *self.notes])
 
 
 def explain(
@@ -68,11 +83,14 @@ def explain(
     memory: MemoryPolicy | None = None,
     zero: int = 3,
     sequence: bool = False,
+    context: ContextPolicy | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
     """What `parallelize(model, mesh, plan=..., ...)` will hold and send, for one optimizer step of one rank.
 
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
+    mask: who sees whom, one for all rows or one for each, on which depends what context parallelism sends; default: causal.
     coordinate: the rank's place on each axis (sizes differ between ranks where shards are uneven); default 0 everywhere.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does.
@@ -87,7 +105,16 @@ def explain(
     params = _local_params(model, spec, layout, place.get("tp", 0))
     sharded = spec.dp_shard * spec.cp * spec.dp_replicate > 1
     ledger = _Ledger()
-    parts = [max(1, len(part)) for part in torch.arange(rows).tensor_split(microbatches)]
+    notes: list[str] = []
+    parts = [
+        _Part(max(1, len(part)), seq_len, _part_masks(mask, part.tolist()))
+        for part in torch.arange(rows).tensor_split(microbatches)
+    ]
+    if spec.cp > 1:
+        parts = [_split_part(model, plan, spec, part, context, memory, sequence, place) for part in parts]
+        for part in parts:
+            _context_messages(ledger, model, plan, spec, part, memory, place)
+        notes += list(dict.fromkeys(note for part in parts for note in part.notes))
     if sharded:
         _data_messages(
             ledger,
@@ -100,11 +127,11 @@ def explain(
             microbatches,
         )
     if layout is not None:
-        for part_rows in parts:
-            _tensor_messages(ledger, layout, params, blocks, memory, part_rows * seq_len, model, place.get("tp", 0))
+        for part in parts:
+            _tensor_messages(ledger, layout, params, blocks, memory, part.rows * part.tokens, model, place.get("tp", 0))
     _scalar_messages(ledger, spec, params)
     table = [_row(name, param, spec, layout, sharded, place) for name, param in params.items()]
-    return Explanation(spec=spec, params=table, messages=ledger.messages, reasons=ledger.reasons)
+    return Explanation(spec=spec, params=table, messages=ledger.messages, reasons=ledger.reasons, notes=notes)
 
 
 class _Ledger:
@@ -144,6 +171,81 @@ def _local_params(model: nn.Module, spec: MeshSpec, layout: TensorLayout | None,
     return params
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A microbatch as one rank runs it."""
+
+    rows: int
+    tokens: int
+    mask: Mask | None
+    layout: Layout | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _part_masks(mask: Mask | Sequence[Mask] | None, rows: list[int]) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    return Mask.joined([mask[row] for row in rows]) if rows else mask[0]
+
+
+def _split_part(
+    model: nn.Module,
+    plan: Plan,
+    spec: MeshSpec,
+    part: _Part,
+    policy: ContextPolicy | None,
+    memory: MemoryPolicy,
+    sequence: bool,
+    place: dict[str, int],
+) -> _Part:
+    """The part of the microbatch that this rank of `cp` holds."""
+    dtype = memory.precision.compute if memory.precision else next(model.parameters()).dtype
+    config = getattr(model, "config", None)
+    shape = attention_shape(config, widest_heads(model, plan.tensor, size=spec.tp), dtype)
+    mask = part.mask if part.mask is not None else Mask.causal(part.tokens)
+    stream = mask.tokens != part.tokens or part.rows == 1
+    choice = choose(
+        mask.windowed(model_window(config)),
+        spec.cp,
+        policy or ContextPolicy(),
+        replace(shape, rows=1 if stream else part.rows),
+        multiple=spec.tp if sequence else 1,
+    )
+    layout = choice.layout
+    loads = work(mask.windowed(model_window(config)), [sum(layout.runs[i : i + 1], ()) for i in range(spec.cp)])
+    note = f"cp={spec.cp}: {choice}; work max/mean {max(loads) * len(loads) / max(sum(loads), 1):.2f}"
+    return _Part(1 if stream else part.rows, layout.lengths[place.get("cp", 0)], mask, layout, (note,))
+
+
+def _context_messages(
+    ledger: _Ledger,
+    model: nn.Module,
+    plan: Plan,
+    spec: MeshSpec,
+    part: _Part,
+    memory: MemoryPolicy,
+    place: dict[str, int],
+) -> None:
+    """The cp axis in the forward and backward of one microbatch."""
+    assert part.layout is not None
+    layers = attention_heads(model, plan.tensor, size=spec.tp)
+    if not layers:
+        raise PlanError(
+            "explain: the plan names no attention() modules, so what they send on cp is not known. Give them the style "
+            "attention() in the plan's tensor table, with the names of their projections."
+        )
+    dtype = memory.precision.compute if memory.precision else next(model.parameters()).dtype
+    windows = layer_windows(getattr(model, "config", None), len(layers))
+    for heads, window in zip(layers.values(), windows, strict=True):
+        shape = replace(attention_shape(None, heads[place.get("tp", 0)], dtype), rows=part.rows)
+        forward, backward = traffic(part.layout.windowed(window), place.get("cp", 0), shape)
+        for (op, size), count in forward.items():
+            ledger.add("cp", op, size, "attention, forward", count)
+            ledger.add("cp", op, size, "attention, recompute", count * (memory.recompute == "full"))
+        for (op, size), count in backward.items():
+            ledger.add("cp", op, size, "attention, backward", count)
+
+
 def _unit_params(params: dict[str, _Local], units: list[str]) -> Iterator[tuple[str, list[_Local]]]:
     rest = dict(params)
     for unit in units:
@@ -163,7 +265,7 @@ def _data_messages(
     microbatches: int,
 ) -> None:
     shards = spec.dp_shard * spec.cp
-    axis = "dp_shard" if spec.cp == 1 else "dp_shard_cp"
+    axis = _shard_axis(spec)
     for unit, own in _unit_params(params, units):
         if not own:
             continue
@@ -182,6 +284,11 @@ def _data_messages(
             ledger.add(axis, "reduce_scatter", reduced, "gradients", reductions)
         if spec.dp_replicate > 1:
             ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients")
+
+
+def _shard_axis(spec: MeshSpec) -> str:
+    """The axis over which fully_shard shards."""
+    return "_".join(axis for axis in ("dp_shard", "cp") if getattr(spec, axis) > 1)
 
 
 def _padded(param: _Local, shards: int) -> int:
@@ -248,8 +355,7 @@ def _scalar_messages(ledger: _Ledger, spec: MeshSpec, params: dict[str, _Local])
     if large:
         ledger.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
     # clip_grad_norm: sums of squares by the axes that shard them, one all-reduce per axis of those still to be summed.
-    shard_axis = "dp_shard" if spec.cp == 1 else "dp_shard_cp"
-    data = {shard_axis} if spec.dp_shard * spec.cp > 1 else set()
+    data = {_shard_axis(spec)} if spec.dp_shard * spec.cp > 1 else set()
     sums = {
         frozenset(data | ({"tp"} if param.shape != param.whole else set())) for param in params.values() if param.trains
     }
@@ -267,8 +373,9 @@ def _row(
         placements["dp_replicate"] = "Replicate"
     shape = list(param.shape)
     if sharded and spec.dp_shard * spec.cp > 1:
-        placements["dp_shard"] = "Shard(0)"
-        part = chunk(shape[0], spec.dp_shard * spec.cp, place.get("dp_shard", 0)) if shape else slice(0, 1)
+        placements[_shard_axis(spec)] = "Shard(0)"
+        index = place.get("dp_shard", 0) * spec.cp + place.get("cp", 0)
+        part = chunk(shape[0], spec.dp_shard * spec.cp, index) if shape else slice(0, 1)
         shape[:1] = [part.stop - part.start]
     if layout is not None:
         placement = layout.params[name].placement

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshkit import _torch
 from meshkit.explain import Message
 from meshkit.mesh import Mesh
+from meshkit.operator import body_of
 
 # Operator -> (collective, position of the tensor whose size counts).
 _OPERATORS = {
@@ -21,7 +23,7 @@ _OPERATORS = {
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::broadcast_": ("broadcast", 0),
-    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
     "c10d::allgather_": ("all_gather", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
@@ -44,14 +46,31 @@ class _Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        if name in _OPERATORS:
+        body = body_of(name)
+        if body is not None:
+            with self:  # dispatch is off inside an operator: watch its body
+                return body(*args, **(kwargs or {}))
+        if name == "c10d::alltoall_base_":
+            self._count_all_to_all(*args)
+        elif name in _OPERATORS:
             op, position = _OPERATORS[name]
             size = _bytes(args[position])
             if name == "_c10d_functional::all_gather_into_tensor":
                 size *= args[1]  # it is given one part
-            ranks = tuple(dist.get_process_group_ranks(_torch.group_of_call(args)))
-            self.found[Message(self.axes.get(ranks, str(ranks)), op, size)] += 1
+            self._count(op, size, _torch.group_of_call(args))
         return func(*args, **(kwargs or {}))
+
+    def _count_all_to_all(self, output: Tensor, given: Tensor, *rest: Any) -> None:
+        """What goes to other ranks."""
+        group = _torch.group_of_call(rest)
+        splits = rest[2]
+        kept = splits[dist.get_rank(group)] if splits else given.shape[0] // group.size()
+        self._count("all_to_all", (given.shape[0] - kept) * _bytes(given[:1]), group)
+
+    def _count(self, op: str, size: int, group: dist.ProcessGroup) -> None:
+        if size:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.found[Message(self.axes.get(ranks, str(ranks)), op, size)] += 1
 
 
 def _bytes(value: Any) -> int:
@@ -61,6 +80,12 @@ def _bytes(value: Any) -> int:
 
 
 def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(mesh.spec, axis) > 1]
-    meshes = {"_".join(large): mesh.tokens, **{axis: mesh[axis] for axis in (*large, "tp")}}
-    return {tuple(dist.get_process_group_ranks(axis.get_group())): name for name, axis in meshes.items() if name}
+    def large(*axes: str) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if getattr(mesh.spec, axis) > 1)
+
+    meshes: dict[tuple[str, ...], DeviceMesh] = {
+        large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
+        large("dp_shard", "cp"): mesh.data[mesh.data.mesh_dim_names[-1]] if mesh.data.ndim > 1 else mesh.data,  # type: ignore[index]
+        **{(axis,): mesh[axis] for axis in large("dp_replicate", "dp_shard", "cp", "tp")},
+    }
+    return {tuple(dist.get_process_group_ranks(axis.get_group())): "_".join(names) for names, axis in meshes.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,13 +13,15 @@ from meshkit.errors import MeshError, PlanError
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
+from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import fully_shard, kept_units
 from meshkit.parallel.tensor import tensor_parallel
+from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
 
-EXECUTED_AXES = ("dp_replicate", "dp_shard", "tp")
+EXECUTED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def parallelize(
@@ -28,6 +32,7 @@ def parallelize(
     memory: MemoryPolicy | None = None,
     zero: int = 3,
     sequence: bool = False,
+    context: ContextPolicy | None = None,
     compile: bool | str = False,
 ) -> Run:
     """Split the model over the mesh, in place, and return what runs it.
@@ -35,8 +40,8 @@ def parallelize(
     model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard.
-    sequence: with tp, hold the residual stream sharded along the sequence. compile: torch.compile each block; a string is
-    the backend's name.
+    sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens are split and
+    attention comes together. compile: torch.compile each block; a string is the backend's name.
     Names of parameters do not change.
     Raises: MeshError for an axis that is not executed; PlanError for a plan that does not fit the model, buffers on meta,
     or values that differ between ranks.
@@ -52,6 +57,17 @@ def parallelize(
     _refuse_different_values(model, mesh)
 
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
+    context = context or ContextPolicy()
+    compute = memory.precision.compute if memory.precision else None
+    context_parallel(
+        model,
+        mesh["cp"],
+        **dataclasses.asdict(context),
+        attention=plan.attention,
+        heads=widest_heads(model, plan.tensor, size=mesh.spec.tp),
+        multiple=mesh.spec.tp if sequence else 1,
+        dtype=compute,
+    )
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
         for name in blocks:
@@ -72,12 +88,13 @@ def parallelize(
         memory=memory,
         zero=zero,
         sequence=sequence and mesh.spec.tp > 1,
+        context=context,
         blocks=blocks,
     )
 
 
 def _refuse_unsupported(mesh: Mesh) -> None:
-    for axis in ("pp", "cp", "ep", "etp"):
+    for axis in ("pp", "ep", "etp"):
         if (size := getattr(mesh.spec, axis)) > 1:
             raise MeshError(
                 f"parallelize executes the axes {', '.join(EXECUTED_AXES)}; {axis}={size} is not supported yet. "

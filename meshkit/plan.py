@@ -110,19 +110,22 @@ class Plan:
     tensor: module pattern -> style on the tensor axis. Every module that holds parameters must be covered when tp > 1.
     blocks: patterns of the repeated blocks: the units of sharding, recompute and compile.
     units: patterns of further modules that fully_shard gathers and frees on their own (embedding, head).
+    attention: patterns of modules that call F.scaled_dot_product_attention on their own, for cp; models that take a `mask`
+    and transformers' need none.
     init: parameter pattern -> initial value; what is not named is drawn as `initialize.default_init` says.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
     init: Mapping[str, Init] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = ["Plan"]
         for title, table in (("tensor", self.tensor), ("init", self.init)):
             lines += [f"  {title:7} {pattern:42} {value}" for pattern, value in table.items()]
-        for title, patterns in (("blocks", self.blocks), ("units", self.units)):
+        for title, patterns in (("blocks", self.blocks), ("units", self.units), ("attends", self.attention)):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
         return "\n".join(lines)
 

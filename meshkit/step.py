@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.errors import DataError, StepError
+from meshkit.mask import Mask
 from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
+from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
 from meshkit.plan import Plan
 
@@ -27,11 +29,11 @@ Count = Callable[[Batch], Tensor]
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
 
-    batch: input_ids [B, T], labels [B, T], and position_ids [B, T] where documents are packed. The model returns logits
-    [B, T, V], plain or as `.logits`.
+    batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, and `mask` where the run's
+    batches have one. The model returns logits [B, T, V], plain or as `.logits`.
     """
-    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    output = model(batch["input_ids"], **positions)
+    extra = {name: batch[name] for name in ("position_ids", "mask") if name in batch}
+    output = model(batch["input_ids"], **extra)
     return cross_entropy(getattr(output, "logits", output), batch["labels"])
 
 
@@ -50,13 +52,20 @@ class Run:
     memory: MemoryPolicy
     zero: int
     sequence: bool
+    context: ContextPolicy
     blocks: list[str] = field(default_factory=list)
     local_loss: float = 0.0  # this rank's own sum of the last step, to name the rank whose loss is not finite
 
     @property
     def choices(self) -> dict[str, Any]:
         """The keyword arguments that `explain` shares with `parallelize`."""
-        return {"plan": self.plan, "memory": self.memory, "zero": self.zero, "sequence": self.sequence}
+        return {
+            "plan": self.plan,
+            "memory": self.memory,
+            "zero": self.zero,
+            "sequence": self.sequence,
+            "context": self.context,
+        }
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
@@ -65,22 +74,30 @@ class Run:
         return self.model.named_parameters()
 
     def forward_backward(
-        self, batch: Batch, *, microbatches: int = 1, loss: Loss = next_token_loss, count: Count = count_labels
+        self,
+        batch: Batch,
+        *,
+        microbatches: int = 1,
+        loss: Loss = next_token_loss,
+        count: Count = count_labels,
+        mask: Mask | Sequence[Mask] | None = None,
     ) -> Tensor:
         """Gradients of the mean loss over the valid tokens of the whole step; returns that mean, same on every rank.
 
-        batch: this rank's rows of the step; every tensor has the rows as its first dim, and a rank may have none.
-        microbatches: the rows are processed in so many parts of nearly equal size, the same number on every rank.
+        batch: this rank's rows of the step, the same on ranks that differ only in tp or cp; every tensor has the rows as its
+        first dim, and a rank may have none. microbatches: the rows are processed in so many parts of nearly equal size, the
+        same number on every rank.
         loss(model, part) is the **sum** over the part's valid tokens; count(batch) is their number. The result does not
         depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
+        With cp > 1 the loss gets what `split_batch` makes of its rows. mask: who sees whom, one for all rows or one for each;
+        default: what the model makes of position_ids.
         Wire: two scalar all-reduces over the ranks with different tokens, and what the blocks send.
         """
-        batch = self._to_device(batch)
-        tokens = self._sum_over_tokens(count(batch)).clamp(min=1)
+        tokens = self._count(batch, count).clamp(min=1)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-        for index, part in enumerate(split_rows(batch, microbatches)):
+        for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
             before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
-            part_loss = _part_loss(self.model, part, loss)
+            part_loss = loss(self.model, part) * weight
             (part_loss / tokens).backward()
             total += part_loss.detach()
         self.local_loss = total  # type: ignore[assignment]  # read, and synchronised, only when a step fails
@@ -88,22 +105,55 @@ class Run:
 
     @torch.no_grad()
     def evaluate(
-        self, batch: Batch, *, loss: Loss = next_token_loss, count: Count = count_labels
+        self,
+        batch: Batch,
+        *,
+        loss: Loss = next_token_loss,
+        count: Count = count_labels,
+        mask: Mask | Sequence[Mask] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
-        batch = self._to_device(batch)
+        counted = self._count(batch, count)
         training = self.model.training
         self.model.eval()
-        total = _part_loss(self.model, batch, loss).double()
+        ((part, weight),) = self._parts(batch, 1, mask)
+        total = loss(self.model, part).double() * weight
         self.model.train(training)
         after_inference(self.model)
-        return self._sum_over_tokens(total), self._sum_over_tokens(count(batch))
+        return self._sum_over_tokens(total), counted
 
-    def _to_device(self, batch: Batch) -> Batch:
-        rows = {name: tensor.shape[0] for name, tensor in batch.items()}
-        if len(set(rows.values())) > 1:
-            raise DataError(f"batch: the tensors have different numbers of rows: {rows}. The first dim is the row.")
-        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+    def _parts(
+        self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """(microbatch as this rank computes it, what its loss counts).
+
+        A part without rows is a row of zeros that counts 0: every rank must take part in every collective, and many models
+        cannot run on no rows at all.
+        """
+        _refuse_odd_rows(batch, mask)
+        first = 0
+        for part in split_rows(batch, microbatches):
+            rows = min((tensor.shape[0] for tensor in part.values()), default=0)
+            masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
+            if not rows:
+                part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
+                masks = mask if isinstance(mask, Mask | None) else mask[:1]
+            joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks)
+            yield {name: self._to_device(value) for name, value in self._own(part, joined).items()}, float(rows > 0)
+
+    def _own(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
+        """The tokens of this rank. Split where the batch lies: on the host, if it came from there."""
+        if self.mesh.spec.cp > 1:
+            return split_batch(self.model, part, mask=mask)
+        return {**part} if mask is None else {**part, "mask": mask}
+
+    def _count(self, batch: Batch, count: Count) -> Tensor:
+        """Valid tokens of the step. Ranks of one cp axis have the same rows, of which the first one counts."""
+        counted = count({name: self._to_device(tensor) for name, tensor in batch.items()})
+        return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.mesh.device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _sum_over_tokens(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
@@ -112,21 +162,22 @@ class Run:
         return value
 
 
+def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:
+    rows = {name: tensor.shape[0] for name, tensor in batch.items()}
+    if len(set(rows.values())) > 1:
+        raise DataError(f"batch: the tensors have different numbers of rows: {rows}. The first dim is the row.")
+    if not isinstance(mask, Mask | None) and rows and len(mask) != next(iter(rows.values())):
+        raise DataError(
+            f"batch: {len(mask)} masks for {next(iter(rows.values()))} rows. Give one Mask, or one for each row."
+        )
+
+
 def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
     """The batch in `parts` runs of rows whose lengths differ by at most one; some are empty if rows are few."""
     if parts < 1:
         raise DataError(f"microbatches={parts}: a step has at least one microbatch.")
     split = {name: tensor.tensor_split(parts) for name, tensor in batch.items()}
     return ({name: pieces[index] for name, pieces in split.items()} for index in range(parts))
-
-
-def _part_loss(model: nn.Module, part: Batch, loss: Loss) -> Tensor:
-    """The part's summed loss. A part without rows runs a row of zeros and counts it 0 times, since every rank must take
-    part in every collective, and many models cannot run on no rows at all.
-    """
-    if all(tensor.shape[0] for tensor in part.values()):
-        return loss(model, part)
-    return loss(model, {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}) * 0
 
 
 def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -60,10 +61,19 @@ def _recomputed(forward: Any, mode: Recompute) -> Any:
     def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        return checkpoint(partial(forward, self), *args, **options, **kwargs)
+        again = partial(forward, self)
+        if not torch.compiler.is_compiling():
+            # By the time of backward another microbatch may have set them: run again with those of now.
+            again = partial(_run_in_copy, copy_context(), again)
+        return checkpoint(again, *args, **options, **kwargs)
 
     return recomputed_forward
 
 
+def _run_in_copy(variables: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return variables.copy().run(function, *args, **kwargs)
+
+
 def _save_expensive(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    ours = operator.namespace == "meshkit"  # each of our own operators sends something
+    return CheckpointPolicy.MUST_SAVE if ours or operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

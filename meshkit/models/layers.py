@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from meshkit.errors import PlanError
+from meshkit.mask import Mask
 
 # ---------------------------------------------------------------------------------------------- rotary positions
 
@@ -145,19 +146,38 @@ def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------- who sees whom
 
+
+class SplitAttention(Protocol):
+    """A mask that knows how to attend by itself, because the keys are not all here."""
+
+    def windowed(self, window: int | None) -> SplitAttention: ...
+
+    def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor: ...
+
+
 # None is plain causal; a bool tensor [B, 1, T, S] is dense; a BlockMask is FlexAttention's.
-Mask = Tensor | BlockMask | None
+KernelMask = Tensor | BlockMask | SplitAttention | None
 
 
-def attention_mask(input_ids: Tensor, position_ids: Tensor | None, *, window: int | None) -> Mask:
-    """Which keys each query sees, once per forward for every layer.
+def attention_mask(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    *,
+    window: int | None,
+    mask: Mask | SplitAttention | None = None,
+) -> KernelMask:
+    """Which keys each query sees, as kernels take it, once per forward for every layer.
 
-    input_ids: [B, T]. position_ids: [B, T] or None; a document starts wherever a position is not the last one plus 1.
-    A query sees the keys of its own document that are not after it and, with `window`, less than `window` tokens
-    before it. Returns None where that is plain causal attention, which has the fastest kernels; else a BlockMask on
+    input_ids: [B, T]. mask: a `meshkit.Mask` of T tokens for every row, or of B*T, rows end to end; `window` cuts it. None:
+    a query sees the keys of its own document that are not after it and, with `window`, less than `window` tokens before it;
+    a document starts wherever a position of position_ids [B, T] is not the last one plus 1.
+    Returns None where that is plain causal attention, which has the fastest kernels; else a BlockMask on
     CUDA, a dense bool tensor elsewhere. On CUDA nothing is read back, so position_ids always lead to a BlockMask there.
     """
     batch, tokens = input_ids.shape
+    if mask is not None:
+        windowed = mask.windowed(window)
+        return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed
     if window is not None and window >= tokens:
         window = None
     documents_BT = None
@@ -175,6 +195,26 @@ def attention_mask(input_ids: Tensor, position_ids: Tensor | None, *, window: in
         )
         return blocks
     return _dense_mask(sees, batch, tokens, input_ids.device)
+
+
+def _of_description(mask: Mask, batch: int, tokens: int, device: torch.device) -> KernelMask:
+    """The kernels' form of a description: one sequence for every row, or all rows end to end."""
+    if mask.tokens not in (tokens, batch * tokens):
+        raise PlanError(
+            f"the mask is of {mask.tokens} tokens, but the batch has {batch} rows of {tokens}. Give a mask of {tokens} "
+            f"tokens for every row, or of all {batch * tokens} tokens, rows end to end."
+        )
+    if mask.is_causal and mask.tokens == tokens:
+        return None
+    row_tokens = 0 if mask.tokens == tokens else tokens
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask.shows(query + batch * row_tokens, key + batch * row_tokens)
+
+    if device.type == "cuda":
+        blocks: BlockMask = _fused(create_block_mask)(sees, batch, None, tokens, tokens, device=device)
+        return blocks
+    return _dense_mask(sees, batch, tokens, device)
 
 
 Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -212,11 +252,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask) -> Tensor:
+def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) -> Tensor:
     """softmax(q k' / sqrt(D)) v over the keys that `mask` shows; query head h reads key/value head h // (H/K).
 
     Returns [B, T, H, D]. Numbers of heads are those of the arguments, so a rank may hold any of them.
     """
+    if mask is not None and not isinstance(mask, Tensor | BlockMask):
+        return mask.attend(q_BTHD, k_BSKD, v_BSKD)
     q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
-from meshkit.models.layers import GatedMLP, Mask, Rope, apply_rope, attention, attention_mask, rope_tables
+from meshkit.mask import Mask
+from meshkit.models.layers import (
+    GatedMLP,
+    KernelMask,
+    Rope,
+    SplitAttention,
+    apply_rope,
+    attention,
+    attention_mask,
+    rope_tables,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +94,23 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask | SplitAttention | None = None
+    ) -> Tensor:
         """input_ids: [B, T]. Returns logits [B, T, V].
 
         position_ids: [B, T], for packed documents: a document starts wherever a position is not the one before plus 1,
         and attention does not look back over a start. None: positions 0..T-1, one document per row.
+        mask: who sees whom, where that is not what position_ids say; the config's sliding window cuts it as well.
         """
         hidden_BTC = self.embed_tokens(input_ids)
         positions = position_ids
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         cos, sin = rope_tables(self.config.rope, positions, self.config.head_dim, dtype=hidden_BTC.dtype)
-        mask = attention_mask(input_ids, position_ids, window=self.config.sliding_window)
+        shown = attention_mask(input_ids, position_ids, window=self.config.sliding_window, mask=mask)
         for layer in self.layers:
-            hidden_BTC = layer(hidden_BTC, cos, sin, mask)
+            hidden_BTC = layer(hidden_BTC, cos, sin, shown)
         logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTC))
         return logits_BTV
 
@@ -112,7 +125,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: Mask) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTR, sin_BTR, mask)
         out: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
         return out
@@ -134,7 +147,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norm else None
 
-    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: Mask) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))

@@ -58,9 +58,10 @@ def tensor_parallel(
     for call in layout.calls:
         if call.module in modules:
             _communicate(modules[call.module], mesh, layout, call)
-    for name, groups in layout.groups.items():
+    for name, heads in layout.heads.items():
         if hasattr(modules[name], "num_key_value_groups"):  # transformers repeats key/value heads by this number
-            modules[name].num_key_value_groups = groups[mesh.get_local_rank()]
+            own = heads[mesh.get_local_rank()]
+            modules[name].num_key_value_groups = own.query // own.kv
     return module
 
 

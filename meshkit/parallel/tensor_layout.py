@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -40,6 +40,14 @@ class Call:
     width: int
 
 
+class Heads(NamedTuple):
+    """The heads of one attention module that one rank computes."""
+
+    query: int
+    kv: int
+    head_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
     size: int
@@ -48,7 +56,7 @@ class TensorLayout:
     calls: list[Call] = field(default_factory=list)
     styles: dict[str, Style] = field(default_factory=dict)
     shared_entry: dict[str, str] = field(default_factory=dict)  # column module -> the container that enters for it
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # attention module -> query heads per kv head
+    heads: dict[str, tuple[Heads, ...]] = field(default_factory=dict)  # attention module -> the heads of each rank
 
 
 def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, sequence: bool) -> TensorLayout:
@@ -142,31 +150,58 @@ def _split_heads(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
     """Give every rank whole query heads and the key/value heads they read."""
-    head_dim = getattr(module, style.head_dim, None)
-    if not isinstance(head_dim, int):
-        raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
-    query, key, value, output = (_join(name, child) for child in style.projections)
-    missing = [child for child in (query, key, value, output) if child not in modules]
-    if missing:
-        raise PlanError(
-            f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
-        )
-    query_heads = _linear(query, modules[query], "column").out_features // head_dim
-    kv_heads = _linear(key, modules[key], "column").out_features // head_dim
+    query_heads, kv_heads, head_dim = whole = _whole_heads(name, module, style, modules)
     if layout.size > query_heads:
         raise PlanError(
             f"tp={layout.size} needs at least {layout.size} query heads, but {name!r} has {query_heads}. "
             f"Use tp of at most {query_heads}."
         )
+    layout.heads[name] = tuple(_rank_heads(whole, layout.size, rank) for rank in range(layout.size))
+    query, key, value, output = (_join(name, child) for child in style.projections)
     own_query = [tuple(range(*_balanced(query_heads, layout.size, rank))) for rank in range(layout.size)]
     own_kv = [_kv_heads(heads, query_heads // kv_heads) for heads in own_query]
-    layout.groups[name] = tuple(len(q) // len(kv) for q, kv in zip(own_query, own_kv, strict=True))
     if query_heads % layout.size:
         _replicate_heads(layout, query, 0, own_query, head_dim)
         _replicate_heads(layout, output, 1, own_query, head_dim)
     if query_heads % layout.size or kv_heads % layout.size:
         _replicate_heads(layout, key, 0, own_kv, head_dim)
         _replicate_heads(layout, value, 0, own_kv, head_dim)
+
+
+def attention_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> dict[str, tuple[Heads, ...]]:
+    """The heads that each of `size` tensor ranks computes in every attention module of the plan."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    styles = match_table(plan, modules, what="module")
+    return {
+        name: tuple(_rank_heads(_whole_heads(name, modules[name], style, modules), size, rank) for rank in range(size))
+        for name, style in styles.items()
+        if style.kind == "attention"
+    }
+
+
+def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> Heads | None:
+    """The first attention module's heads on the tensor rank that has most: alike on every rank. None without attention."""
+    layers = attention_heads(module, plan, size=size)
+    return max(next(iter(layers.values()))) if layers else None
+
+
+def _rank_heads(whole: Heads, size: int, rank: int) -> Heads:
+    own = tuple(range(*_balanced(whole.query, size, rank)))
+    return Heads(len(own), len(_kv_heads(own, whole.query // whole.kv)), whole.head_dim)
+
+
+def _whole_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]) -> Heads:
+    head_dim = getattr(module, style.head_dim, None)
+    if not isinstance(head_dim, int):
+        raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
+    projections = [_join(name, child) for child in style.projections]
+    missing = [child for child in projections if child not in modules]
+    if missing:
+        raise PlanError(
+            f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
+        )
+    query, key = (_linear(child, modules[child], "column").out_features // head_dim for child in projections[:2])
+    return Heads(query, key, head_dim)
 
 
 def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:

@@ -35,6 +35,7 @@ class Cell:
     dtype: str = "float64"
     bf16: bool = False
     compile: str = ""
+    context: mk.ContextPolicy = field(default_factory=mk.ContextPolicy)
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def start(cell: Cell) -> mk.Run:
         zero=cell.zero,
         sequence=cell.sequence,
         compile=cell.compile or False,
+        context=cell.context,
     )
 
 

@@ -28,6 +28,15 @@ CELLS = [
     Cell(mesh="dp_replicate=2 tp=2", sequence=True, recompute="full", zero=2, documents=True),
     Cell(mesh="dp_shard=2 tp=2", sequence=True, dtype="float32", bf16=True, qwen=True, vocab=61),
     Cell(mesh="dp_replicate=2 dp_shard=2", dtype="float32", bf16=True, microbatches=2, zero=2),
+    Cell(mesh="cp=4", microbatches=2, context=mk.ContextPolicy(scheme="ring")),
+    Cell(mesh="cp=4", recompute="full", context=mk.ContextPolicy(scheme="all_gather"), heads=(9, 3)),
+    Cell(mesh="cp=4", window=3, context=mk.ContextPolicy(scheme="group_cast"), zero=2),
+    Cell(mesh="cp=4", documents=True, microbatches=2, recompute="selective"),
+    Cell(mesh="dp_shard=2 cp=2", documents=True, context=mk.ContextPolicy(scheme="ulysses"), heads=(9, 3)),
+    Cell(mesh="cp=4", context=mk.ContextPolicy(scheme="ring", ulysses=2), dtype="float32", bf16=True),
+    Cell(mesh="dp_replicate=2 cp=2", context=mk.ContextPolicy(scheme="ulysses"), heads=(8, 1)),
+    Cell(mesh="cp=2 tp=2", sequence=True, documents=True, recompute="full", heads=(9, 3), vocab=61),
+    Cell(mesh="cp=2 tp=2", microbatches=2, tied=True),
 ]
 
 
@@ -35,13 +44,23 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     run = start(cell)
     mesh = run.mesh
     local = own_rows(batches(cell)[0], mesh)
+    if mesh.spec.cp > 1:
+        mk.split_batch(run.model, local)  # the first split also compares the batches of the ranks, once
     with observe(mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)
         mk.clip_grad_norm(run, 1.0)
-    place = {axis: mesh[axis].get_local_rank() for axis in ("dp_shard", "tp")}
+    place = {axis: mesh[axis].get_local_rank() for axis in ("dp_shard", "cp", "tp")}
+    masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.documents else None
     rows = local["labels"].shape[0]
     said = explain(
-        run.model, mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=cell.microbatches, coordinate=place
+        run.model,
+        mesh.spec,
+        **run.choices,
+        rows=rows,
+        seq_len=TOKENS,
+        microbatches=cell.microbatches,
+        mask=masks,
+        coordinate=place,
     )
     return seen, said.messages
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import meshkit as mk
 from tests.parity.cases import Cell, Outcome, run_cell
 from tests.world import run_ranks
 
@@ -28,6 +29,9 @@ def run_compiled_cell(cell: Cell) -> Outcome:
         (2, Cell(mesh="tp=2", compile="aot_eager", sequence=True, vocab=61, qwen=True)),
         (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", sequence=True, recompute="full", documents=True)),
         (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", recompute="selective")),
+        (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, recompute="full")),
+        (4, Cell(mesh="cp=2 tp=2", compile="aot_eager", window=5, recompute="selective")),
+        (4, Cell(mesh="cp=4", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),
     ],
     ids=str,
 )

@@ -31,6 +31,7 @@ def build(family: str) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=family == "Qwen2",
+        **({"sliding_window": 5} if family == "Mistral" else {}),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
@@ -64,6 +65,8 @@ def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tupl
         ("tp=4", True, True),
         ("dp_shard=2 tp=2", True, False),
         ("dp_replicate=2 tp=2", False, True),
+        ("cp=4", False, True),
+        ("cp=2 tp=2", True, False),
     ],
 )
 def test_a_transformers_model_equals_itself_on_one_device(

@@ -1,0 +1,17 @@
+"""Context parallelism: the tokens of a sequence split over ranks, attention over all of them."""
+
+from ._apply import attention_shape as attention_shape
+from ._apply import context_of as context_of
+from ._apply import context_parallel as context_parallel
+from ._apply import layer_windows as layer_windows
+from ._apply import model_window as model_window
+from ._apply import split_batch as split_batch
+from ._assign import work as work
+from ._choose import Choice as Choice
+from ._choose import ContextPolicy as ContextPolicy
+from ._choose import choose as choose
+from ._layout import Layout as Layout
+from ._split import Context as Context
+from ._split_mask import SplitMask as SplitMask
+from ._traffic import Shape as Shape
+from ._traffic import traffic as traffic

@@ -1,0 +1,264 @@
+"""Make a module compute with the tokens of one rank: `context_parallel`, and `split_batch` which cuts its batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from meshkit.errors import PlanError
+from meshkit.mask import Mask
+from meshkit.parallel.context._choose import ContextPolicy, Scheme
+from meshkit.parallel.context._split import Context
+from meshkit.parallel.context._split_mask import SplitMask
+from meshkit.parallel.context._traffic import Shape
+from meshkit.plan import match_names
+from meshkit.swap import swap_class
+
+TRANSFORMERS_NAME = "meshkit"
+
+
+def context_parallel(
+    module: nn.Module,
+    axis: DeviceMesh,
+    *,
+    scheme: Scheme = "auto",
+    balance: Any = "auto",
+    ulysses: int | None = None,
+    slack: float = 0.0,
+    kv_heads_per_gather: int = 1,
+    attention: Iterable[str] = (),
+    heads: tuple[int, int, int] | None = None,
+    window: int | None = None,
+    multiple: int = 1,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Let the module's attention reach over the tokens of all ranks of the axis, in place.
+
+    The module is then run on what `split_batch(module, batch)` returns: this rank's tokens with their positions, labels
+    and a `mask`. Three kinds of modules understand it:
+    - a module whose forward takes `mask` and calls `mask.attend(q, k, v)` with it, as `meshkit.models` do;
+    - a transformers model, through its registry of attention functions;
+    - any other, if `attention` names the modules (patterns as in a plan) that call F.scaled_dot_product_attention.
+    Its forward must take `position_ids` where it uses positions: a rank's tokens are not 0, 1, 2, ...
+
+    scheme, balance, ulysses, slack, kv_heads_per_gather: see `ContextPolicy`. heads: (query heads, key/value heads,
+    head_dim) of one rank, by which "auto" weighs schemes; default: what the module's config says. window: the module's own
+    sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of activations.
+    Wire: in each attention what the scheme sends; `explain` prints it.
+    Raises: PlanError for a module that could not see the mask, and where dropout would depend on the split.
+    """
+    policy = ContextPolicy(
+        scheme=scheme, balance=balance, ulysses=ulysses, slack=slack, kv_heads_per_gather=kv_heads_per_gather
+    )
+    policy.refuse_misfit(axis.size())
+    config = getattr(module, "config", None)
+    shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
+    named = match_names(attention, dict(module.named_modules()), what="module")
+    window = window if window is not None else model_window(config)
+    module.__dict__["_context"] = Context(axis, policy, shape, window, multiple)
+    if axis.size() == 1:
+        return module
+    _refuse_dropout(module)
+    if named:
+        for name in named:
+            child = dict(module.named_modules())[name]
+            swap_class(child, forward=_intercepted(type(child).forward))
+        swap_class(module, forward=_carrying(type(module).forward))
+    elif _is_transformers(module):
+        _register_with_transformers()
+        module.config._attn_implementation = TRANSFORMERS_NAME  # type: ignore[union-attr]
+    elif "mask" not in inspect.signature(module.forward).parameters:
+        raise PlanError(
+            f"context_parallel: {type(module).__name__}.forward takes no `mask`, so its attention would see this rank's "
+            "tokens only. Take a `mask` and call mask.attend(q, k, v), or name the modules that call "
+            'F.scaled_dot_product_attention: attention=["layers.*.attn"].'
+        )
+    module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
+    return module
+
+
+def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | None = None) -> dict[str, Any]:
+    """This rank's part of a batch, for a module that went through `context_parallel`.
+
+    batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights. The ranks
+    of the axis give the same batch. mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
+    inside the documents that position_ids tell. Returns the same names, of this rank's tokens [B, L, ...], or [1, L, ...]
+    where rows were laid end to end, with position_ids, and `mask`, a `SplitMask`, to hand to the model; its `join` undoes
+    the split. Padding has label -100 and is zero elsewhere. With an axis of one rank the batch comes back as it is.
+    Raises: DataError for tensors that are not per token, and for batches that differ between the ranks.
+    """
+    context = context_of(module)
+    if context is None:
+        raise PlanError(f"split_batch: {type(module).__name__} did not go through context_parallel. Call that first.")
+    if context.axis.size() == 1:
+        return dict(batch) if mask is None else {**batch, "mask": mask}
+    return context.split(batch, mask)
+
+
+def context_of(module: nn.Module) -> Context | None:
+    return module.__dict__.get("_context")
+
+
+def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torch.dtype) -> Shape:
+    """An attention layer of one rank, from what the user said or the config says; one head where neither does."""
+    if heads is None:
+        query = getattr(config, "num_attention_heads", 1)
+        per_head = getattr(config, "head_dim", None) or getattr(config, "hidden_size", query) // query
+        heads = (query, getattr(config, "num_key_value_heads", None) or query, per_head)
+    return Shape(
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=heads[2],
+        itemsize=dtype.itemsize,
+        sum_itemsize=torch.promote_types(dtype, torch.float32).itemsize,
+    )
+
+
+def model_window(config: Any) -> int | None:
+    """The sliding window that every layer of the model has, which then counts for the balance of work."""
+    windows = layer_windows(config, 1)
+    return windows[0] if len(set(windows)) == 1 else None
+
+
+def layer_windows(config: Any, layers: int) -> list[int | None]:
+    """The sliding window of every attention layer, as the config says."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not isinstance(kwargs.get("mask"), SplitMask):
+        raise PlanError(
+            f"context parallelism: {type(module).__name__} was called without `mask=` of a split batch, and would attend to "
+            "this rank's tokens only. Call batch = mk.split_batch(model, batch), and hand on its mask."
+        )
+
+
+def _refuse_dropout(module: nn.Module) -> None:
+    rate = getattr(getattr(module, "config", None), "attention_dropout", 0.0) or 0.0
+    if rate:
+        raise PlanError(
+            f"context parallelism: attention_dropout={rate}, but no kernel draws dropout by the place in the sequence, so it "
+            "would depend on the split. Set attention_dropout=0."
+        )
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
+
+
+def _register_with_transformers() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(TRANSFORMERS_NAME, _transformers_attention)
+
+
+def _transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    mask: SplitMask,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q, k, v [B, heads, T, D] in, [B, T, heads, D] out."""
+    unknown = {"softcap": softcap, "dropout": dropout, "s_aux": kwargs.get("s_aux"), "attention_mask": attention_mask}
+    for name, value_given in unknown.items():
+        if value_given is not None and not (isinstance(value_given, float) and value_given == 0):
+            raise PlanError(
+                f"context parallelism: {type(module).__name__} asks for {name}, which no scheme here computes."
+            )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return mask.windowed(sliding_window).attend(q, k, v, scale=scaling), None
+
+
+# ----------------------------------------------------------------------- modules that call scaled_dot_product_attention
+
+# The mask of the forward that is running, for modules that cannot be handed one. Recompute restores it.
+_running: ContextVar[SplitMask | None] = ContextVar("split mask", default=None)
+
+
+def _carrying(forward: Callable[..., Any]) -> Callable[..., Any]:
+    takes_mask = "mask" in inspect.signature(forward).parameters
+
+    def carry(self: nn.Module, *args: Any, mask: SplitMask, **kwargs: Any) -> Any:
+        token = _running.set(mask)
+        try:
+            return forward(self, *args, **kwargs, **({"mask": mask} if takes_mask else {}))
+        finally:
+            _running.reset(token)
+
+    return carry
+
+
+def _intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def attend_over_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Interception(_running.get()):
+            return forward(self, *args, **kwargs)
+
+    return attend_over_ranks
+
+
+class _Interception(TorchFunctionMode):
+    """Inside, F.scaled_dot_product_attention reaches over all ranks. What it cannot honour it refuses."""
+
+    def __init__(self, mask: SplitMask | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _dot_product_attention(self.mask, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dot_product_attention(
+    mask: SplitMask | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The signature of F.scaled_dot_product_attention: q [B, H, T, D]."""
+    if mask is None:
+        raise PlanError(
+            "context parallelism: attention ran outside of the model's forward, so there is no split to follow. Call the "
+            "module that went through context_parallel."
+        )
+    if attn_mask is not None or dropout_p:
+        what = "attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}"
+        raise PlanError(
+            f"context parallelism: the module calls scaled_dot_product_attention with {what}, which is about this rank's "
+            "tokens only. Describe the mask as a meshkit.Mask to split_batch, and use no dropout in attention."
+        )
+    causal = all(band.high <= 0 for band in mask.layout.mask.bands)
+    if causal != is_causal:
+        raise PlanError(
+            f"context parallelism: the module calls scaled_dot_product_attention with is_causal={is_causal}, but the batch "
+            f"was split for a mask that is {'causal' if causal else 'not causal'}. Give split_batch the mask that the module "
+            "means, for example mask=Mask.full(tokens)."
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return mask.attend(q, k, v, scale=scale).transpose(1, 2)

@@ -1,0 +1,165 @@
+"""From a mask and what the user fixed to a layout, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Literal, get_args
+
+from meshkit.errors import PlanError
+from meshkit.mask import Mask
+from meshkit.parallel.context._assign import Balance, Runs, assign, cut, received, work
+from meshkit.parallel.context._layout import Layout, Motion
+from meshkit.parallel.context._traffic import Shape, total, traffic
+
+Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
+BALANCED = 1.05  # work of the busiest rank over the mean that "auto" accepts to send less
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPolicy:
+    """How the tokens of a sequence are split over `cp`, and how their attention comes together.
+
+    scheme: "ring" hands keys and values round; "all_gather" gathers them; "group_cast" sends each rank only the keys its
+    queries see; "ulysses" trades tokens for heads; "auto" takes what sends the fewest bytes for the mask at hand.
+    ulysses: with ring or group_cast, so many consecutive ranks trade tokens for heads (2-D); None lets "auto" choose.
+    balance: which rank holds which tokens: "contiguous", "zigzag", "per_document", "locality", or "auto".
+    slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
+    kv_heads_per_gather: all_gather sends so many key/value heads at a time.
+    """
+
+    scheme: Scheme = "auto"
+    balance: Literal["auto", Balance] = "auto"
+    ulysses: int | None = None
+    slack: float = 0.0
+    kv_heads_per_gather: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scheme not in get_args(Scheme):
+            raise PlanError(
+                f"context scheme {self.scheme!r} does not exist. Choose one of {', '.join(get_args(Scheme))}."
+            )
+        if self.balance != "auto" and self.balance not in get_args(Balance):
+            raise PlanError(
+                f"context balance {self.balance!r} does not exist. Choose one of auto, {', '.join(get_args(Balance))}."
+            )
+        if self.ulysses is not None and self.scheme in ("all_gather", "ulysses"):
+            raise PlanError(
+                f"context scheme {self.scheme!r} with ulysses={self.ulysses}: only ring and group_cast have a second "
+                'dimension of Ulysses. Leave ulysses away, or use scheme="ring".'
+            )
+        if not 0 <= self.slack <= 1:
+            raise PlanError(
+                f"context slack={self.slack} is outside of 0 to 1: 0.1 lets a rank work 10 % more than the mean."
+            )
+        if self.kv_heads_per_gather < 1:
+            raise PlanError(
+                f"context kv_heads_per_gather={self.kv_heads_per_gather}: at least 1 head is sent at a time."
+            )
+
+    def refuse_misfit(self, ranks: int) -> None:
+        """Raises: PlanError if `ulysses` does not divide the ranks of cp."""
+        if self.ulysses is not None and (self.ulysses < 1 or ranks % self.ulysses):
+            divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise PlanError(
+                f"context ulysses={self.ulysses} does not divide cp={ranks}. Choose one of {divisors}, or another cp."
+            )
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: Layout
+    balance: Balance
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, tokens {self.balance}: {self.reason}"
+
+    @property
+    def scheme(self) -> str:
+        """As a person says it: `ring`, `ulysses`, `ulysses=2 × group_cast`."""
+        if self.layout.groups == 1:
+            return "ulysses"
+        return (f"ulysses={self.layout.ulysses} × " if self.layout.ulysses > 1 else "") + self.layout.motion
+
+
+@lru_cache(maxsize=256)
+def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1) -> Choice:
+    """The layout of one stream of tokens. Pure: every rank finds the same.
+
+    multiple: each rank's tokens are padded to a multiple of it, and to at least one.
+    """
+    policy.refuse_misfit(ranks)
+    found = list(_candidates(mask, ranks, policy, shape, multiple))
+    sent = [_bytes(layout, shape) for layout, _ in found]
+    best = min(range(len(found)), key=sent.__getitem__)
+    layout, balance = found[best]
+    names = [f"{Choice(one, kind, '').scheme} {size:,}" for (one, kind), size in zip(found, sent, strict=True)]
+    reason = (
+        f"the fewest bytes a layer of {', '.join(names)}" if len(found) > 1 else f"as asked: {names[0]} bytes a layer"
+    )
+    return Choice(layout, balance, reason)
+
+
+def _candidates(
+    mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, multiple: int
+) -> Iterator[tuple[Layout, Balance]]:
+    for motion, ulysses in _shapes_of(ranks, policy, shape):
+        groups = ranks // ulysses
+        runs, balance = _balanced(mask, groups, policy, motion)
+        pieces = tuple(piece for own in runs for piece in cut(own, ulysses))
+        lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
+        yield Layout(mask, pieces, lengths, motion, ulysses, policy.kv_heads_per_gather), balance
+
+
+def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tuple[Motion, int]]:
+    """(motion, ulysses) of every scheme that the policy leaves open."""
+    match policy.scheme:
+        case "auto" if policy.ulysses is None:
+            for ulysses in range(1, ranks + 1):
+                even = shape.heads % ulysses == 0 and (shape.kv_heads % ulysses == 0 or ulysses % shape.kv_heads == 0)
+                if ranks % ulysses == 0 and (even or ulysses == 1):
+                    yield "group_cast", ulysses
+        case "auto":
+            yield "group_cast", policy.ulysses or 1
+        case "ulysses":
+            yield "group_cast", ranks
+        case _:
+            yield policy.scheme, policy.ulysses or 1
+
+
+def _balanced(mask: Mask, groups: int, policy: ContextPolicy, motion: Motion) -> tuple[list[Runs], Balance]:
+    """The assignment to groups: the least traffic among those that are balanced, where traffic depends on it."""
+    if policy.balance != "auto":
+        return assign(mask, groups, balance=policy.balance, slack=policy.slack), policy.balance
+    if groups == 1:
+        return assign(mask, groups, balance="contiguous"), "contiguous"
+    if motion != "group_cast":  # everybody gets every key anyway
+        kinds: tuple[Balance, ...] = ("zigzag", "per_document") if len(mask.components) > 1 else ("zigzag",)
+    else:
+        kinds = ("contiguous", "zigzag", "locality")
+    found = [(assign(mask, groups, balance=kind, slack=policy.slack), kind) for kind in kinds]
+    loads = [_imbalance(work(mask, runs)) for runs, _ in found]
+    fit = [pair for pair, load in zip(found, loads, strict=True) if load <= max(BALANCED, 1 + policy.slack)]
+    if not fit:
+        return found[loads.index(min(loads))]
+    return min(fit, key=lambda pair: _keys(mask, pair[0], motion))
+
+
+def _keys(mask: Mask, runs: list[Runs], motion: Motion) -> int:
+    return sum(received(mask, runs)) if motion == "group_cast" else 0
+
+
+def _imbalance(loads: list[int]) -> float:
+    return max(loads) * len(loads) / max(sum(loads), 1)
+
+
+def _padded(tokens: int, multiple: int) -> int:
+    return max(ceil(tokens / multiple), 1) * multiple
+
+
+def _bytes(layout: Layout, shape: Shape) -> int:
+    """What the rank that sends most sends for one layer, forward and backward."""
+    return max(sum(map(total, traffic(layout, rank, shape))) for rank in range(layout.ranks))

@@ -1,0 +1,194 @@
+"""Partial attention: the one place that calls a kernel. A better kernel is one entry here.
+
+Dims: B batch, T queries, S keys, H query heads, K key/value heads, D head_dim. Tensors come as [B, T, H, D] and keep that
+order in memory; kernels see them transposed. A tile's softmax is merged into a running fp32 (out, lse):
+
+    lse' = log(exp(lse) + exp(l)),  out' = out + sigmoid(l - lse) (o - out)
+
+with lse = -inf where nothing has been seen. No exponential of a difference can overflow (Zhu 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshkit.errors import PlanError
+from meshkit.parallel.context._tiles import ANTI, FULL, Tile
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """forward(q, k, v, causal, scale) -> (out, lse); backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv).
+
+    All [B, heads, tokens, D] and lse [B, H, T]; causal tiles are square. `backward` takes the out and lse of the whole row,
+    not of the tile, which makes its gradients exact.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel that computes tiles of this kind of tensor.
+
+    Raises: PlanError where none does.
+    """
+    if device_type == "cpu":
+        return CPU_FLASH
+    if dtype in (torch.bfloat16, torch.float16):
+        if head_dim % 8 or head_dim > 256:
+            raise PlanError(
+                f"context parallelism: the flash kernel on {device_type} needs a head_dim that 8 divides, up to 256, but it "
+                f"is {head_dim}. Use such a head_dim, or fp32."
+            )
+        return CUDA_FLASH
+    return MATH
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout there is not
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        *(dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed),
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+MATH_ROWS = 512  # queries whose scores are written out at a time
+
+
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    outs, lses = [], []
+    for first in range(0, q.shape[2], MATH_ROWS):
+        scores = _scores(q, k, first, causal, scale)
+        lses.append(scores.logsumexp(-1))
+        outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ v)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _math_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for first in range(0, q.shape[2], MATH_ROWS):
+        rows = slice(first, first + MATH_ROWS)
+        p = (_scores(q, k, first, causal, scale) - lse[:, :, rows].unsqueeze(-1)).exp()
+        delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
+        ds = p * (dout[:, :, rows] @ v.mT - delta) * scale
+        dqs.append(ds @ k)
+        dk += ds.mT @ q[:, :, rows]
+        dv += p.mT @ dout[:, :, rows]
+    by_kv_head = (dk.unflatten(1, (kv_heads, groups)).sum(2), dv.unflatten(1, (kv_heads, groups)).sum(2))
+    return torch.cat(dqs, 2), *by_kv_head
+
+
+def _scores(q: Tensor, k: Tensor, first: int, causal: bool, scale: float) -> Tensor:
+    scores = (q[:, :, first : first + MATH_ROWS] @ k.mT) * scale
+    if causal:
+        row = torch.arange(first, first + scores.shape[2], device=q.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > row, float("-inf"))
+    return scores
+
+
+CPU_FLASH = Kernel("CPU flash", _cpu_forward, _cpu_backward)
+CUDA_FLASH = Kernel("CUDA flash", _cuda_forward, _cuda_backward)
+MATH = Kernel("math", _math_forward, _math_backward)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64: what running sums over ranks are held in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Forward:
+    """Running attention of queries q [B, T, H, D] over keys that come in pieces."""
+
+    def __init__(self, q: Tensor, scale: float) -> None:
+        self.q, self.scale = q, scale
+        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
+        dtype = accumulator_dtype(q.dtype)
+        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+
+    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
+        """k, v [B, S, K, D]; the tiles' keys count from the first of these."""
+        for tile in tiles:
+            q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            q_T, k_S, v_S = self.q[:, q_rows], k[:, k_rows], v[:, k_rows]
+            if tile.kind == ANTI:
+                q_T, k_S, v_S = q_T.flip(1), k_S.flip(1), v_S.flip(1)
+            out, lse = self.kernel.forward(*_heads_first(q_T, k_S, v_S), tile.kind != FULL, self.scale)
+            out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+            if tile.kind == ANTI:
+                out, lse = out.flip(1), lse.flip(1)
+            _merge(self.out[:, q_rows], self.lse[:, q_rows], out, lse)
+
+
+def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """In place: the softmax over both sets of keys."""
+    weight = torch.sigmoid(new_lse - lse)
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse)
+
+
+class Backward:
+    """Gradients of that attention: dq grows here, (dk, dv) are added where the caller says."""
+
+    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+        self.dout, self.q, self.out, self.lse, self.scale = dout, q, out, lse, scale
+        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
+        self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+
+    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], dk: Tensor, dv: Tensor) -> None:
+        """dk, dv [B, S, K, D] in the accumulator's dtype, to which this piece's gradients are added."""
+        for tile in tiles:
+            q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            rows = [part[:, q_rows] for part in (self.dout, self.q, self.out, self.lse)]
+            keys = [k[:, k_rows], v[:, k_rows]]
+            if tile.kind == ANTI:
+                rows, keys = [part.flip(1) for part in rows], [part.flip(1) for part in keys]
+            dout_T, q_T, out_T, lse_T = rows
+            found = self.kernel.backward(
+                *_heads_first(dout_T, q_T, *keys, out_T), lse_T.transpose(1, 2), tile.kind != FULL, self.scale
+            )
+            grads = [grad.transpose(1, 2) for grad in found]
+            if tile.kind == ANTI:
+                grads = [grad.flip(1) for grad in grads]
+            for total, grad in zip((self.dq[:, q_rows], dk[:, k_rows], dv[:, k_rows]), grads, strict=True):
+                total += grad
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]

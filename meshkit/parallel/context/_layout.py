@@ -1,0 +1,212 @@
+"""The split of one stream of tokens over the ranks of `cp`, as data: what every rank needs to know, and no more.
+
+Ranks form a grid of `rings × ulysses`, consecutive ranks first: the `ulysses` ranks of a group hold tokens of one part of
+the stream and split the heads, the groups exchange keys and values by the `motion`. A layout travels to the attention
+operator as one int64 tensor, so that it survives recompute and torch.compile, and every rank can plan from it alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshkit.mask import Band, Interval, Mask
+from meshkit.parallel.context._assign import Runs
+from meshkit.parallel.context._tiles import Tile, tiles
+
+Motion = Literal["ring", "all_gather", "group_cast"]
+MOTIONS: tuple[Motion, ...] = ("ring", "all_gather", "group_cast")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """runs: the tokens of each rank in its local order; lengths: local tokens with the padding at their end."""
+
+    mask: Mask
+    runs: tuple[Runs, ...]
+    lengths: tuple[int, ...]
+    motion: Motion
+    ulysses: int = 1
+    kv_heads: int = 1  # all_gather: how many key/value heads travel at a time
+
+    @property
+    def ranks(self) -> int:
+        return len(self.runs)
+
+    @property
+    def groups(self) -> int:
+        return self.ranks // self.ulysses
+
+    def windowed(self, window: int | None) -> Layout:
+        return self if window is None else replace(self, mask=self.mask.windowed(window))
+
+    def members(self, group: int) -> range:
+        return range(group * self.ulysses, (group + 1) * self.ulysses)
+
+    def group_length(self, group: int) -> int:
+        """Tokens of the group's tensors, padding included."""
+        return sum(self.lengths[rank] for rank in self.members(group))
+
+    def group_runs(self, group: int) -> Iterator[tuple[int, int, int]]:
+        """(first, after, place) of the group's runs: token `first` lies at `place` of the group's tensors."""
+        base = 0
+        for rank in self.members(group):
+            place = base
+            for first, after in self.runs[rank]:
+                yield first, after, place
+                place += after - first
+            base += self.lengths[rank]
+
+    @cached_property
+    def all_runs(self) -> list[tuple[int, int, int, int]]:
+        """(first, after, group, place) of every run, in order of the tokens."""
+        return sorted(
+            (first, after, group, place)
+            for group in range(self.groups)
+            for first, after, place in self.group_runs(group)
+        )
+
+    def bands(self, group: int) -> dict[int, list[Band]]:
+        """For each group whose keys this group's queries see: the bands in places of (own queries, its keys)."""
+        firsts = [run[0] for run in self.all_runs]
+        by_query = sorted(self.mask.bands)
+        ends = list(accumulate((band.q1 for band in by_query), max))
+        found: dict[int, list[Band]] = {}
+        for q_first, q_after, q_place in self.group_runs(group):
+            # Bands are in order of q0; those before `start` end before this run begins.
+            start = bisect_right(ends, q_first)
+            for band in by_query[start:]:
+                if band.q0 >= q_after:
+                    break
+                part = band.clip((q_first, q_after), (0, self.mask.tokens))
+                if part is None:
+                    continue
+                index = max(bisect_right(firsts, part.k0) - 1, 0)
+                while index < len(firsts) and firsts[index] < part.k1:
+                    k_first, k_after, owner, k_place = self.all_runs[index]
+                    piece = part.clip((q_first, q_after), (k_first, k_after))
+                    if piece is not None:
+                        found.setdefault(owner, []).append(piece.moved(q_place - q_first, k_place - k_first))
+                    index += 1
+        return found
+
+    def table(self) -> Tensor:
+        """This layout as one int64 tensor; `layout_of` is its inverse."""
+        head = [
+            self.mask.tokens,
+            len(self.mask.bands),
+            self.ranks,
+            MOTIONS.index(self.motion),
+            self.ulysses,
+            self.kv_heads,
+        ]
+        bands = [value for band in self.mask.bands for value in band]
+        ranks = [
+            value
+            for runs, length in zip(self.runs, self.lengths, strict=True)
+            for value in (length, len(runs), *(edge for run in runs for edge in run))
+        ]
+        return torch.tensor([*head, *bands, *ranks], dtype=torch.int64)
+
+
+def layout_of(table: Tensor) -> Layout:
+    """The layout of a table. Remembered by content, so a table means the same wherever it has been copied."""
+    return _decode(table.numpy().tobytes())
+
+
+@lru_cache(maxsize=128)
+def _decode(content: bytes) -> Layout:
+    values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
+    tokens, bands, ranks, motion, ulysses, kv_heads = (next(values) for _ in range(6))
+    mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
+    lengths, runs = [], []
+    for _ in range(ranks):
+        lengths.append(next(values))
+        runs.append(tuple((next(values), next(values)) for _ in range(next(values))))
+    return Layout(mask, tuple(runs), tuple(lengths), MOTIONS[motion], ulysses, kv_heads)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a group computes with the keys of group `owner`, of which it holds the intervals `keys`, end to end."""
+
+    owner: int
+    keys: tuple[Interval, ...]  # in places of the owner's tensors
+    tiles: list[Tile]  # keys by place in what is held
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel calls and messages of one group, step by step. steps[t] is about the keys of group (group - t)."""
+
+    layout: Layout
+    group: int
+    steps: list[Step]
+    sends: list[tuple[Interval, ...]]  # group_cast: the keys of this group that group (group + t) needs
+
+
+@lru_cache(maxsize=1024)
+def plan(layout: Layout, group: int) -> Plan:
+    """The plan of one group. Pure, so every group can know every other's."""
+    needs = {other: _needs(layout, other) for other in range(layout.groups)} if layout.motion == "group_cast" else {}
+    bands = layout.bands(group)
+    steps = []
+    for t in range(layout.groups):
+        owner = (group - t) % layout.groups
+        mine = bands.get(owner, [])
+        keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
+        if layout.motion == "group_cast" and t > 0:
+            keys = _union((band.k0, band.k1) for band in mine)
+            mine = [_compact(band, keys) for band in mine]
+        steps.append(Step(owner, keys, tiles(mine)))
+    sends = [needs[(group + t) % layout.groups].get(group, ()) if t and needs else () for t in range(layout.groups)]
+    return Plan(layout, group, steps, sends)
+
+
+@lru_cache(maxsize=1024)
+def whole_plan(layout: Layout, group: int) -> list[Tile]:
+    """The kernel calls of one group that holds all keys in the order of the tokens."""
+    found = []
+    for q_first, q_after, q_place in layout.group_runs(group):
+        for band in layout.mask.bands:
+            part = band.clip((q_first, q_after), (0, layout.mask.tokens))
+            if part is not None:
+                found.append(part.moved(q_place - q_first, 0))
+    return tiles(found)
+
+
+@lru_cache(maxsize=1024)
+def _needs(layout: Layout, group: int) -> dict[int, tuple[Interval, ...]]:
+    """The keys of each other group that this group's queries see, by place in the owner's tensors."""
+    return {
+        owner: _union((band.k0, band.k1) for band in bands)
+        for owner, bands in layout.bands(group).items()
+        if owner != group
+    }
+
+
+def _union(intervals: Iterator[Interval]) -> tuple[Interval, ...]:
+    joined: list[Interval] = []
+    for first, after in sorted(intervals):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(after, joined[-1][1]))
+        else:
+            joined.append((first, after))
+    return tuple(joined)
+
+
+def _compact(band: Band, keys: tuple[Interval, ...]) -> Band:
+    """The band with its keys counted over `keys` laid end to end."""
+    held = 0
+    for first, after in keys:
+        if first <= band.k0 < after:
+            return band.moved(0, held - first)
+        held += after - first
+    raise AssertionError("a band's keys lie in one interval of their union")

@@ -1,0 +1,110 @@
+"""From bands to kernel calls: every band is a few rectangles that one flash kernel call computes.
+
+| tile   | what the kernel computes                                                       |
+|--------|--------------------------------------------------------------------------------|
+| FULL   | every query sees every key                                                     |
+| CAUSAL | a square: query i sees keys 0..i                                               |
+| ANTI   | a square: query i sees keys i..n-1, which is CAUSAL with both orders reversed  |
+
+In no tile is there a query without a key, so no kernel's answer for such rows matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from meshkit.mask import FAR, Band
+
+FULL, CAUSAL, ANTI = 0, 1, 2
+
+
+class Tile(NamedTuple):
+    """Queries [q0, q1) and keys [k0, k1), by place in the tensors at hand."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: int = FULL
+
+
+def tiles(bands: Iterable[Band]) -> list[Tile]:
+    """The kernel calls of disjoint bands, in order of their keys, neighbours joined where one call can do both."""
+    found = [tile for band in bands for tile in _tiles_of(band)]
+    return sorted(_join_causal(_join_full(found)), key=lambda tile: (tile.k0, tile.q0))
+
+
+def _tiles_of(band: Band) -> Iterator[Tile]:
+    clipped = band.clip((band.q0, band.q1), (band.k0, band.k1))
+    if clipped is None:
+        return
+    q0, q1, k0, k1, low, high = clipped
+    if low == -FAR and high == FAR:
+        yield Tile(q0, q1, k0, k1)
+    elif low == -FAR:
+        # Row q0 sees up to key `first`; each further row sees one more, until the keys end.
+        first = q0 + high
+        rows = min(q1 - q0, k1 - first)
+        yield from _rectangle(q0, q1, k0, first)
+        yield Tile(q0, q0 + rows, first, first + rows, CAUSAL)
+        yield from _rectangle(q0 + rows, q1, first, k1)
+    elif high == FAR:
+        # The last row sees from key `first` on; each row before it sees one more, until the keys begin.
+        first = q1 - 1 + low
+        rows = min(q1 - q0, first + 1 - k0)
+        yield from _rectangle(q0, q1, first + 1, k1)
+        yield Tile(q1 - rows, q1, first + 1 - rows, first + 1, ANTI)
+        yield from _rectangle(q0, q1 - rows, k0, first + 1)
+    else:
+        # As many rows as the window is wide share the key `a + high`: before it only `low` binds, after it only `high`.
+        width = high - low + 1
+        for a in range(q0, q1, width):
+            rows_of = (a, min(a + width, q1))
+            for keys in ((k0, a + high), (a + high, k1)):
+                part = clipped.clip(rows_of, keys)
+                if part is not None:
+                    yield from _tiles_of(part)
+
+
+def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
+    if q0 < q1 and k0 < k1:
+        yield Tile(q0, q1, k0, k1)
+
+
+def _join_full(found: list[Tile]) -> list[Tile]:
+    """FULL tiles of the same queries with adjoining keys, and then of the same keys with adjoining queries, are one."""
+    full = sorted(tile for tile in found if tile.kind == FULL)
+    beside: list[Tile] = []
+    for tile in full:
+        last = beside[-1] if beside else None
+        if last is not None and last[:2] == tile[:2] and last.k1 == tile.k0:
+            beside[-1] = last._replace(k1=tile.k1)
+        else:
+            beside.append(tile)
+    below: dict[tuple[int, int, int], Tile] = {}  # by keys and first query that would continue the tile
+    for tile in beside:
+        above = below.pop((tile.k0, tile.k1, tile.q0), None)
+        tile = tile if above is None else tile._replace(q0=above.q0)
+        below[tile.k0, tile.k1, tile.q1] = tile
+    return [tile for tile in found if tile.kind != FULL] + list(below.values())
+
+
+def _join_causal(found: list[Tile]) -> list[Tile]:
+    """Two CAUSAL squares on one diagonal with the FULL rectangle between them are one CAUSAL square."""
+    squares = sorted(tile for tile in found if tile.kind == CAUSAL)
+    rest = {tile for tile in found if tile.kind != CAUSAL}
+    joined: list[Tile] = []
+    for tile in squares:
+        last = joined[-1] if joined else None
+        if last is not None and last.q1 == tile.q0 and last.k1 == tile.k0:
+            between = Tile(tile.q0, tile.q1, last.k0, last.k1)
+            wide = next((one for one in rest if one[:2] == tile[:2] and one.k1 == last.k1 and one.k0 <= last.k0), None)
+            if wide is not None and wide.kind == FULL:
+                rest.discard(wide)
+                if wide.k0 < between.k0:
+                    rest.add(wide._replace(k1=between.k0))
+                joined[-1] = last._replace(q1=tile.q1, k1=tile.k1)
+                continue
+        joined.append(tile)
+    return [*rest, *joined]

@@ -1,0 +1,90 @@
+"""What one layer's attention sends, by arithmetic on the layout: no ranks, no tensors.
+
+For even shards of s tokens, P ranks, bf16 keys and fp32 gradients a ring sends s K D (16 P - 8) bytes a layer, and Ulysses
+8 (P - 1) / P s D (H + Ke) where Ke counts key/value heads with their copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshkit.parallel.context._layout import Layout, plan
+from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, query_heads, regroup
+
+Sizes = Counter[tuple[str, int]]
+"""(operation, bytes) -> how often. An operation is send, all_to_all (bytes to other ranks), all_gather or reduce_scatter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One attention layer on one rank: batch rows, its heads, and bytes per element of activations and of running sums."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: int = 1
+    itemsize: int = 2
+    sum_itemsize: int = 4
+
+
+def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
+    """(forward, backward): what `rank` sends for one layer."""
+    forward, backward = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    group, part, parts = rank // layout.ulysses, rank % layout.ulysses, layout.ulysses
+    token = shape.rows * shape.head_dim
+    if parts > 1:
+        lengths = {part: layout.lengths[member] for part, member in enumerate(layout.members(group))}
+        joined = [len(heads_of(other, parts, shape.heads, shape.kv_heads)) for other in range(parts)]
+        single = [len(query_heads(other, parts, shape.heads)) for other in range(parts)]
+        for held, there, back in ((joined, forward, backward), (single, backward, forward)):
+            to_heads = sum(held[other] for other in range(parts) if other != part) * lengths[part]
+            to_tokens = held[part] * sum(length for other, length in lengths.items() if other != part)
+            there["all_to_all", to_heads * token * shape.itemsize] += 1
+            back["all_to_all", to_tokens * token * shape.itemsize] += 1
+    heads = len(kv_heads_read(part, parts, shape.heads, shape.kv_heads))
+    if parts > 1 and regroup(part, parts, shape.heads, shape.kv_heads) is not None:
+        heads = len(query_heads(part, parts, shape.heads))
+    if layout.groups > 1:
+        _add_motion(layout, group, heads, 2 * token, shape, forward, backward)
+    return _sent(forward), _sent(backward)
+
+
+def _add_motion(
+    layout: Layout, group: int, heads: int, token: int, shape: Shape, forward: Sizes, backward: Sizes
+) -> None:
+    """token: elements of (k, v) of one token and one head."""
+    groups = layout.groups
+    if layout.motion == "all_gather":
+        longest = groups * max(layout.lengths)
+        for first in range(0, heads, layout.kv_heads):
+            size = longest * token * min(layout.kv_heads, heads - first)
+            for ledger in (forward, backward):
+                ledger["all_gather", size * shape.itemsize] += 1
+            backward["reduce_scatter", size * shape.sum_itemsize] += 1
+        return
+    kv, dkv = heads * token * shape.itemsize, heads * token * shape.sum_itemsize
+    if layout.motion == "ring":
+        for t in range(groups):
+            owned = layout.group_length((group - t) % groups)
+            if t + 1 < groups:
+                forward["send", owned * kv] += 1
+                backward["send", owned * kv] += 1
+            backward["send", owned * dkv] += 1
+        return
+    steps = plan(layout, group)
+    for t in range(1, groups):
+        given = sum(after - first for first, after in steps.sends[t])
+        taken = sum(after - first for first, after in steps.steps[t].keys)
+        forward["send", given * kv] += 1
+        backward["send", given * kv] += 1
+        backward["send", taken * dkv] += 1
+
+
+def _sent(sizes: Sizes) -> Sizes:
+    return Counter({key: count for key, count in sizes.items() if key[1]})
+
+
+def total(sizes: Sizes) -> int:
+    """Bytes, where an all-gather or reduce-scatter counts its whole tensor."""
+    return sum(size * count for (_, size), count in sizes.items())
