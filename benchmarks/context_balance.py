@@ -23,6 +23,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
+from rows import environment
 
 from meshkit.mask import Interval, Mask
 from meshkit.parallel.context._assign import Runs, assign, received, work
@@ -173,8 +174,6 @@ def main(settings: Settings) -> None:
     for ranks, found in results.items():
         Console(soft_wrap=True, width=110).print(table(ranks, found))
     if settings.record:
-        from step_time import environment  # with transformers, which takes long to import
-
         common = {**environment(), "tokens": TOKENS, "packings": PACKINGS}
         with RESULTS.open("a") as file:
             for ranks, found in results.items():

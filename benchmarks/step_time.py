@@ -15,16 +15,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import platform
-import re
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +32,7 @@ import tyro
 from loops import LOOPS, Work, reason_to_skip
 from rich.console import Console
 from rich.table import Column, Table
+from rows import Spread, environment, spread
 from torch import Tensor
 from torch.multiprocessing import start_processes
 
@@ -323,20 +320,6 @@ def refuse_other_losses(blocks: dict[str, list[Block]], *, tolerance: float) -> 
     return expected, worst
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: list[float]) -> Spread:
-    low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
-    return Spread(median=round(median, 4), low=round(low, 4), high=round(high, 4))
-
-
 def compare(mine: list[Block], other: list[Block]) -> dict[str, Spread]:
     """Ratios within each round: speed above 1 and cpu and memory below 1 are in favour of `mine`."""
     rounds = list(zip(mine, other, strict=True))
@@ -363,31 +346,6 @@ def measures(taken: list[Block], work: Work, steps: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------ reporting
-
-
-def environment() -> dict[str, Any]:
-    """What a result row says of code and machine; neither paths nor names of hosts."""
-    root = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", "../meshkit", "*.py"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    cuda = torch.cuda.is_available()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.strip() + ("+changes" if changed else ""),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu[1] if cpu else platform.machine(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-    }
 
 
 def loops_table(own: dict[str, dict[str, Any]]) -> Table:
@@ -443,6 +401,7 @@ def main(settings: Settings) -> None:
     if settings.record:
         common = {
             **environment(),
+            "transformers": transformers.__version__,
             **{name: getattr(settings, name) for name in ("preset", "mesh", "warmup", "rounds", "steps")},
             **{name: getattr(work, name) for name in ("rows", "tokens", "sequence", "bf16", "compile")},
             "ranks": work.mesh.world_size,

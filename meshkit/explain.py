@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -26,7 +26,6 @@ from meshkit.parallel.context import (
     layer_windows,
     model_window,
     traffic,
-    work,
 )
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads, tensor_layout, widest_heads
@@ -212,8 +211,7 @@ def _split_part(
         multiple=spec.tp if sequence else 1,
     )
     layout = choice.layout
-    loads = work(mask.windowed(model_window(config)), [sum(layout.runs[i : i + 1], ()) for i in range(spec.cp)])
-    note = f"cp={spec.cp}: {choice}; work max/mean {max(loads) * len(loads) / max(sum(loads), 1):.2f}"
+    note = f"cp={spec.cp}: {choice}"
     return _Part(1 if stream else part.rows, layout.lengths[place.get("cp", 0)], mask, layout, (note,))
 
 
@@ -405,12 +403,21 @@ def _message_lines(explanation: Explanation) -> list[str]:
         calls[message.axis, message.op] += count
         sizes[message.axis, message.op] += count * message.size
     table = [
-        (axis, op, str(calls[axis, op]), f"{sizes[axis, op]:,}", ", ".join(explanation.reasons[axis, op]))
+        (axis, op, str(calls[axis, op]), f"{sizes[axis, op]:,}", _said(explanation.reasons[axis, op]))
         for axis, op in sorted(calls)
     ]
     if not table:
         return ["one rank: nothing is sent"]
     return _table([header, *table])
+
+
+def _said(reasons: Iterable[str]) -> str:
+    """`activations, forward` and `activations, backward` as `activations (forward, backward)`."""
+    phases: dict[str, list[str]] = {}
+    for reason in reasons:
+        what, _, phase = reason.partition(", ")
+        phases.setdefault(what, []).extend([phase] if phase else [])
+    return ", ".join(f"{what} ({', '.join(when)})" if when else what for what, when in phases.items())
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

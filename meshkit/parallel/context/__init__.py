@@ -6,7 +6,6 @@ from ._apply import context_parallel as context_parallel
 from ._apply import layer_windows as layer_windows
 from ._apply import model_window as model_window
 from ._apply import split_batch as split_batch
-from ._assign import work as work
 from ._choose import Choice as Choice
 from ._choose import ContextPolicy as ContextPolicy
 from ._choose import choose as choose

@@ -70,19 +70,26 @@ class ContextPolicy:
 
 @dataclass(frozen=True)
 class Choice:
+    """imbalance: work of the busiest group of ranks over the mean."""
+
     layout: Layout
     balance: Balance
+    imbalance: float
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.scheme}, tokens {self.balance}: {self.reason}"
+        return f"{self.scheme}, tokens {self.balance}, work max/mean {self.imbalance:.3f}; {self.reason}"
 
     @property
     def scheme(self) -> str:
         """As a person says it: `ring`, `ulysses`, `ulysses=2 × group_cast`."""
-        if self.layout.groups == 1:
-            return "ulysses"
-        return (f"ulysses={self.layout.ulysses} × " if self.layout.ulysses > 1 else "") + self.layout.motion
+        return _scheme(self.layout)
+
+
+def _scheme(layout: Layout) -> str:
+    if layout.groups == 1:
+        return "ulysses"
+    return (f"ulysses={layout.ulysses} × " if layout.ulysses > 1 else "") + layout.motion
 
 
 @lru_cache(maxsize=256)
@@ -93,25 +100,25 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     """
     policy.refuse_misfit(ranks)
     found = list(_candidates(mask, ranks, policy, shape, multiple))
-    sent = [_bytes(layout, shape) for layout, _ in found]
+    sent = [_bytes(layout, shape) for layout, _, _ in found]
     best = min(range(len(found)), key=sent.__getitem__)
-    layout, balance = found[best]
-    names = [f"{Choice(one, kind, '').scheme} {size:,}" for (one, kind), size in zip(found, sent, strict=True)]
-    reason = (
-        f"the fewest bytes a layer of {', '.join(names)}" if len(found) > 1 else f"as asked: {names[0]} bytes a layer"
-    )
-    return Choice(layout, balance, reason)
+    names = [f"{_scheme(layout)} {size:,}" for (layout, _, _), size in zip(found, sent, strict=True)]
+    reason = f"bytes a layer: {names[best]}"
+    if len(found) > 1:
+        reason += f", the fewest; {', '.join(name for name in names if name != names[best])}"
+    return Choice(*found[best], reason)
 
 
 def _candidates(
     mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, multiple: int
-) -> Iterator[tuple[Layout, Balance]]:
+) -> Iterator[tuple[Layout, Balance, float]]:
     for motion, ulysses in _shapes_of(ranks, policy, shape):
         groups = ranks // ulysses
         runs, balance = _balanced(mask, groups, policy, motion)
         pieces = tuple(piece for own in runs for piece in cut(own, ulysses))
         lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
-        yield Layout(mask, pieces, lengths, motion, ulysses, policy.kv_heads_per_gather), balance
+        layout = Layout(mask, pieces, lengths, motion, ulysses, policy.kv_heads_per_gather)
+        yield layout, balance, _imbalance(work(mask, runs))
 
 
 def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tuple[Motion, int]]:
