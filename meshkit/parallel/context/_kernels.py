@@ -74,7 +74,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout there is not
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # as forward returns it: of a dropout there is not
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         *(dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed),
         scale=scale,
@@ -144,7 +144,7 @@ class Forward:
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
         """k, v [B, S, K, D]; the tiles' keys count from the first of these."""
-        for tile in tiles:
+        for tile in tiles if self.q.numel() else ():  # a rank may have no heads, for which no kernel is written
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             q_T, k_S, v_S = self.q[:, q_rows], k[:, k_rows], v[:, k_rows]
             if tile.kind == ANTI:
@@ -173,7 +173,7 @@ class Backward:
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], dk: Tensor, dv: Tensor) -> None:
         """dk, dv [B, S, K, D] in the accumulator's dtype, to which this piece's gradients are added."""
-        for tile in tiles:
+        for tile in tiles if self.q.numel() else ():
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             rows = [part[:, q_rows] for part in (self.dout, self.q, self.out, self.lse)]
             keys = [k[:, k_rows], v[:, k_rows]]
