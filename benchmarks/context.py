@@ -140,7 +140,7 @@ def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.is_cuda:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed

@@ -28,6 +28,7 @@ from meshkit.parallel.context import SplitMask as SplitMask
 from meshkit.parallel.context import context_parallel as context_parallel
 from meshkit.parallel.context import split_batch as split_batch
 from meshkit.parallel.data import fully_shard as fully_shard
+from meshkit.parallel.pipeline import schedules as schedules
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
 from meshkit.parallelize import parallelize as parallelize
 from meshkit.plan import Plan as Plan

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -33,6 +34,41 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """A mesh of several axes out of meshes of one root. 2.11, 2.15: `_concatenate` is still private."""
     return DeviceMesh._concatenate(meshes)
+
+
+def find_units(module: FSDPModule) -> None:
+    """Let the root find its units now, while all of them are in the tree, not at its first forward.
+
+    2.11, 2.15: `_lazy_init` does nothing when called again.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+def put_off_gradients(module: FSDPModule) -> None:
+    """Let backwards leave their gradients whole until `finish_gradients`. Call it before the forwards.
+
+    2.15: public `set_manual_backward_finalization`; 2.11: the same by leaving is_last_backward False.
+    """
+    module.set_is_last_backward(False)
+    if hasattr(module, "set_manual_backward_finalization"):
+        module.set_manual_backward_finalization(True)
+
+
+def finish_gradients(module: FSDPModule) -> None:
+    """Reduce the gradients that backwards have left, free whole parameters, and wait.
+
+    2.15: public `finalize_backward`; 2.11: what torch.distributed.pipelining does at the end of its own schedules.
+    """
+    if hasattr(module, "finalize_backward"):
+        module.finalize_backward()
+        module.set_manual_backward_finalization(False)
+        return
+    module.set_is_last_backward(True)
+    root = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        if state._fsdp_param_group:
+            state._fsdp_param_group.post_backward()
+    root._root_post_backward_final_callback()
 
 
 # The operators behind torch.distributed._functional_collectives, same names and meaning in 2.11 and 2.15. The Python

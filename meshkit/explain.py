@@ -94,6 +94,11 @@ def explain(
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does.
     """
+    if spec.pp > 1:
+        raise PlanError(
+            f"explain: pp={spec.pp} is executed, but its stages and messages are not explained yet. Explain the mesh of one "
+            "stage: the same axes with pp=1."
+        )
     memory = memory or MemoryPolicy()
     place = coordinate or {}
     sequence = sequence and spec.tp > 1
@@ -226,6 +231,7 @@ def _context_messages(
 ) -> None:
     """The cp axis in the forward and backward of one microbatch."""
     assert part.layout is not None
+    ledger.add("cp", "all_reduce", 16, "batches compared")
     layers = attention_heads(model, plan.tensor, size=spec.tp)
     if not layers:
         raise PlanError(

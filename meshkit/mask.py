@@ -58,7 +58,7 @@ class Band(NamedTuple):
     @property
     def area(self) -> int:
         """Visible pairs."""
-        return self._seen(self.high) - self._seen(self.low - 1)
+        return max(self._seen(self.high) - self._seen(self.low - 1), 0)
 
     def _seen(self, bound: int) -> int:
         """Pairs of the rectangle with key - query <= bound."""
@@ -96,6 +96,8 @@ class Mask:
     @staticmethod
     def documents(lengths: Iterable[int], *, window: int | None = None, kind: Kind = "causal") -> Mask:
         """Documents of these lengths, end to end; none sees another."""
+        if kind not in ("full", "causal"):
+            raise PlanError(f"Mask.documents: kind {kind!r} is neither 'full' nor 'causal'.")
         bands, start = [], 0
         for length in lengths:
             if length < 0:
@@ -195,6 +197,27 @@ class Mask:
             else:
                 found.append((first, after))
         return tuple(found)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Does some query see a key after it?"""
+        return any(min(band.high, band.k1 - 1 - band.q0) > 0 for band in self.bands)
+
+    def refuse_misfit(self, rows: int, tokens: int) -> None:
+        """Raises: PlanError if this is neither one row's mask nor that of all rows end to end, each to itself."""
+        if self.tokens == tokens:
+            return
+        if self.tokens != rows * tokens:
+            raise PlanError(
+                f"the mask is of {self.tokens} tokens, but the batch has {rows} rows of {tokens}. Give a mask of {tokens} "
+                f"tokens for every row, or of all {rows * tokens} tokens, rows end to end."
+            )
+        for first, after in self.components:
+            if first // tokens != (after - 1) // tokens:
+                raise PlanError(
+                    f"the mask shows tokens of row {first // tokens} and row {(after - 1) // tokens} to each other, but rows "
+                    "are sequences of their own. Lay the tokens in one row."
+                )
 
     def shows(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Is each pair of token numbers visible? Broadcasts; bool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,14 @@ from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import fully_shard, kept_units
+from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
 
-EXECUTED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+EXECUTED_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def parallelize(
@@ -30,18 +32,23 @@ def parallelize(
     *,
     plan: Plan | None = None,
     memory: MemoryPolicy | None = None,
-    zero: int = 3,
+    zero: int | None = None,
     sequence: bool = False,
     context: ContextPolicy | None = None,
+    schedule: Generator | Schedule | str = "1f1b",
+    stages: Sequence[int] | None = None,
     compile: bool | str = False,
 ) -> Run:
     """Split the model over the mesh, in place, and return what runs it.
 
     model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
-    plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard.
+    plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard:
+    3, or with pp 1, since many microbatches are in flight between gathering parameters and reducing gradients.
     sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens are split and
-    attention comes together. compile: torch.compile each block; a string is the backend's name.
+    attention comes together. schedule: with pp, a name of `meshkit.schedules`, a function (ranks, microbatches) -> Schedule,
+    or a table of yours; stages: blocks of each stage, default by parameters. compile: torch.compile each block; a string is
+    the backend's name.
     Names of parameters do not change.
     Raises: MeshError for an axis that is not executed; PlanError for a plan that does not fit the model, buffers on meta,
     or values that differ between ranks.
@@ -55,10 +62,13 @@ def parallelize(
     _refuse_meta_buffers(model)
     _move(model, mesh)
     _refuse_different_values(model, mesh)
+    compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
+    pipelined = mesh.spec.pp > 1
+    zero = _zero(zero, pipelined)
+    cut = plan_pipeline(model, mesh["pp"], blocks=blocks, schedule=schedule, split=stages) if pipelined else None
 
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
     context = context or ContextPolicy()
-    compute = memory.precision.compute if memory.precision else None
     context_parallel(
         model,
         mesh["cp"],
@@ -68,6 +78,11 @@ def parallelize(
         multiple=mesh.spec.tp if sequence else 1,
         dtype=compute,
     )
+    pipeline = None
+    if cut is not None:
+        pipeline = pipeline_parallel(model, mesh["pp"], cut, dtype=compute, parts=mesh.spec.tp if sequence else 1)
+        held = set(pipeline.modules)
+        blocks, units = [name for name in blocks if name in held], [name for name in units if name in held]
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
         for name in blocks:
@@ -90,11 +105,21 @@ def parallelize(
         sequence=sequence and mesh.spec.tp > 1,
         context=context,
         blocks=blocks,
+        pipeline=pipeline,
     )
 
 
+def _zero(zero: int | None, pipelined: bool) -> int:
+    if pipelined and zero not in (None, 1):
+        raise PlanError(
+            f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
+            "zero away, or give dp_shard the ranks of pp."
+        )
+    return zero or (1 if pipelined else 3)
+
+
 def _refuse_unsupported(mesh: Mesh) -> None:
-    for axis in ("pp", "ep", "etp"):
+    for axis in ("ep", "etp"):
         if (size := getattr(mesh.spec, axis)) > 1:
             raise MeshError(
                 f"parallelize executes the axes {', '.join(EXECUTED_AXES)}; {axis}={size} is not supported yet. "

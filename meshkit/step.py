@@ -19,6 +19,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
+from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
 
 Batch = dict[str, Tensor]
@@ -54,6 +55,7 @@ class Run:
     sequence: bool
     context: ContextPolicy
     blocks: list[str] = field(default_factory=list)
+    pipeline: Pipeline | None = None  # this rank's stages, with pp
     local_loss: float = 0.0  # this rank's own sum of the last step, to name the rank whose loss is not finite
 
     @property
@@ -95,6 +97,11 @@ class Run:
         """
         tokens = self._count(batch, count).clamp(min=1)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        if self.pipeline is not None:
+            parts = list(self._parts(batch, microbatches, mask))
+            total = self.pipeline.forward_backward(parts, loss, tokens)
+            self.local_loss = total  # type: ignore[assignment]
+            return self._sum_over_tokens(total) / tokens
         for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
             before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
             part_loss = loss(self.model, part) * weight
@@ -117,10 +124,21 @@ class Run:
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self._parts(batch, 1, mask)
-        total = loss(self.model, part).double() * weight
+        total = self.infer(part, loss)
         self.model.train(training)
         after_inference(self.model)
-        return self._sum_over_tokens(total), counted
+        if self.pipeline is not None:
+            total = self.pipeline.total([] if total is None else [total], self.mesh.device)
+        assert total is not None
+        return self._sum_over_tokens(total.double() * weight), counted
+
+    @torch.no_grad()
+    def infer(self, part: dict[str, Any], function: Loss) -> Tensor | None:
+        """function(model, part) of a part this rank computes; with pp only on ranks of the last stage, elsewhere None.
+
+        Leaves parameters gathered: follow the last of several calls by `meshkit.parallel.data.after_inference`.
+        """
+        return function(self.model, part) if self.pipeline is None else self.pipeline.infer(part, function)
 
     def _parts(
         self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
@@ -138,14 +156,12 @@ class Run:
             if not rows:
                 part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
                 masks = mask if isinstance(mask, Mask | None) else mask[:1]
-            joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks)
+            joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks) if masks else None
             yield {name: self._to_device(value) for name, value in self._own(part, joined).items()}, float(rows > 0)
 
     def _own(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
         """The tokens of this rank. Split where the batch lies: on the host, if it came from there."""
-        if self.mesh.spec.cp > 1:
-            return split_batch(self.model, part, mask=mask)
-        return {**part} if mask is None else {**part, "mask": mask}
+        return split_batch(self.model, part, mask=mask)
 
     def _count(self, batch: Batch, count: Count) -> Tensor:
         """Valid tokens of the step. Ranks of one cp axis have the same rows, of which the first one counts."""
@@ -190,7 +206,7 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
     sums: dict[tuple[str, ...], Tensor] = {}
     axes: dict[str, DeviceMesh] = {}
     by_placement: dict[tuple[str, ...], list[Tensor]] = {}
-    for grad in _gradients(model):
+    for grad in _gradients(model, counted=True):
         sharded: tuple[str, ...] = ()
         if isinstance(grad, DTensor):
             names = grad.device_mesh.mesh_dim_names or ()
@@ -211,7 +227,11 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
             del sums[sharded]
             rest = tuple(name for name in sharded if name != axis)
             sums[rest] = sums[rest] + value if rest in sums else value
-    return sums[()].sqrt() if sums else torch.zeros((), dtype=torch.float64)
+    total = sums[()] if sums else torch.zeros((), dtype=torch.float64)
+    if isinstance(model, Run) and model.pipeline is not None:
+        total = total.to(model.mesh.device)
+        dist.all_reduce(total, group=model.mesh["pp"].get_group())
+    return total.sqrt()
 
 
 def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
@@ -277,9 +297,11 @@ class NonFiniteGuard:
         )
 
 
-def _gradients(model: Run | nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    params = model.parameters() if isinstance(model, (Run, nn.Module)) else model
-    return [param.grad for param in params if param.grad is not None]
+def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
+    """counted: without copies of parameters that another rank of pp counts."""
+    copies = model.pipeline.copies if counted and isinstance(model, Run) and model.pipeline is not None else {}
+    named = model.named_parameters() if isinstance(model, (Run, nn.Module)) else (("", param) for param in model)
+    return [param.grad for name, param in named if param.grad is not None and name not in copies]
 
 
 def _local(grad: Tensor) -> Tensor:

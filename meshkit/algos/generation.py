@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshkit.collectives import all_reduce
 from meshkit.errors import DataError
+from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
 
@@ -28,7 +31,8 @@ def generate(
 
     context: the window the model is run on, padded on the right, so that its length never changes; with sequence
     parallelism a multiple of tp. Longer texts keep their last `context` ids.
-    Every rank must call it. Wire: for each token, one forward pass and a broadcast of its id.
+    Every rank must call it. Wire: for each token, one forward pass and a broadcast of its id; with cp an all-reduce of the
+    logits of one token as well.
     """
     if not prompt:
         raise DataError("generate: the prompt is empty. Begin with at least one id, for example the tokenizer's bos.")
@@ -39,17 +43,45 @@ def generate(
     for _ in range(new_tokens):
         window = ids[-context:]
         padded = torch.tensor([window + [0] * (context - len(window))], device=run.mesh.device)
-        output = run.model(padded)
-        logits = getattr(output, "logits", output)
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        chosen = _choose(logits[0, len(window) - 1].float().cpu(), temperature, generator).to(run.mesh.device)
-        dist.broadcast(chosen, src=0)  # last bits may differ between ranks, and with them a choice
+        logits_V = _logits_of_token(run, padded, len(window) - 1)
+        chosen = torch.zeros(1, dtype=torch.int64, device=run.mesh.device)
+        if logits_V is not None:
+            chosen.copy_(_choose(logits_V.float().cpu(), temperature, generator))
+        dist.broadcast(chosen, src=_speaker(run))  # last bits may differ between ranks, and with them a choice
         ids.append(int(chosen))
         if ids[-1] == stop:
             break
     run.model.train(training)
     after_inference(run.model)
     return ids
+
+
+def _speaker(run: Run) -> int:
+    """The first rank that has the last stage."""
+    stage_rank = 0 if run.pipeline is None else run.pipeline.ends[1]
+    return int(run.mesh.dense.mesh[stage_rank].flatten()[0])
+
+
+def _logits_of_token(run: Run, ids_BT: torch.Tensor, token: int) -> torch.Tensor | None:
+    """The logits [V] that follow one token of a row; None where another rank has the last stage.
+
+    With cp only one rank has them: the others add zeros.
+    """
+    wanted_BT = torch.zeros_like(ids_BT)
+    wanted_BT[0, token] = 1
+    part = split_batch(run.model, {"input_ids": ids_BT, "wanted": wanted_BT})  # so each rank sees whether it is its own
+    own_T = part.pop("wanted")[0]
+
+    def following(model: Any, part: dict[str, Any]) -> torch.Tensor:
+        output = model(**part)
+        chosen: torch.Tensor = getattr(output, "logits", output)[0, int(own_T.argmax())]
+        return chosen
+
+    logits_V = run.infer(part, following)
+    if logits_V is None:
+        return None
+    logits_V = logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V
+    return all_reduce(logits_V if own_T.any() else torch.zeros_like(logits_V), run.mesh["cp"])
 
 
 def _choose(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

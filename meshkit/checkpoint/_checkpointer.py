@@ -79,6 +79,14 @@ class _Saved:
     facts: dict[str, ParameterFacts]
 
 
+def _refuse_stages(run: Run) -> None:
+    if run.pipeline is not None:
+        raise CheckpointError(
+            f"checkpoints of a run with pp={run.mesh.spec.pp} are not supported yet: its ranks hold different layers. Use a "
+            "mesh without pp, or save each rank's state_dict yourself."
+        )
+
+
 class Checkpointer:
     """A folder of checkpoints of one run, at `folder/step-00000010` and so on.
 
@@ -170,6 +178,7 @@ class Checkpointer:
         folder with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
         went wrong with the save before.
         """
+        _refuse_stages(run)
         self.wait()
         group = self._group()
         what = f"save(step={step})"
@@ -220,6 +229,7 @@ class Checkpointer:
         config: Any = None,
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
+        _refuse_stages(run)
         self.wait()
         newest = on_first(self._group(), "resume()", self.latest)
         if newest is None:
@@ -248,6 +258,7 @@ class Checkpointer:
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest
         sound step; or naming the first key that differs. The loader's DataError for other data.
         """
+        _refuse_stages(run)
         self.wait()
         group = self._group()
         rank = dist.get_rank()

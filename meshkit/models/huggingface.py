@@ -375,6 +375,11 @@ def save_pretrained(
     larger tensor; the others one tensor.
     Raises: CheckpointError, on every rank, if the folder is not empty; PlanError for a config that no family has.
     """
+    if "_names_elsewhere" in model.__dict__:
+        raise CheckpointError(
+            "save_pretrained: the ranks of pp hold different layers, which are not gathered into one folder yet. Save from a "
+            "run without pp."
+        )
     folder = Path(folder)
     raw = config_to_dict(config) if isinstance(config, LlamaConfig) else config
     tensors = _named_tensors(model, "save_pretrained")

@@ -199,11 +199,7 @@ def attention_mask(
 
 def _of_description(mask: Mask, batch: int, tokens: int, device: torch.device) -> KernelMask:
     """The kernels' form of a description: one sequence for every row, or all rows end to end."""
-    if mask.tokens not in (tokens, batch * tokens):
-        raise PlanError(
-            f"the mask is of {mask.tokens} tokens, but the batch has {batch} rows of {tokens}. Give a mask of {tokens} "
-            f"tokens for every row, or of all {batch * tokens} tokens, rows end to end."
-        )
+    mask.refuse_misfit(batch, tokens)
     if mask.is_causal and mask.tokens == tokens:
         return None
     row_tokens = 0 if mask.tokens == tokens else tokens

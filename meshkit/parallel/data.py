@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as _fully_shard
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.memory.policy import Precision
 
@@ -125,6 +126,29 @@ def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
     module.set_requires_gradient_sync(last or stage.reduce_every_microbatch)
     module.set_requires_all_reduce(last)  # over replicas, once per step
     module.set_reshard_after_backward(last or stage.reshard_between_microbatches)
+
+
+def find_units(module: nn.Module) -> None:
+    """Before a model runs with some of its modules replaced: let FSDP's root see all of its units once."""
+    if isinstance(module, FSDPModule):
+        _torch.find_units(module)
+
+
+def before_pipeline(module: nn.Module) -> None:
+    """Many microbatches are in flight: gather parameters once, and leave gradients whole until `after_pipeline`."""
+    find_units(module)
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(False)
+        _torch.put_off_gradients(module)
+
+
+def after_pipeline(module: nn.Module) -> None:
+    """Reduce the gradients of all microbatches at once, and free whole parameters."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
+        _torch.finish_gradients(module)
 
 
 def after_inference(module: nn.Module) -> None:

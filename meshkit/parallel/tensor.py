@@ -65,6 +65,19 @@ def tensor_parallel(
     return module
 
 
+def inside_forward(module: nn.Module, key: str) -> Tensor:
+    """What `module.<key>` is inside the module's forward: the local tensor to compute with, connected for autograd."""
+    if not hasattr(module, "_computing"):
+        value: Tensor = getattr(module, key)
+        return value
+    module._computing = True  # type: ignore[assignment]
+    try:
+        local: Tensor = getattr(module, key)
+        return local
+    finally:
+        module._computing = False  # type: ignore[assignment]
+
+
 def shard_parameter(param: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> DTensor:
     """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta."""
     local = param.detach()

@@ -15,7 +15,15 @@ from meshkit.models import Llama
 from tests.checkpoint.training import CONFIG, build, saved_run
 from tests.world import pool
 
-MESHES = [(4, "dp_shard=2 tp=2"), (4, "tp=4"), (4, "dp_replicate=2 tp=2"), (2, "dp_shard=2"), (1, "")]
+MESHES = [
+    (4, "dp_shard=2 tp=2"),
+    (4, "tp=4"),
+    (4, "dp_replicate=2 tp=2"),
+    (4, "cp=2 tp=2"),
+    (3, "cp=3"),
+    (2, "dp_shard=2"),
+    (1, ""),
+]
 TOL_FP64_SUM = 1e-9  # an AdamW step on; only the order of summation differs
 
 

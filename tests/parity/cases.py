@@ -24,6 +24,7 @@ class Cell:
     microbatches: int = 1
     zero: int = 3
     recompute: str = "none"
+    layers: int = 2
     tied: bool = False
     vocab: int = 64
     hidden_mlp: int = 48
@@ -35,6 +36,8 @@ class Cell:
     dtype: str = "float64"
     bf16: bool = False
     compile: str = ""
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] | None = None
     context: mk.ContextPolicy = field(default_factory=mk.ContextPolicy)
 
 
@@ -61,7 +64,7 @@ def build(cell: Cell) -> Llama:
         vocab_size=cell.vocab,
         hidden_size=32,
         intermediate_size=cell.hidden_mlp,
-        num_hidden_layers=2,
+        num_hidden_layers=cell.layers,
         num_attention_heads=cell.heads[0],
         num_key_value_heads=cell.heads[1],
         head_dim=4,
@@ -126,10 +129,12 @@ def start(cell: Cell) -> mk.Run:
         mesh_for(cell.mesh),
         plan=LLAMA_PLAN,
         memory=mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision() if cell.bf16 else None),
-        zero=cell.zero,
+        zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
         sequence=cell.sequence,
         compile=cell.compile or False,
         context=cell.context,
+        schedule=cell.schedule,
+        stages=cell.stages,
     )
 
 
@@ -142,18 +147,19 @@ def run_cell(cell: Cell) -> Outcome:
     run = start(cell)
     optimizer = mk.adamw(run, lr=1e-2)
     losses, norms, gradients, parameters = reference(cell)
+    copies = run.pipeline.copies if run.pipeline is not None else {}  # of a tied parameter, under another name
     worst: dict[str, float] = {}
     loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(cell)):
         loss = run.forward_backward(own_rows(batch, run.mesh), microbatches=cell.microbatches)
         if step == 0:
-            worst = {name: _distance(p.grad, gradients[name]) for name, p in run.named_parameters()}
+            worst = {name: _distance(p.grad, gradients[copies.get(name, name)]) for name, p in run.named_parameters()}
         norm = mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         loss_error = max(loss_error, abs(float(loss) - losses[step]))
         norm_error = max(norm_error, abs(float(norm) - norms[step]))
-    parameter_error = max(_distance(p, parameters[name]) for name, p in run.named_parameters())
+    parameter_error = max(_distance(p, parameters[copies.get(name, name)]) for name, p in run.named_parameters())
     where = max(worst, key=worst.__getitem__)
     return Outcome(
         loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()]

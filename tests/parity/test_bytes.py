@@ -44,8 +44,6 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     run = start(cell)
     mesh = run.mesh
     local = own_rows(batches(cell)[0], mesh)
-    if mesh.spec.cp > 1:
-        mk.split_batch(run.model, local)  # the first split also compares the batches of the ranks, once
     with observe(mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)
         mk.clip_grad_norm(run, 1.0)

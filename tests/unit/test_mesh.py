@@ -93,10 +93,10 @@ def refused(text: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("axis", ["pp"])
+@pytest.mark.parametrize("axis", ["ep", "etp"])
 def test_an_axis_that_is_not_executed_is_refused(axis: str) -> None:
-    assert set(pool(2).run(refused, f"{axis}=2")) == {
-        f"parallelize executes the axes dp_replicate, dp_shard, cp, tp; {axis}=2 is not supported yet. "
+    assert set(pool(2).run(refused, f"dp_shard=2 {axis}=2")) == {
+        f"parallelize executes the axes pp, dp_replicate, dp_shard, cp, tp; {axis}=2 is not supported yet. "
         "Give those ranks to one of these axes, for example dp_shard."
     }
 

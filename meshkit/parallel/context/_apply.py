@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -63,7 +64,8 @@ def context_parallel(
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     named = match_names(attention, dict(module.named_modules()), what="module")
     window = window if window is not None else model_window(config)
-    module.__dict__["_context"] = Context(axis, policy, shape, window, multiple)
+    # Modules of the user's own do not look at positions: their attention is causal over the whole row.
+    module.__dict__["_context"] = Context(axis, policy, shape, window, multiple, documents=not named)
     if axis.size() == 1:
         return module
     _refuse_dropout(module)
@@ -73,8 +75,7 @@ def context_parallel(
             swap_class(child, forward=_intercepted(type(child).forward))
         swap_class(module, forward=_carrying(type(module).forward))
     elif _is_transformers(module):
-        _register_with_transformers()
-        module.config._attn_implementation = TRANSFORMERS_NAME  # type: ignore[union-attr]
+        _use_registry(module)
     elif "mask" not in inspect.signature(module.forward).parameters:
         raise PlanError(
             f"context_parallel: {type(module).__name__}.forward takes no `mask`, so its attention would see this rank's "
@@ -99,7 +100,14 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
     if context is None:
         raise PlanError(f"split_batch: {type(module).__name__} did not go through context_parallel. Call that first.")
     if context.axis.size() == 1:
-        return dict(batch) if mask is None else {**batch, "mask": mask}
+        if mask is None:
+            return dict(batch)
+        if "mask" not in inspect.signature(module.forward).parameters:
+            raise PlanError(
+                f"split_batch: {type(module).__name__}.forward takes no `mask`, so on one rank of cp it would not be "
+                "followed. Give the model the mask in its own way, or leave it away."
+            )
+        return {**batch, "mask": mask}
     return context.split(batch, mask)
 
 
@@ -136,6 +144,11 @@ def layer_windows(config: Any, layers: int) -> list[int | None]:
 
 
 def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("attention_mask") is not None:
+        raise PlanError(
+            f"context parallelism: {type(module).__name__} was given an attention_mask, which is about this rank's tokens "
+            "only. Describe it as a meshkit.Mask to split_batch; padding needs none if it comes last and its labels are -100."
+        )
     if not isinstance(kwargs.get("mask"), SplitMask):
         raise PlanError(
             f"context parallelism: {type(module).__name__} was called without `mask=` of a split batch, and would attend to "
@@ -159,10 +172,38 @@ def _is_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
-def _register_with_transformers() -> None:
+def _use_registry(module: nn.Module) -> None:
+    """Name our function in the module's config: in a copy, which no other model reads."""
     from transformers import AttentionInterface
 
+    if not getattr(module, "_supports_attention_backend", False):
+        raise PlanError(
+            f"context parallelism: {type(module).__name__} computes attention by itself and not through transformers' "
+            "registry, so it would see this rank's tokens only. Use a model with `_supports_attention_backend`, or name the "
+            'modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
+        )
     AttentionInterface.register(TRANSFORMERS_NAME, _transformers_attention)
+    copies: dict[int, Any] = {}
+    for child in module.modules():
+        config = child.__dict__.get("config")
+        if config is not None:
+            own = copies.setdefault(id(config), copy.copy(config))
+            own._attn_implementation = TRANSFORMERS_NAME
+            child.config = own  # type: ignore[assignment]
+
+
+# Arguments of transformers' attention functions that change what is computed.
+_UNKNOWN = (
+    "softcap",
+    "dropout",
+    "attention_mask",
+    "position_bias",
+    "s_aux",
+    "sinks",
+    "head_mask",
+    "indices",
+    "block_indices",
+)
 
 
 def _transformers_attention(
@@ -174,18 +215,24 @@ def _transformers_attention(
     *,
     mask: SplitMask,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q, k, v [B, heads, T, D] in, [B, T, heads, D] out."""
-    unknown = {"softcap": softcap, "dropout": dropout, "s_aux": kwargs.get("s_aux"), "attention_mask": attention_mask}
-    for name, value_given in unknown.items():
-        if value_given is not None and not (isinstance(value_given, float) and value_given == 0):
+    for name in _UNKNOWN:
+        given = attention_mask if name == "attention_mask" else kwargs.get(name)
+        if given is not None and (isinstance(given, Tensor) or given != 0):
             raise PlanError(
                 f"context parallelism: {type(module).__name__} asks for {name}, which no scheme here computes."
             )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    _refuse_other_direction(causal, mask, type(module).__name__)
+    if sliding_window is not None and not causal:
+        raise PlanError(
+            f"context parallelism: {type(module).__name__} has a sliding window to both sides, which sliding_window does not "
+            "say here. Describe it with bands: mk.Mask.intervals(tokens, [mk.Band(0, tokens, 0, tokens, -w, w)])."
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return mask.windowed(sliding_window).attend(q, k, v, scale=scaling), None
 
@@ -211,10 +258,27 @@ def _carrying(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
     def attend_over_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Interception(_running.get()):
-            return forward(self, *args, **kwargs)
+        with _Interception(_running.get()) as interception:
+            out = forward(self, *args, **kwargs)
+        if not interception.calls:
+            raise PlanError(
+                f"context parallelism: {type(self).__name__} is named in `attention`, but never called "
+                "F.scaled_dot_product_attention where that could be seen; nn.MultiheadAttention for one hides it. Call it in "
+                "the module's own forward, or take a `mask` and call mask.attend(q, k, v)."
+            )
+        return out
 
     return attend_over_ranks
+
+
+def _refuse_other_direction(is_causal: bool, mask: SplitMask, who: str) -> None:
+    causal = not mask.layout.mask.sees_ahead
+    if causal != is_causal:
+        raise PlanError(
+            f"context parallelism: {who} attends with is_causal={is_causal}, but the batch was split for a mask that is "
+            f"{'causal' if causal else 'not causal'}. Give split_batch the mask that the module means, for example "
+            "mask=Mask.full(tokens)."
+        )
 
 
 class _Interception(TorchFunctionMode):
@@ -222,10 +286,11 @@ class _Interception(TorchFunctionMode):
 
     def __init__(self, mask: SplitMask | None) -> None:
         super().__init__()
-        self.mask = mask
+        self.mask, self.calls = mask, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
+            self.calls += 1
             return _dot_product_attention(self.mask, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -253,12 +318,6 @@ def _dot_product_attention(
             f"context parallelism: the module calls scaled_dot_product_attention with {what}, which is about this rank's "
             "tokens only. Describe the mask as a meshkit.Mask to split_batch, and use no dropout in attention."
         )
-    causal = all(band.high <= 0 for band in mask.layout.mask.bands)
-    if causal != is_causal:
-        raise PlanError(
-            f"context parallelism: the module calls scaled_dot_product_attention with is_causal={is_causal}, but the batch "
-            f"was split for a mask that is {'causal' if causal else 'not causal'}. Give split_batch the mask that the module "
-            "means, for example mask=Mask.full(tokens)."
-        )
+    _refuse_other_direction(is_causal, mask, "the module")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return mask.attend(q, k, v, scale=scale).transpose(1, 2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit.errors import DataError, PlanError
+from meshkit.errors import DataError
 from meshkit.mask import Mask
 from meshkit.parallel.context._choose import Choice, ContextPolicy, choose
 from meshkit.parallel.context._layout import Layout
@@ -32,8 +32,8 @@ class Context:
     shape: Shape
     window: int | None = None
     multiple: int = 1
+    documents: bool = True  # do positions tell documents?
     choice: Choice | None = None  # of the last batch
-    _checked: bool = False
 
     @property
     def rank(self) -> int:
@@ -47,13 +47,11 @@ class Context:
     def split(self, batch: dict[str, Tensor], mask: Mask | None = None) -> dict[str, Tensor | SplitMask]:
         """See `split_batch`."""
         rows, tokens = _refuse_odd_shapes(batch)
-        if not self._checked:
-            self._refuse_different_rows(batch["input_ids"])
-            self._checked = True
-        mask = _mask_of(batch, rows, tokens, mask)
+        mask = _mask_of(batch, rows, tokens, mask, documents=self.documents)
         stream = mask.tokens != tokens or rows == 1
         self.choice = self.choose(mask, rows=1 if stream else rows)
         layout = self.choice.layout
+        self._refuse_different_batches(batch["input_ids"], layout)
         whole = dict(batch)
         if "position_ids" not in whole:
             whole["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
@@ -67,16 +65,18 @@ class Context:
         part["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
         return part
 
-    def _refuse_different_rows(self, ids: Tensor) -> None:
-        """Wire: once, one all-reduce of two numbers over cp."""
-        weights = torch.arange(1, ids.numel() + 1, device=ids.device)
-        digest = (ids.flatten() * weights).sum() + 1_000_003 * ids.shape[0]
-        extremes = torch.stack([digest, -digest]).to(torch.int64).to(self.axis.device_type)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.axis.get_group())
+    def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
+        """Messages of ranks that planned differently would not match. Wire: one all-reduce of two numbers over cp."""
+        content = torch.cat([ids.flatten().cpu(), layout.table(), torch.tensor(ids.shape)])
+        digest = (content * torch.arange(1, content.numel() + 1)).sum() + 1_000_003 * content.numel()
+        group = self.axis.get_group()
+        on_host = "cpu" in dist.get_backend_config(group)  # then nothing waits for the device
+        extremes = torch.stack([digest, -digest]).to("cpu" if on_host else self.axis.device_type)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         if int(extremes[0]) != -int(extremes[1]):
             raise DataError(
                 f"split_batch: the ranks of cp={self.axis.size()} were given different batches. Ranks that differ only in "
-                "cp read the same rows: load them by mesh.data_rank of mesh.data_ranks."
+                "cp read the same rows, with the same positions and mask: load them by mesh.data_rank of mesh.data_ranks."
             )
 
 
@@ -95,19 +95,15 @@ def _refuse_odd_shapes(batch: dict[str, Tensor]) -> tuple[int, int]:
     return rows, tokens
 
 
-def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None) -> Mask:
+def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None, *, documents: bool) -> Mask:
     """The mask of the batch: of one row that all are like, or of all rows end to end."""
     if mask is not None:
-        if mask.tokens not in (tokens, rows * tokens):
-            raise PlanError(
-                f"split_batch: the mask is of {mask.tokens} tokens, but the batch has {rows} rows of {tokens}. Give a mask "
-                f"of {tokens} tokens for every row, or of all {rows * tokens} tokens, rows end to end."
-            )
+        mask.refuse_misfit(rows, tokens)
         return mask
-    if "position_ids" not in batch:
+    if "position_ids" not in batch or not documents:
         return Mask.causal(tokens)
-    documents = Mask.from_positions(batch["position_ids"])
-    return Mask.causal(tokens) if documents == Mask.documents([tokens] * rows) else documents
+    found = Mask.from_positions(batch["position_ids"])
+    return Mask.causal(tokens) if found == Mask.documents([tokens] * rows) else found
 
 
 def _places(layout: Layout, rank: int) -> tuple[Tensor, int]:

@@ -1,0 +1,152 @@
+"""Look before you run.
+
+python -m meshkit draw zbv --ranks 4 --microbatches 8
+python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
+python -m meshkit draw mine.csv --trace mine.json
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import tyro
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        "python -m meshkit needs tyro, which is in the optional extra `recipes`.\n"
+        'Install it with: pip install "meshkit[recipes]"'
+    ) from missing
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from meshkit.errors import MeshkitError, PlanError
+from meshkit.parallel.pipeline._check import check
+from meshkit.parallel.pipeline._csv import read_csv, write_csv
+from meshkit.parallel.pipeline._draw import coloured, html, summary, svg, text, trace
+from meshkit.parallel.pipeline._simulate import PerStage, Times, overlap, simulate
+from meshkit.parallel.pipeline._table import Schedule
+from meshkit.parallel.pipeline.schedules import NAMES, named
+
+FILE = arg(metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Draw a pipeline schedule in time, and print what it costs: makespan, bubble rate, activations on every rank.
+
+    Text goes to the terminal, in colour if it is one. A cell `2B5` is stage 2, op B (F forward, B backward, I input
+    gradient, W weight gradient), microbatch 5; the stage is left out where every rank has one.
+    """
+
+    schedule: Annotated[
+        Positional[str], arg(metavar="SCHEDULE", help=f"{', '.join(NAMES)}, or a CSV file with a table")
+    ]
+    ranks: Annotated[int, arg(aliases=["--stages"])] = 4
+    """ranks of the axis pp; --stages is the same number"""
+    microbatches: int = 8
+    """microbatches of one step"""
+    chunks: int | None = None
+    """stages per rank of interleaved and auto, waves of hanayo; the default is the schedule's"""
+    max_live: int | None = None
+    """most activations of one stage and microbatch that a rank may hold, for auto"""
+    times: Annotated[str, arg(metavar="OP=TIME,...")] = "F=1,I=1,W=1"
+    """time of each op, in any unit, and of a hop between ranks: F=1,I=1,W=1,hop=0.1. B is I + W unless given. Colons
+    separate stages: F=1:1:1:2. overlap=1 hides the shorter half of an overlapped forward and backward, 0 nothing"""
+    svg: Annotated[Path | None, FILE] = None
+    """write the picture"""
+    html: Annotated[Path | None, FILE] = None
+    """write a page with the picture and the numbers"""
+    trace: Annotated[Path | None, FILE] = None
+    """write a trace for chrome://tracing or ui.perfetto.dev"""
+    csv: Annotated[Path | None, FILE] = None
+    """write the table"""
+
+
+def draw(options: Draw) -> None:
+    times = parse_times(options.times)
+    schedule = find_schedule(options, times)
+    if isinstance(times.freed_by_w, float):
+        # So that schedules compare: 1 is one microbatch in all stages of a rank.
+        times = replace(times, freed_by_w=schedule.world / schedule.stages)
+    simulation = simulate(schedule, times)
+    width = shutil.get_terminal_size((100, 24)).columns
+    if sys.stdout.isatty():
+        Console(width=width, highlight=False).print(coloured(simulation, width=width))
+    else:
+        print(text(simulation, width=width))
+    print()
+    print(summary(simulation))
+    print("one unit of activations: one microbatch in all stages of a rank")
+    files = {
+        options.svg: lambda: svg(simulation),
+        options.html: lambda: html(simulation),
+        options.trace: lambda: trace(simulation),
+    }
+    for path, make in files.items():
+        if path is not None:
+            path.write_text(make(), encoding="utf-8")
+            print(f"wrote {path}")
+    if options.csv is not None:
+        write_csv(schedule, options.csv)
+        print(f"wrote {options.csv}")
+
+
+def find_schedule(options: Draw, times: Times) -> Schedule:
+    name = options.schedule
+    if name.lower().endswith(".csv"):
+        schedule = read_csv(Path(name))
+        check(schedule)
+        return schedule
+    generate = named(name.lower().replace("_", "-"))
+    takes = inspect.signature(generate).parameters
+    keywords: dict[str, object] = {"times": times} if "times" in takes else {}
+    for flag, value, meanings in (
+        ("--chunks", options.chunks, ("chunks", "waves")),
+        ("--max-live", options.max_live, ("max_live",)),
+    ):
+        if value is None:
+            continue
+        keyword = next((keyword for keyword in meanings if keyword in takes), None)
+        if keyword is None:
+            raise PlanError(f"{flag} {value}: {name} has no choice there. Leave it out.")
+        keywords[keyword] = value
+    return generate(options.ranks, options.microbatches, **keywords)
+
+
+def parse_times(words: str) -> Times:
+    """`F=1,I=1,hop=0.1` as `Times`."""
+    fields = {"F": "f_s", "I": "i_s", "W": "w_s", "B": "b_s", "hop": "hop_s", "overlap": "fb_s"}
+    given: dict[str, PerStage | Callable[[float, float], float]] = {}
+    for word in filter(None, words.replace(" ", "").split(",")):
+        key, _, value = word.partition("=")
+        try:
+            numbers = tuple(map(float, value.split(":")))
+        except ValueError:
+            numbers = ()
+        one = key in ("hop", "overlap")
+        if key not in fields or not numbers or (one and len(numbers) > 1):
+            raise PlanError(
+                f"--times {words}: cannot read {word!r}.\n"
+                f"Write numbers for some of {', '.join(fields)}, as F=1,I=1,W=1,hop=0.1; for stages apart, F=1:1:1:2."
+            )
+        value_s = numbers[0] if len(numbers) == 1 else numbers
+        given[fields[key]] = overlap(numbers[0]) if key == "overlap" else value_s
+    return Times(**given)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    command = tyro.extras.subcommand_cli_from_dict
+    try:
+        draw(command({"draw": Draw}, prog="python -m meshkit", description=__doc__))
+    except MeshkitError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Refuse a schedule that cannot run, before anything runs, and say what the rest asks of every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, NoReturn
+
+from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._draw import table_text
+from meshkit.parallel.pipeline._table import OPS, Row, Schedule, Task
+
+Cell = tuple[int, int]
+"""(rank, index of the row on the rank)"""
+
+
+class Message(NamedTuple):
+    """The output of F for the stage after, or of B or I for the stage before, from one rank to another."""
+
+    task: Task
+    source: int
+    target: int
+    sent_by: int
+    """index of the row on the source that makes it"""
+    needed_by: int
+    """index of the row on the target that cannot start without it"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule that runs to its end with buffered sends, and what it asks of every rank.
+
+    sends: per rank, in the order of its rows. receives: per rank, in the order its rows need them. Two ranks need not agree
+    on an order: ZBV's rank 1 gets activations and gradients from rank 0, and may use them in another order than they come.
+    peak_live: per rank, the most activations of one (stage, microbatch) held at a time, from F to the end of B or W.
+    """
+
+    schedule: Schedule
+    sends: tuple[tuple[Message, ...], ...]
+    receives: tuple[tuple[Message, ...], ...]
+    peak_live: tuple[int, ...]
+
+    @cached_property
+    def rendezvous(self) -> bool:
+        """Would it also end if a send waited until the other rank is at the receive, as an unbuffered send may?
+
+        Each rank then receives what a row needs, runs it, and sends what it made, one after the other. 1F1B does not end:
+        two neighbours send to one another, and neither receives. Such a schedule needs sends that do not block.
+        """
+        scripts = [list(self._script(rank)) for rank in range(self.schedule.world)]
+        step = [0] * len(scripts)
+        active = deque(range(len(scripts)))
+        while active:
+            rank = active.popleft()
+            while step[rank] < len(scripts[rank]):
+                message = scripts[rank][step[rank]]
+                other = message.target if message.source == rank else message.source
+                if step[other] == len(scripts[other]) or scripts[other][step[other]] != message:
+                    break
+                step[rank] += 1
+                step[other] += 1
+                active.append(other)
+        return all(step[rank] == len(script) for rank, script in enumerate(scripts))
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Does every rank need what another sends it in the order it is sent? If not, receives are posted ahead of need."""
+        return all(
+            [message for message in self.sends[source] if message.target == target]
+            == [message for message in self.receives[target] if message.source == source]
+            for source in range(self.schedule.world)
+            for target in range(self.schedule.world)
+        )
+
+    def _script(self, rank: int) -> Iterator[Message]:
+        sends, receives = deque(self.sends[rank]), deque(self.receives[rank])
+        for index in range(len(self.schedule.ranks[rank])):
+            while receives and receives[0].needed_by == index:
+                yield receives.popleft()
+            while sends and sends[0].sent_by == index:
+                yield sends.popleft()
+
+
+def check(schedule: Schedule) -> Checked:
+    """Every forward and backward once, on its stage's rank, and in an order that ends.
+
+    Raises: PlanError with the table drawn and an arrow at the bad cell.
+    """
+    _check_shape(schedule)
+    for rank, rows in enumerate(schedule.ranks):
+        for index, row in enumerate(rows):
+            _check_cell(schedule, rank, index, row)
+    cells = _check_once(schedule)
+    _check_complete(schedule, cells)
+    _check_ends(schedule, cells)
+    messages = list(_messages(schedule, cells))
+    return Checked(
+        schedule,
+        tuple(
+            tuple(
+                sorted((message for message in messages if message.source == rank), key=lambda message: message.sent_by)
+            )
+            for rank in range(schedule.world)
+        ),
+        tuple(
+            tuple(
+                sorted(
+                    (message for message in messages if message.target == rank), key=lambda message: message.needed_by
+                )
+            )
+            for rank in range(schedule.world)
+        ),
+        tuple(peak_live(task for row in rows for task in row.tasks) for rows in schedule.ranks),
+    )
+
+
+def peak_live(tasks: Iterable[Task]) -> int:
+    """The most activations of one (stage, microbatch) a rank holds at a time, each from F to the end of B or W."""
+    live = peak = 0
+    for task in tasks:
+        live += {"F": 1, "I": 0}.get(task.op, -1)
+        peak = max(peak, live)
+    return peak
+
+
+def _refuse(schedule: Schedule, cell: Cell, problem: str, change: str) -> NoReturn:
+    raise PlanError(f"schedule {schedule.name!r}: {problem}\n{table_text(schedule, at=cell)}\n{change}")
+
+
+def _check_shape(schedule: Schedule) -> None:
+    if schedule.microbatches < 1 or not schedule.placement:
+        raise PlanError(
+            f"schedule {schedule.name!r} has {schedule.stages} stages and {schedule.microbatches} microbatches; it needs at "
+            "least one of each."
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.world:
+            raise PlanError(
+                f"schedule {schedule.name!r}: placement puts stage {stage} on rank {rank}, but the table has "
+                f"{schedule.world} ranks.\nGive the table a line for every rank of placement."
+            )
+
+
+def _check_cell(schedule: Schedule, rank: int, index: int, row: Row) -> None:
+    at = f"cell {index} of rank {rank}, {row}"
+    if row.rank != rank:
+        _refuse(schedule, (rank, index), f"{at}, is of rank {row.rank}.", f"Move it to the rows of rank {row.rank}.")
+    if row.op not in OPS:
+        _refuse(schedule, (rank, index), f"{at}, has op {row.op!r}.", f"The ops are {', '.join(OPS)}.")
+    for task in row.tasks:
+        if not 0 <= task.stage < schedule.stages:
+            problem = f"{at}, is of stage {task.stage}, but there are {schedule.stages}."
+            _refuse(schedule, (rank, index), problem, f"Stages count from 0 to {schedule.stages - 1}.")
+        if not 0 <= task.microbatch < schedule.microbatches:
+            problem = f"{at}, is of microbatch {task.microbatch}, but there are {schedule.microbatches}."
+            _refuse(schedule, (rank, index), problem, f"Microbatches count from 0 to {schedule.microbatches - 1}.")
+        if schedule.placement[task.stage] != rank:
+            owner = schedule.placement[task.stage]
+            problem = f"{at}, is of stage {task.stage}, which is on rank {owner}."
+            _refuse(schedule, (rank, index), problem, f"Move it to rank {owner}, or change placement[{task.stage}].")
+
+
+def _check_once(schedule: Schedule) -> dict[Task, Cell]:
+    """No task twice, no stage and microbatch with both kinds of backward, F before its backward and I before W."""
+    cells: dict[Task, Cell] = {}
+    for rank, rows in enumerate(schedule.ranks):
+        for index, row in enumerate(rows):
+            for task in row.tasks:
+                _check_task(schedule, task, (rank, index), cells)
+                cells[task] = rank, index
+    return cells
+
+
+def _check_task(schedule: Schedule, task: Task, cell: Cell, cells: dict[Task, Cell]) -> None:
+    rank, index = cell
+    here = f"cell {index} of rank {rank}"
+    if task in cells:
+        first = cells[task][1]
+        _refuse(schedule, cell, f"{task} is in cell {first} and again in cell {index} of rank {rank}.", "Keep one.")
+    for other in "IW" if task.op == "B" else "B" if task.op in "IW" else "":
+        if (there := task._replace(op=other)) in cells:
+            problem = (
+                f"{here} has {task}, but cell {cells[there][1]} has {there}: two kinds of backward for one microbatch."
+            )
+            _refuse(schedule, cell, problem, "Use either B, or I and W.")
+    needed = {"B": "F", "I": "F", "W": "I"}.get(task.op)
+    if needed and cells.get(before := task._replace(op=needed), cell) == cell:
+        problem = f"{here} has {task}, but {before} is not in a cell before it."
+        _refuse(schedule, cell, problem, f"Put {before} before {task} on rank {rank}.")
+
+
+def _check_complete(schedule: Schedule, cells: dict[Task, Cell]) -> None:
+    for stage, rank in enumerate(schedule.placement):
+        end = len(schedule.ranks[rank])
+        for microbatch in range(schedule.microbatches):
+            forward, whole, input_, weight = (Task(op, stage, microbatch) for op in "FBIW")
+            if forward not in cells:
+                problem = f"rank {rank} has no forward of microbatch {microbatch} in stage {stage}."
+                _refuse(schedule, (rank, end), problem, f"Add {forward}, and its backward.")
+            if whole not in cells and input_ not in cells:
+                problem = f"rank {rank} has no backward for {forward} in cell {cells[forward][1]}."
+                _refuse(schedule, cells[forward], problem, f"Add {whole}, or {input_} and {weight}.")
+            if input_ in cells and weight not in cells:
+                problem = f"rank {rank} has no weight gradient for {input_} in cell {cells[input_][1]}."
+                _refuse(schedule, cells[input_], problem, f"Add {weight} after {input_}, or make that {whole}.")
+
+
+def _sources(task: Task, schedule: Schedule, cells: dict[Task, Cell]) -> Iterator[Task]:
+    """What a task needs of another stage."""
+    if task.op == "F" and task.stage > 0:
+        yield task._replace(stage=task.stage - 1)
+    if task.op in "BI" and task.stage + 1 < schedule.stages:
+        after = Task("B", task.stage + 1, task.microbatch)
+        yield after if after in cells else after._replace(op="I")
+
+
+def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
+    """Run the rows with buffered sends, and name the rows that wait in a circle if not all of them end."""
+    ended = [0] * schedule.world
+
+    def missing(rank: int) -> Task | None:
+        for task in schedule.ranks[rank][ended[rank]].tasks:
+            for source in _sources(task, schedule, cells):
+                other, index = cells[source]
+                if index >= ended[other]:
+                    return source
+        return None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, rows in enumerate(schedule.ranks):
+            while ended[rank] < len(rows) and missing(rank) is None:
+                ended[rank] += 1
+                moved = True
+    stuck = next((rank for rank, rows in enumerate(schedule.ranks) if ended[rank] < len(rows)), None)
+    if stuck is None:
+        return
+    circle: list[int] = []
+    while stuck not in circle:
+        circle.append(stuck)
+        need = missing(stuck)
+        assert need is not None, "a stuck rank waits for something"
+        stuck = cells[need][0]
+    circle = circle[circle.index(stuck) :]
+    waits = []
+    for rank in circle:
+        need = missing(rank)
+        assert need is not None, "a stuck rank waits for something"
+        other, index = cells[need]
+        row = schedule.ranks[rank][ended[rank]]
+        waits.append(f"  rank {rank} stops in cell {ended[rank]}, {row}: it needs {need}, cell {index} of rank {other}")
+    cell = circle[0], ended[circle[0]]
+    problem = "the ranks wait for one another and never end.\n" + "\n".join(waits)
+    _refuse(schedule, cell, problem, "Move one of the rows that are needed before the row its rank stops in.")
+
+
+def _messages(schedule: Schedule, cells: dict[Task, Cell]) -> Iterator[Message]:
+    for task, (target, needed_by) in cells.items():
+        for needed in _sources(task, schedule, cells):
+            source, sent_by = cells[needed]
+            if source != target:
+                yield Message(needed, source, target, sent_by, needed_by)

@@ -1,0 +1,268 @@
+"""What a schedule takes, before it runs: the start and end of every row, the bubble, and the activations each rank holds.
+
+The table fixes the order inside a rank, so time is a longest path: a row starts when the rank is free and all it waits
+for is there. Nothing is searched, and every row is visited once.
+
+| task              | waits for                                                                          |
+|-------------------|------------------------------------------------------------------------------------|
+| F of stage s      | F of stage s-1                                                                     |
+| B or I of stage s | B or I of stage s+1, and the F of its own stage                                    |
+| W                 | the I of its own stage                                                             |
+| FB                | what its F and its B wait for; both end when the row ends                          |
+
+What comes from another rank takes a hop more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from math import fsum
+from typing import NamedTuple
+
+from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._table import Row, Schedule, Task
+
+PerStage = float | tuple[float, ...]
+
+
+def overlap(hidden: float) -> Callable[[float, float], float]:
+    """The time of an FB row of which `hidden` of the shorter half costs nothing: 0 is one after the other, 1 is max(F, B)."""
+    return partial(_overlapped, hidden)
+
+
+def _overlapped(hidden: float, f_s: float, b_s: float) -> float:
+    return max(f_s, b_s) + (1.0 - hidden) * min(f_s, b_s)
+
+
+ONE_AFTER_THE_OTHER = overlap(0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds each op takes, and activations each microbatch holds. One value is for all stages; a tuple has one per stage.
+
+    Without arguments: unit times, F = I = W = 1, free hops, one unit of activations per stage and microbatch.
+    """
+
+    f_s: PerStage = 1.0
+    i_s: PerStage = 1.0
+    w_s: PerStage = 1.0
+    b_s: PerStage | None = None
+    """the whole backward; None is I + W"""
+    fb_s: Callable[[float, float], float] = ONE_AFTER_THE_OTHER
+    """an FB row out of the times of its F and its B"""
+    hop_s: float | Callable[[int, int], float] = 0.0
+    """a message from one rank to another, or a function of (from, to); it delays who waits for it"""
+    blocking: bool = False
+    """the sender computes nothing while its message is under way"""
+    freed_by_i: PerStage = 0.0
+    """activations held from the start of F to the end of I, in any unit"""
+    freed_by_w: PerStage = 1.0
+    """activations held from the start of F to the end of W; B frees both"""
+
+
+class Event(NamedTuple):
+    """One row, in time."""
+
+    row: Row
+    start_s: float
+    end_s: float
+
+
+class Level(NamedTuple):
+    """From `time_s` on, a rank holds `units` of activations."""
+
+    time_s: float
+    units: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found. Everything per rank is in the order of the ranks; events are in the order of the table."""
+
+    schedule: Schedule
+    times: Times
+    events: tuple[tuple[Event, ...], ...]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From the first start on any rank, which is 0, to the last end on any rank."""
+        return max((event.end_s for event in chain(*self.events)), default=0.0)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        return tuple(fsum(event.end_s - event.start_s for event in rank) for rank in self.events)
+
+    @cached_property
+    def span_s(self) -> tuple[float, ...]:
+        """Of each rank, from its first start to its last end."""
+        return tuple(rank[-1].end_s - rank[0].start_s if rank else 0.0 for rank in self.events)
+
+    @property
+    def bubble_rate(self) -> float:
+        """1 - busy / (makespan * ranks): the part of the step in which a rank computes nothing, hops included.
+
+        With one stage per rank and equal times it is the zero-bubble papers' (cost - m (F + B + W)) / cost.
+        """
+        return _idle(self.busy_s, self.makespan_s)
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """The same, with the longest span of a rank in place of the makespan.
+
+        It is what ZB-H2's zero bubble means: ranks start one after another and end one after another, so the next step
+        fills the corners. That takes an optimizer step without a barrier.
+        """
+        return _idle(self.busy_s, max(self.span_s, default=0.0))
+
+    @cached_property
+    def memory(self) -> tuple[tuple[Level, ...], ...]:
+        """What each rank holds over time: the levels in order, from 0 at time 0 on."""
+        return tuple(tuple(_levels(rank, self.schedule, self.times)) for rank in self.events)
+
+    @cached_property
+    def peak_units(self) -> tuple[float, ...]:
+        """The most activations each rank holds at a time, in the unit of `Times`."""
+        return tuple(max((level.units for level in rank), default=0.0) for rank in self.memory)
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
+    """Run the table on paper.
+
+    Hops delay who waits for them and do not disturb one another: links are not shared. Activations are counted from the
+    start of F; what a rank received and has not used yet is not counted.
+    Raises: PlanError if the table stops, or if `times` has another number of stages.
+    Source: the dependencies are those of Qi et al. 2023 (arXiv 2401.10241), section 3.1.
+    """
+    times = times or Times()
+    duration = _durations(schedule, times)
+    hop = _hop(times)
+    last = schedule.stages - 1
+    place = schedule.placement
+    ended: dict[Task, float] = {}  # B ends as I, which is what the stage before waits for
+    waiting: dict[Task, list[int]] = {}
+    clock = [0.0] * schedule.world
+    events: list[list[Event]] = [[] for _ in schedule.ranks]
+    ready = list(range(schedule.world))
+    while ready:
+        rank = ready.pop()
+        rows, mine = schedule.ranks[rank], events[rank]
+        while len(mine) < len(rows):
+            row = rows[len(mine)]
+            start_s = clock[rank]
+            missing = None
+            for need in _needs(row, last):
+                if need not in ended:
+                    missing = need
+                    break
+                start_s = max(start_s, ended[need] + hop(place[need.stage], rank))
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            end_s = start_s + duration(row)
+            mine.append(Event(row, start_s, end_s))
+            clock[rank] = end_s
+            for task in row.tasks:
+                end = Task("I" if task.op == "B" else task.op, task.stage, task.microbatch)
+                ended[end] = end_s
+                ready += waiting.pop(end, ())
+                if times.blocking:
+                    clock[rank] += hop(rank, place[_next_stage(end, last)])
+    _refuse_unfinished(schedule, events, waiting)
+    return Simulation(schedule, times, tuple(map(tuple, events)))
+
+
+def _next_stage(end: Task, last: int) -> int:
+    """The stage that gets what the task made: itself, if nobody waits for it."""
+    step = {"F": 1, "I": -1}.get(end.op, 0)
+    return min(max(end.stage + step, 0), last)
+
+
+def _needs(row: Row, last: int) -> list[Task]:
+    needs = []
+    for op, stage, microbatch in row.tasks:
+        if op == "W":
+            needs.append(Task("I", stage, microbatch))
+        elif op == "F":
+            if stage > 0:
+                needs.append(Task("F", stage - 1, microbatch))
+        else:
+            needs.append(Task("F", stage, microbatch))
+            if stage < last:
+                needs.append(Task("I", stage + 1, microbatch))
+    return needs
+
+
+def _refuse_unfinished(schedule: Schedule, events: list[list[Event]], waiting: dict[Task, list[int]]) -> None:
+    if not waiting:
+        return
+    need, ranks = min(waiting.items(), key=lambda item: min(item[1]))
+    rank = min(ranks)
+    index = len(events[rank])
+    what = {"F": "forward", "I": "backward"}[need.op]
+    raise PlanError(
+        f"schedule {schedule.name!r} stops: in cell {index}, {schedule.ranks[rank][index]}, rank {rank} waits for the "
+        f"{what} of microbatch {need.microbatch} through stage {need.stage}, which never ends.\n"
+        "check(schedule) draws the table and says what is wrong with it."
+    )
+
+
+def _durations(schedule: Schedule, times: Times) -> Callable[[Row], float]:
+    f_s = _per_stage("f_s", times.f_s, schedule)
+    i_s = _per_stage("i_s", times.i_s, schedule)
+    w_s = _per_stage("w_s", times.w_s, schedule)
+    b_s = (
+        tuple(i + w for i, w in zip(i_s, w_s, strict=True))
+        if times.b_s is None
+        else _per_stage("b_s", times.b_s, schedule)
+    )
+    of_op = {"F": f_s, "I": i_s, "W": w_s, "B": b_s}
+
+    def duration(row: Row) -> float:
+        if row.op == "FB":
+            return times.fb_s(f_s[row.stage], b_s[row.backward_stage])
+        return of_op[row.op][row.stage]
+
+    return duration
+
+
+def _levels(events: Sequence[Event], schedule: Schedule, times: Times) -> Iterator[Level]:
+    freed_by_i = _per_stage("freed_by_i", times.freed_by_i, schedule)
+    freed_by_w = _per_stage("freed_by_w", times.freed_by_w, schedule)
+    held = 0.0
+    yield Level(0.0, held)
+    for row, start_s, end_s in events:
+        for op, stage, _ in row.tasks:
+            if op == "F":
+                held += freed_by_i[stage] + freed_by_w[stage]
+                yield Level(start_s, held)
+        for op, stage, _ in row.tasks:
+            if op != "F":
+                held -= (freed_by_i[stage] if op != "W" else 0.0) + (freed_by_w[stage] if op != "I" else 0.0)
+                yield Level(end_s, held)
+
+
+def _per_stage(name: str, value: PerStage, schedule: Schedule) -> tuple[float, ...]:
+    values = tuple(value) if isinstance(value, tuple) else (value,) * schedule.stages
+    if len(values) != schedule.stages:
+        raise PlanError(
+            f"{name} has {len(values)} values, but schedule {schedule.name!r} has {schedule.stages} stages.\n"
+            "Give one value per stage, or one for all."
+        )
+    if not all(0 <= value < float("inf") for value in values):
+        raise PlanError(f"{name}={value} is not a time or an amount: give numbers from 0 up.")
+    return values
+
+
+def _hop(times: Times) -> Callable[[int, int], float]:
+    hop_s = times.hop_s
+    if callable(hop_s):
+        return lambda source, target: hop_s(source, target) if source != target else 0.0
+    return lambda source, target: hop_s if source != target else 0.0
+
+
+def _idle(busy_s: tuple[float, ...], whole_s: float) -> float:
+    return 1.0 - fsum(busy_s) / (whole_s * len(busy_s)) if whole_s else 0.0

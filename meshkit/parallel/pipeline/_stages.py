@@ -1,0 +1,200 @@
+"""Which part of a model is which stage, and how one model object runs as any of them.
+
+A stage runs the model's own forward with the modules of other stages replaced by stand-ins: blocks before it hand on what
+the stage received, blocks and tail after it hand on what it made, a missing embedding makes zeros of the right shape. So
+every rank computes positions and masks from the batch itself, only the hidden state travels, and the model's code needs no
+change. A rank holds one model object with the modules of all its stages under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Stages:
+    """blocks[stage]: names of its blocks, in order; head and tail: modules with parameters before and after the blocks."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    head: tuple[str, ...]
+    tail: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    def modules_of(self, stage: int) -> tuple[str, ...]:
+        head = self.head if stage == 0 else ()
+        tail = self.tail if stage == self.count - 1 else ()
+        return (*head, *self.blocks[stage], *tail)
+
+
+def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: Sequence[int] | None = None) -> Stages:
+    """Share the blocks among `count` stages, in order, so that the dearest stage is as cheap as can be.
+
+    A block costs its parameters, and the tail too; an embedding costs nothing, since it is looked up. split: how many blocks
+    each stage has instead.
+    Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
+    in or after the blocks.
+    """
+    if not blocks:
+        raise PlanError(
+            "pipeline: the plan names no blocks to share among stages. Name the repeated layers in its `blocks`."
+        )
+    if count > len(blocks):
+        raise PlanError(
+            f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
+        )
+    head, tail = _ends(model, blocks)
+    if split is not None:
+        if len(split) != count or sum(split) != len(blocks) or min(split) < 1:
+            raise PlanError(
+                f"pipeline: split={tuple(split)} does not share {len(blocks)} blocks among {count} stages. Give {count} "
+                f"numbers of at least 1 that add up to {len(blocks)}."
+            )
+        sizes = list(split)
+    else:
+        modules = dict(model.named_modules())
+        costs = [_cost(modules[name]) for name in blocks]
+        sizes = balanced(costs, count, last=sum(_cost(modules[name]) for name in tail))
+    edges = [0, *accumulate(sizes)]
+    return Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail)
+
+
+def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
+    """Sizes of `count` runs, none empty, whose largest sum is smallest; `last` is added to the last run's."""
+    before = [0, *accumulate(costs)]
+    # best[k][n]: (largest sum of the first n costs in k runs, where the last run begins)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for run in range(1, count + 1):
+        extra = last if run == count else 0
+        best.append(
+            {
+                end: min(
+                    (max(best[run - 1][start][0], before[end] - before[start] + extra), start)
+                    for start in range(run - 1, end)
+                    if start in best[run - 1]
+                )
+                for end in range(run, len(costs) + 1)
+            }
+        )
+    sizes, end = [], len(costs)
+    for run in range(count, 0, -1):
+        start = best[run][end][1]
+        sizes.append(end - start)
+        end = start
+    return sizes[::-1]
+
+
+def _cost(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Modules that hold parameters before and after the blocks, in the order in which the model registers them."""
+    inside = set(blocks)
+    head: list[str] = []
+    tail: list[str] = []
+    seen_blocks = False
+    for name, module in model.named_modules():
+        if name in inside:
+            seen_blocks = True
+        elif any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        elif list(module.parameters(recurse=False)):
+            if any(block.startswith(f"{name}.") or not name for block in blocks):
+                raise PlanError(
+                    f"pipeline: {name or 'the model'!r} holds parameters beside its blocks, so they belong to no stage. Put "
+                    "them into a module of their own before or after the blocks."
+                )
+            (tail if seen_blocks else head).append(name)
+    return tuple(head), tuple(tail)
+
+
+# ----------------------------------------------------------------------------------------------------- stand-ins
+
+
+class Absent(nn.Module):
+    """Hands on its first argument, for a module that another stage holds."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class AbsentEmbedding(nn.Module):
+    """Zeros in the shape of an embedding that another stage holds. They take no memory."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+class Received(nn.Module):
+    """Hands on what the stage before sent, whatever came out of the stand-ins."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+def stand_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return AbsentEmbedding(module.embedding_dim, dtype) if isinstance(module, nn.Embedding) else Absent()
+
+
+class StagedModel:
+    """A model of which this rank holds some stages, and which runs as one of them at a time."""
+
+    def __init__(self, model: nn.Module, stages: Stages, own: Sequence[int], dtype: torch.dtype) -> None:
+        """Replaces what other ranks hold, in place."""
+        self.model, self.stages, self.own = model, stages, tuple(own)
+        held = {name for stage in own for name in stages.modules_of(stage)}
+        self._absent: dict[str, nn.Module] = {}
+        for stage in range(stages.count):
+            for name in stages.modules_of(stage):
+                self._absent[name] = stand_in(model.get_submodule(name), dtype)
+                if name not in held:
+                    _put(model, name, self._absent[name])
+
+    @contextmanager
+    def running(self, stage: int, hidden: Tensor | None) -> Iterator[nn.Module]:
+        """Inside, the model is this stage; `hidden` is what it received, None for the first."""
+        shown = set(self.stages.modules_of(stage))
+        swapped: dict[str, nn.Module] = {}
+        for other in self.own:
+            for name in self.stages.modules_of(other):
+                if name not in shown:
+                    swapped[name] = _put(self.model, name, self._absent[name])
+        if hidden is not None:
+            last_before = self.stages.blocks[stage - 1][-1]
+            before = _put(self.model, last_before, Received(hidden))
+            swapped.setdefault(last_before, before)
+        try:
+            yield self.model
+        finally:
+            for name, module in swapped.items():
+                _put(self.model, name, module)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Replace a submodule without touching what watches assignments; returns the one that was there."""
+    parent, _, key = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    was = owner._modules[key]
+    assert was is not None
+    owner._modules[key] = module
+    return was

@@ -1,0 +1,87 @@
+"""When: a pipeline schedule is a table of rows. Generators make it, the checker refuses bad ones, the simulator prices it,
+the drawing shows it, and the runtime executes it, row by row.
+
+| op | does                                                                                         |
+|----|----------------------------------------------------------------------------------------------|
+| F  | forward of one microbatch through one stage                                                  |
+| B  | its whole backward                                                                           |
+| I  | its backward for the stage's input only, which the stage before waits for                    |
+| W  | its backward for the stage's weights, any time after I                                       |
+| FB | a forward, and the whole backward of another microbatch (and perhaps stage) overlapped with it |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Op = Literal["F", "B", "I", "W", "FB"]
+OPS: tuple[Op, ...] = ("F", "B", "I", "W", "FB")
+
+
+class Task(NamedTuple):
+    """One thing that happens to one microbatch in one stage; `op` is F, B, I or W."""
+
+    op: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+class Row(NamedTuple):
+    """One cell of the table. In an FB row, stage and microbatch are the forward's, and the other two the backward's."""
+
+    rank: int
+    stage: int
+    op: Op
+    microbatch: int
+    backward_stage: int = -1
+    backward_microbatch: int = -1
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        if self.op != "FB":
+            return (Task(self.op, self.stage, self.microbatch),)
+        return Task("F", self.stage, self.microbatch), Task("B", self.backward_stage, self.backward_microbatch)
+
+    def __str__(self) -> str:
+        """`0F3`: stage 0, forward, microbatch 3. An FB row is `0F3+2B1`."""
+        return "+".join(map(str, self.tasks))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rows of every rank in the order it runs them.
+
+    placement[stage] is the stage's rank. Stages are in the order of the model; microbatches count from 0.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    ranks: tuple[tuple[Row, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the axis pp."""
+        return len(self.ranks)
+
+    def rows(self) -> Iterator[Row]:
+        for rank in self.ranks:
+            yield from rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Are gradients of inputs and of weights computed apart?"""
+        return any(row.op == "W" for row in self.rows())

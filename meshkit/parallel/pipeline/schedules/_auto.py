@@ -1,0 +1,206 @@
+"""A search for the order that ends soonest under given times and a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._check import peak_live
+from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, simulate
+from meshkit.parallel.pipeline._simulate import _needs as needs
+from meshkit.parallel.pipeline._table import Schedule, Task
+
+from ._dualpipe_v import dualpipe_v
+from ._greedy import EPSILON, RULES, Costs, Plan, depth_first, list_schedule, plan_peak
+from ._hanayo import hanayo, steady_block
+from ._interleaved import interleaved
+from ._one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from ._placement import at_least_one, loop, schedule_of, wave
+from ._v import half_block, min_block, v_half, v_min, zbv
+
+PATIENCE = (0.0, 0.5, 1.0)  # of a W's time, for something better to arrive
+VISITS = 150_000  # rows simulated by the local improvement: about a second
+
+
+def auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    placement: Literal["loop", "wave"] | tuple[int, ...] = "loop",
+    times: Times | None = None,
+    max_live: int | None = None,
+) -> Schedule:
+    """The best of a search: never later than any other generator whose placement and memory fit.
+
+    chunks: stages per rank. placement: "loop" as interleaved, "wave" as ZBV and Hanayo, or the rank of every stage, which
+    says how many there are. times: of F, I, W and hops, per stage; by default F = I = W = 1 and free hops. max_live: most
+    activations of one stage and microbatch that a rank may hold, from F to the end of B or W; by default any number.
+    Deterministic: greedy list scheduling from several plans by several rules, with and without W apart, and the other
+    generators; then, while it helps and for about a second, exchanges of two rows on the critical path.
+    Raises: PlanError if max_live has no room for one microbatch, or times or placement do not fit.
+    Source: the search of Qi et al. 2023 (arXiv 2401.10241), section 3.1; exchanges from van Laarhoven et al. 1992.
+    """
+    at_least_one("auto", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    place = _place(ranks, chunks, placement)
+    times = times or Times()
+    room = [place.count(rank) for rank in range(ranks)]
+    limit = len(place) * microbatches
+    if max_live is not None:
+        if max_live < max(room):
+            raise PlanError(
+                f"auto(max_live={max_live}): rank {room.index(max(room))} has {max(room)} stages and must hold a microbatch "
+                f"of each.\nSet max_live to at least {max(room)}, or give the rank fewer stages."
+            )
+        limit = min(limit, max_live)
+    best: tuple[tuple[float, int], Simulation] | None = None
+    for schedule in _candidates(ranks, microbatches, place, times, limit):
+        simulation = simulate(schedule, times)
+        score = simulation.makespan_s, _peak(schedule)
+        if score[1] <= limit and (best is None or score < best[0]):
+            best = score, simulation
+    assert best is not None, "one microbatch after the other fits in any limit"
+    return replace(_improved(best[1], times, limit).schedule, name="auto")
+
+
+def _place(ranks: int, chunks: int, placement: str | tuple[int, ...]) -> tuple[int, ...]:
+    if placement == "loop":
+        return loop(ranks, chunks)
+    if placement == "wave":
+        return wave(ranks, chunks)
+    if isinstance(placement, str):
+        raise PlanError(
+            f'auto(placement={placement!r}): it is "loop", "wave", or a tuple with the rank of every stage.'
+        )
+    if not placement or not all(rank in range(ranks) for rank in placement):
+        raise PlanError(
+            f"auto(placement={placement}): it needs at least one stage, each on a rank from 0 to {ranks - 1}."
+        )
+    return tuple(placement)
+
+
+def _candidates(ranks: int, microbatches: int, place: tuple[int, ...], times: Times, limit: int) -> Iterator[Schedule]:
+    plan = depth_first(place, microbatches)
+    yield _table(microbatches, place, _whole(plan), ranks)
+    yield from _published(ranks, microbatches, place)
+    plans = [plan]
+    if place == wave(ranks, 2):
+        plans += [half_block(ranks, microbatches), min_block(ranks, microbatches)]
+    if len(place) % (2 * ranks) == 0 and place == wave(ranks, len(place) // ranks):
+        plans.append(steady_block(place, ranks, microbatches))
+    costs = _costs(times, len(place))
+    for plan, rule, patience in product(plans, RULES, (None, *PATIENCE)):
+        if max(map(plan_peak, plan)) > limit:
+            continue
+        orders = list_schedule(
+            place,
+            microbatches,
+            plan,
+            costs=costs,
+            rule=rule,
+            max_live=[limit] * len(plan),
+            split=patience is not None,
+            patience=patience or 0.0,
+        )
+        yield _table(microbatches, place, orders, ranks)
+
+
+def _published(ranks: int, microbatches: int, place: tuple[int, ...]) -> Iterator[Schedule]:
+    """The other generators' tables for this placement."""
+    generators: list[Callable[[int, int], Schedule]] = []
+    if place == loop(ranks, 1):
+        generators += [gpipe, one_f_one_b, zb_h1, zb_h2]
+    if place == wave(ranks, 2):
+        generators += [zbv, v_half, v_min, dualpipe_v]
+    for generator in generators:
+        yield generator(ranks, microbatches)
+    chunks = len(place) // ranks
+    if place == loop(ranks, chunks):
+        yield interleaved(ranks, microbatches, chunks=chunks)
+    if chunks > 0 and chunks % 2 == 0 and place == wave(ranks, chunks):
+        yield hanayo(ranks, microbatches, waves=chunks // 2)
+
+
+def _table(microbatches: int, place: tuple[int, ...], orders: Plan, ranks: int) -> Schedule:
+    return schedule_of("auto", microbatches, place, (*orders, *[()] * (ranks - len(orders))))
+
+
+def _whole(plan: Plan) -> Plan:
+    return tuple(tuple(Task("B", *task[1:]) if task.op == "I" else task for task in rank) for rank in plan)
+
+
+def _costs(times: Times, stages: int) -> Costs:
+    def per_stage(value: PerStage) -> tuple[float, ...]:
+        return tuple(value) if isinstance(value, tuple) else (value,) * stages
+
+    i_s, w_s, hop_s = per_stage(times.i_s), per_stage(times.w_s), times.hop_s
+    return Costs(
+        f_s=per_stage(times.f_s),
+        i_s=i_s,
+        w_s=w_s,
+        b_s=tuple(map(sum, zip(i_s, w_s, strict=True))) if times.b_s is None else per_stage(times.b_s),
+        hop=hop_s if callable(hop_s) else lambda source, target: hop_s,
+    )
+
+
+def _peak(schedule: Schedule) -> int:
+    return max(peak_live(task for row in rank for task in row.tasks) for rank in schedule.ranks)
+
+
+def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
+    """Exchange two neighbours on the critical path while it ends sooner; nothing else can shorten it."""
+    visits = VISITS
+    improved = True
+    while improved:
+        improved = False
+        schedule = simulation.schedule
+        for rank, index in _exchanges(simulation):
+            rows = list(schedule.ranks[rank])
+            rows[index], rows[index + 1] = rows[index + 1], rows[index]
+            ranks = (*schedule.ranks[:rank], tuple(rows), *schedule.ranks[rank + 1 :])
+            if (visits := visits - sum(map(len, ranks))) < 0:
+                return simulation
+            if peak_live(task for row in rows for task in row.tasks) > limit:
+                continue
+            try:
+                other = simulate(replace(schedule, ranks=ranks), times)
+            except PlanError:  # the exchange closed a circle
+                continue
+            if other.makespan_s < simulation.makespan_s:
+                simulation, improved = other, True
+                break
+    return simulation
+
+
+def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
+    """Neighbours on the critical path that may change places, the last first: (rank, index of the first of the two)."""
+    schedule, events = simulation.schedule, simulation.events
+    where = {
+        task._replace(op="I") if task.op == "B" else task: (rank, index)
+        for rank, rows in enumerate(schedule.ranks)
+        for index, row in enumerate(rows)
+        for task in row.tasks
+    }
+    rank = max(range(schedule.world), key=lambda rank: events[rank][-1].end_s if events[rank] else 0.0)
+    index = len(events[rank]) - 1
+    while index >= 0:
+        row, start_s, _ = events[rank][index]
+        if index and events[rank][index - 1].end_s >= start_s - EPSILON * simulation.makespan_s:
+            before = events[rank][index - 1].row
+            if not any(_in_order(first, second) for first, second in product(before.tasks, row.tasks)):
+                yield rank, index - 1
+            index -= 1
+            continue
+        sources = [where[need] for need in needs(row, schedule.stages - 1)]
+        if not sources:
+            return
+        rank, index = max(sources, key=lambda at: events[at[0]][at[1]].end_s)
+
+
+def _in_order(first: Task, second: Task) -> bool:
+    """Must they stay as they are? A task before its next, and the microbatches of a stage one after another."""
+    same_stage = first.stage == second.stage
+    return same_stage and (first.op == second.op or first.microbatch == second.microbatch)

@@ -1,0 +1,110 @@
+"""What a run with pp does beside training: the same first values, evaluation, generation, and errors that say where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshkit as mk
+from meshkit.algos.generation import generate
+from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.sharding import full_tensor
+from meshkit.step import next_token_loss
+from tests.parity.cases import Cell, batches, build, mesh_for, own_rows, start
+from tests.world import RankError, pool, run_ranks
+
+TOL = 1e-10
+
+
+def first_values(mesh: str, schedule: str) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = build(Cell(mesh=mesh, layers=4, tied=True))
+    run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, schedule=schedule)
+    mk.init_weights(run.model, seed=7, plan=run.plan)
+    assert run.pipeline is not None
+    return {run.pipeline.copies.get(name, name): full_tensor(p) for name, p in run.named_parameters()}
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp=2 dp_shard=2", "1f1b"), ("pp=4", "1f1b"), ("pp=2 tp=2", "zbv")])
+def test_first_values_are_those_of_one_device(mesh: str, schedule: str) -> None:
+    one = build(Cell(mesh="", layers=4, tied=True))
+    mk.init_weights(one, seed=7)
+    expected = dict(one.named_parameters())
+    seen = set()
+    for values in pool(4).run(first_values, mesh, schedule):
+        for name, value in values.items():
+            assert torch.equal(value.to(expected[name].dtype), expected[name])
+            seen.add(name)
+    assert seen == set(expected)
+
+
+def evaluated_and_generated(cell: Cell) -> tuple[float, int, list[int]]:
+    run = start(cell)
+    loss, count = run.evaluate(own_rows(batches(cell)[0], run.mesh))
+    ids = generate(run, [1, 2, 3], new_tokens=5, context=16, temperature=0)
+    run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)  # and training goes on
+    return float(loss), int(count), ids
+
+
+@pytest.mark.parametrize("mesh", ["pp=4", "pp=2 dp_shard=2", "pp=2 tp=2", "pp=2 cp=2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_evaluation_and_generation_equal_one_device(mesh: str, schedule: str) -> None:
+    cell = Cell(mesh="dp_shard=1", layers=8, documents=True)
+    ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, cell)
+    found = pool(4).run(evaluated_and_generated, Cell(mesh=mesh, layers=8, documents=True, schedule=schedule))
+    for loss, count, ids in found:
+        assert abs(loss - expected_loss) <= TOL * expected_loss
+        assert count == expected_count
+        assert ids == expected_ids
+
+
+def fail_in_the_loss() -> None:
+    def failing(model: torch.nn.Module, part: dict) -> torch.Tensor:
+        raise ValueError("no loss today")
+
+    run = start(Cell(mesh="pp=2", layers=4))
+    run.forward_backward(batches(Cell(mesh="pp=2"))[0], microbatches=2, loss=failing)
+
+
+def test_an_error_says_rank_stage_op_and_microbatch() -> None:
+    with pytest.raises(RankError, match="pipeline '1f1b': pp rank 0, stage 0, F of microbatch 0"):
+        run_ranks(2, fail_in_the_loss)
+
+
+def refusals() -> list[str]:
+    texts = []
+    for options in (
+        {"stages": (1, 1)},
+        {"stages": (4, 0)},
+        {"schedule": "1f2b"},
+        {"zero": 3},
+        {"schedule": "interleaved", "stages": None, "layers": 3},
+    ):
+        cell = Cell(mesh="pp=2", layers=options.pop("layers", 4))
+        try:
+            mk.parallelize(build(cell), mesh_for("pp=2"), plan=LLAMA_PLAN, **options)
+        except mk.MeshkitError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    for texts in pool(2).run(refusals):
+        assert texts[0].startswith("pipeline: split=(1, 1) does not share 4 blocks among 2 stages.")
+        assert texts[1].startswith("pipeline: split=(4, 0) does not share 4 blocks among 2 stages.")
+        assert texts[2].startswith("there is no schedule '1f2b'. Did you mean '1f1b'?")
+        assert texts[3].startswith("zero=3 with pp: parameters are gathered once a step")
+        assert texts[4].startswith("pipeline: 4 stages need at least 4 blocks, but the model has 3.")
+
+
+def losses_of_evaluation_first() -> float:
+    """An evaluation before any step must not hide stages from FSDP."""
+    cell = Cell(mesh="pp=2 dp_shard=2", layers=4, schedule="zbv")
+    run = start(cell)
+    batch = own_rows(batches(cell)[0], run.mesh)
+    before, count = run.evaluate(batch)
+    return abs(float(run.forward_backward(batch, microbatches=3, loss=next_token_loss)) - float(before) / int(count))
+
+
+def test_training_after_evaluation_has_the_same_loss() -> None:
+    assert max(pool(4).run(losses_of_evaluation_first)) <= TOL
