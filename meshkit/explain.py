@@ -189,7 +189,7 @@ class _Part:
 def _part_masks(mask: Mask | Sequence[Mask] | None, rows: list[int]) -> Mask | None:
     if mask is None or isinstance(mask, Mask):
         return mask
-    return Mask.joined([mask[row] for row in rows]) if rows else mask[0]
+    return Mask.joined([mask[row] for row in rows]) if rows else None
 
 
 def _split_part(
