@@ -135,6 +135,13 @@ def test_a_refusal_draws_the_table_with_an_arrow_at_the_cell() -> None:
             "Move one of the rows that are needed before the row its rank stops in.",
         ),
         (
+            table("0F0 0F1+0B0 0B1", "1F0 1F1+1B0 1B1", microbatches=2),
+            "the ranks wait for one another and never end.\n"
+            "  rank 0 stops in cell 1, 0F1+0B0: it needs 1B0, cell 1 of rank 1\n"
+            "  rank 1 stops in cell 1, 1F1+1B0: it needs 0F1, cell 1 of rank 0",
+            "Move one of the rows that are needed before the row its rank stops in.",
+        ),
+        (
             table("1F0 0F0 1B0 0B0", placement=(0, 0)),
             "the ranks wait for one another and never end.\n"
             "  rank 0 stops in cell 0, 1F0: it needs 0F0, cell 1 of rank 0",

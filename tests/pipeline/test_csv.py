@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.pipelining.schedules
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshkit.errors import PlanError
@@ -49,6 +49,7 @@ def there_and_back(schedule: Schedule) -> Schedule:
 
 @draws
 @given(schedule=any_table())
+@example(schedule=Schedule("\r", 1, (0,), ((),)))
 def test_any_table_comes_back_equal(schedule: Schedule) -> None:
     assert there_and_back(schedule) == schedule
 

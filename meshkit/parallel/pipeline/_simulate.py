@@ -154,7 +154,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             row = rows[len(mine)]
             start_s = clock[rank]
             missing = None
-            for need in _needs(row, last):
+            for need in needs(row, last):
                 if need not in ended:
                     missing = need
                     break
@@ -181,7 +181,7 @@ def _next_stage(end: Task, last: int) -> int:
     return min(max(end.stage + step, 0), last)
 
 
-def _needs(row: Row, last: int) -> list[Task]:
+def needs(row: Row, last: int) -> list[Task]:
     needs = []
     for op, stage, microbatch in row.tasks:
         if op == "W":

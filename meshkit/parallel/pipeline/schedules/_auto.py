@@ -9,8 +9,7 @@ from typing import Literal
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import peak_live
-from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, simulate
-from meshkit.parallel.pipeline._simulate import _needs as needs
+from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, needs, simulate
 from meshkit.parallel.pipeline._table import Schedule, Task
 
 from ._dualpipe_v import dualpipe_v
