@@ -6,7 +6,7 @@ from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
 from ._draw import html as html
 from ._draw import svg as svg
-from ._draw import text as draw
+from ._draw import text as text
 from ._draw import trace as trace
 from ._pipeline import Generator as Generator
 from ._pipeline import Pipeline as Pipeline
