@@ -65,7 +65,11 @@ def parallelize(
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
     zero = _zero(zero, pipelined)
-    cut = plan_pipeline(model, mesh["pp"], blocks=blocks, schedule=schedule, split=stages) if pipelined else None
+    cut = None
+    if pipelined:  # a compiled block's backward is one piece
+        cut = plan_pipeline(
+            model, mesh["pp"], blocks=blocks, schedule=schedule, split=stages, put_off_weights=not compile
+        )
 
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
     context = context or ContextPolicy()

@@ -29,6 +29,7 @@ def run_compiled_cell(cell: Cell) -> Outcome:
         (2, Cell(mesh="tp=2", compile="aot_eager", sequence=True, vocab=61, qwen=True)),
         (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", sequence=True, recompute="full", documents=True)),
         (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", recompute="selective")),
+        (2, Cell(mesh="pp=2", compile="aot_eager", schedule="zb-h1", microbatches=3, layers=3, documents=True)),
         (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, recompute="full")),
         (4, Cell(mesh="cp=2 tp=2", compile="aot_eager", window=5, recompute="selective")),
         (4, Cell(mesh="cp=4", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),

@@ -170,15 +170,17 @@ def plan_pipeline(
     blocks: Sequence[str],
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
+    put_off_weights: bool = True,
 ) -> Cut:
-    """Share the model's blocks among stages, before any other change to it, and let weight gradients be put off where the
-    schedule does.
+    """Share the model's blocks among stages, before any other change to it.
 
+    schedule: a name, a function of (ranks, microbatches), or a table. split: blocks of each stage; default: by parameters.
+    put_off_weights: where the schedule computes weight gradients apart, let linear layers do so; else they come with I.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     generate = generator_of(schedule, axis.size())
     stages = plan_stages(model, blocks, generate(axis.size(), 1).stages, split=split)
-    if generate(axis.size(), 2).splits_backward:
+    if put_off_weights and generate(axis.size(), 2).splits_backward:
         split_linears(model)
     return Cut(stages, generate, _hidden_width(model, stages), _tied(model, stages))
 
