@@ -31,7 +31,7 @@ class World:
     """`size` processes with an initialised process group, waiting for functions to run."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.runs = size, 0
         store = os.path.join(tempfile.mkdtemp(prefix="meshkit-world-"), "store")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -46,6 +46,7 @@ class World:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`function(*args)` on every rank; the results in order of rank. The function is named by its module."""
+        self.runs += 1
         for connection in self._connections:
             connection.send((function, args))
         return self._collect(timeout_s, function.__name__)
@@ -102,12 +103,19 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 _pools: dict[int, World] = {}
+RUNS_OF_A_WORLD = 60  # process groups of old meshes stay, and the threads of each poll
 
 
 def pool(size: int) -> World:
-    """The warm world of this size; a new one after a failure. State that a test leaves behind is the test's fault."""
+    """The warm world of this size; a new one after a failure, and after many runs. At most one is alive at a time.
+
+    State that a test leaves behind is the test's fault.
+    """
     world = _pools.get(size)
-    if world is None or not world.alive:
+    if world is None or not world.alive or world.runs >= RUNS_OF_A_WORLD:
+        for other in _pools.values():
+            other.kill()
+        _pools.clear()
         world = _pools[size] = World(size)
     return world
 

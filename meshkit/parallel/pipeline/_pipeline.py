@@ -153,6 +153,15 @@ def forwards(schedule: Schedule) -> Schedule:
     return Schedule(f"{schedule.name}, forwards", schedule.microbatches, schedule.placement, ranks)
 
 
+@lru_cache
+def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two groups of the same ranks, made once."""
+    ranks = dist.get_process_group_ranks(group)
+    up, down = (dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
+    assert isinstance(up, dist.ProcessGroup) and isinstance(down, dist.ProcessGroup)
+    return up, down
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a whole model will be cut. tied: (name in the head, name in the tail) of each parameter that both hold."""
@@ -215,9 +224,7 @@ def pipeline_parallel(model: nn.Module, axis: DeviceMesh, cut: Cut, *, dtype: to
     placement = cut.generate(axis.size(), 1).placement
     own = [stage for stage, rank in enumerate(placement) if rank == axis.get_local_rank()]
     staged = StagedModel(model, cut.stages, own, dtype)
-    ranks = dist.get_process_group_ranks(axis.get_group())
-    up, down = (dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
-    assert isinstance(up, dist.ProcessGroup) and isinstance(down, dist.ProcessGroup)
+    up, down = _directions(axis.get_group())
     tied = cut.tied if placement[0] != placement[-1] else ()
     made = Pipeline(staged, axis, cut.generate, dtype, cut.width, parts, up, down, (placement[0], placement[-1]), tied)
     model.__dict__["_names_elsewhere"] = made.copies
