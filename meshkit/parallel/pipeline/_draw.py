@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from html import escape
 from itertools import chain, pairwise
 from math import ceil, floor, log10
-from typing import Any, NamedTuple
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshkit.parallel.pipeline._simulate import Event, Simulation
 from meshkit.parallel.pipeline._table import Row, Schedule, Task
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 # Okabe and Ito's palette, which colour-blind readers tell apart; black digits are readable on every shade of it.
 COLOURS = {"F": (86, 180, 233), "B": (213, 94, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
@@ -59,6 +60,8 @@ def text(simulation: Simulation, *, width: int = 100) -> str:
 
 def coloured(simulation: Simulation, *, width: int = 100) -> Text:
     """The same for a `rich` console: the colours and shades of the other pictures behind the cells."""
+    from rich.text import Text
+
     shades = _shades(simulation.schedule)
     lines = []
     for line in _text_lines(simulation, width):
