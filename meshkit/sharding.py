@@ -43,3 +43,8 @@ def chunk(size: int, parts: int, index: int) -> slice:
     """Part `index` of `size` split over `parts`, as torch.chunk and DTensor's Shard split it: the last may be empty."""
     length = -(-size // parts)
     return slice(min(index * length, size), min((index + 1) * length, size))
+
+
+def even_part(size: int, parts: int, index: int) -> range:
+    """Part `index` of range(size): sizes differ by at most one, and none is empty when size >= parts."""
+    return range(index * size // parts, (index + 1) * size // parts)

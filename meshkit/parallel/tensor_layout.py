@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshkit.errors import PlanError
 from meshkit.plan import Style, match_table
-from meshkit.sharding import chunk
+from meshkit.sharding import chunk, even_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def _split_heads(
         )
     layout.heads[name] = tuple(_rank_heads(whole, layout.size, rank) for rank in range(layout.size))
     query, key, value, output = (_join(name, child) for child in style.projections)
-    own_query = [tuple(range(*_balanced(query_heads, layout.size, rank))) for rank in range(layout.size)]
+    own_query = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
     own_kv = [_kv_heads(heads, query_heads // kv_heads) for heads in own_query]
     if query_heads % layout.size:
         _replicate_heads(layout, query, 0, own_query, head_dim)
@@ -186,7 +186,7 @@ def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> 
 
 
 def _rank_heads(whole: Heads, size: int, rank: int) -> Heads:
-    own = tuple(range(*_balanced(whole.query, size, rank)))
+    own = tuple(even_part(whole.query, size, rank))
     return Heads(len(own), len(_kv_heads(own, whole.query // whole.kv)), whole.head_dim)
 
 
@@ -211,11 +211,6 @@ def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tupl
     layout.params[_join(name, "weight")] = whole
     if dim == 0 and _join(name, "bias") in layout.params:
         layout.params[_join(name, "bias")] = whole
-
-
-def _balanced(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of part `index`, sizes differing by at most one, none empty when size >= parts."""
-    return index * size // parts, (index + 1) * size // parts
 
 
 def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:

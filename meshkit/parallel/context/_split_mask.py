@@ -10,7 +10,8 @@ from meshkit.collectives import join_dim
 from meshkit.errors import PlanError
 from meshkit.parallel.context._attention import context_attention, ulysses_to_heads, ulysses_to_tokens
 from meshkit.parallel.context._layout import Layout
-from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, query_heads, regroup
+from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
+from meshkit.sharding import even_part
 
 
 class SplitMask:
@@ -61,7 +62,7 @@ class SplitMask:
         if self.ulysses == 1:
             whole: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale)[0]
             return whole
-        own = len(query_heads(self.part, self.ulysses, heads))
+        own = len(even_part(heads, self.ulysses, self.part))
         keys = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))
         held = len(heads_of(self.part, self.ulysses, heads, kv_heads))
         joined = torch.cat((q_BTHD, k_BTKD, v_BTKD), dim=2)

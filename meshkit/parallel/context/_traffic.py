@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshkit.parallel.context._layout import Layout, plan
-from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, query_heads, regroup
+from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
+from meshkit.sharding import even_part
 
 Sizes = Counter[tuple[str, int]]
 """(operation, bytes) -> how often. An operation is send, all_to_all (bytes to other ranks), all_gather or reduce_scatter."""
@@ -36,7 +37,7 @@ def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
     if parts > 1:
         lengths = {part: layout.lengths[member] for part, member in enumerate(layout.members(group))}
         joined = [len(heads_of(other, parts, shape.heads, shape.kv_heads)) for other in range(parts)]
-        single = [len(query_heads(other, parts, shape.heads)) for other in range(parts)]
+        single = [len(even_part(shape.heads, parts, other)) for other in range(parts)]
         for held, there, back in ((joined, forward, backward), (single, backward, forward)):
             to_heads = sum(held[other] for other in range(parts) if other != part) * lengths[part]
             to_tokens = held[part] * sum(length for other, length in lengths.items() if other != part)
@@ -44,7 +45,7 @@ def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
             back["all_to_all", to_tokens * token * shape.itemsize] += 1
     heads = len(kv_heads_read(part, parts, shape.heads, shape.kv_heads))
     if parts > 1 and regroup(part, parts, shape.heads, shape.kv_heads) is not None:
-        heads = len(query_heads(part, parts, shape.heads))
+        heads = len(even_part(shape.heads, parts, part))
     if layout.groups > 1:
         _add_motion(layout, group, heads, 2 * token, shape, forward, backward)
     return _sent(forward), _sent(backward)

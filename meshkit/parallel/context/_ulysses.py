@@ -17,16 +17,12 @@ from torch import Tensor
 from meshkit.parallel.context._kernels import accumulator_dtype
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._line import Line
-
-
-def query_heads(part: int, parts: int, heads: int) -> range:
-    """The query heads of one of the `parts` ranks: as even as can be."""
-    return range(part * heads // parts, (part + 1) * heads // parts)
+from meshkit.sharding import even_part
 
 
 def kv_heads_read(part: int, parts: int, heads: int, kv_heads: int) -> range:
     """The key/value heads that those query heads read."""
-    own = query_heads(part, parts, heads)
+    own = even_part(heads, parts, part)
     if not own or not kv_heads:
         return range(0)
     ratio = heads // kv_heads
@@ -37,7 +33,7 @@ def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
     """Places of a rank's heads among the H + 2K of the joined tensor; kv_heads=0 for a tensor of query heads only."""
     keys = kv_heads_read(part, parts, heads, kv_heads)
     return [
-        *query_heads(part, parts, heads),
+        *even_part(heads, parts, part),
         *(heads + key for key in keys),
         *(heads + kv_heads + key for key in keys),
     ]
@@ -45,7 +41,7 @@ def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
 
 def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | None:
     """For each query head of a rank, which of its key/value heads it reads, unless equal runs of them read one each."""
-    own, keys = query_heads(part, parts, heads), kv_heads_read(part, parts, heads, kv_heads)
+    own, keys = even_part(heads, parts, part), kv_heads_read(part, parts, heads, kv_heads)
     if not own:
         return None
     read = [head // (heads // kv_heads) - keys.start for head in own]
