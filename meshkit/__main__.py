@@ -28,9 +28,9 @@ from tyro.conf import Positional, arg
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.parallel.pipeline._check import check
 from meshkit.parallel.pipeline._csv import read_csv, write_csv
-from meshkit.parallel.pipeline._draw import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline._simulate import PerStage, Times, overlap, simulate
 from meshkit.parallel.pipeline._table import Schedule
+from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
 
 FILE = arg(metavar="FILE")
@@ -137,7 +137,7 @@ def parse_times(words: str) -> Times:
             )
         value_s = numbers[0] if len(numbers) == 1 else numbers
         given[fields[key]] = overlap(numbers[0]) if key == "overlap" else value_s
-    return Times(**given)  # type: ignore[arg-type]
+    return Times(**given)  # type: ignore[arg-type]  # each value fits its name
 
 
 def main() -> None:

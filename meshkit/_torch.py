@@ -3,6 +3,7 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def _wait(tensor: Tensor) -> Tensor:
     return done
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass, as a recomputed forward is. 2.11, 2.15: -1 outside of one."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def all_reduce_sum(tensor: Tensor, group_name: str) -> Tensor:
     return _wait(_c10d.all_reduce(tensor, "sum", group_name))
 
@@ -91,6 +97,18 @@ def all_gather_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
 
 def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """How long an operation of the group may take. 2.11, 2.15: every backend has it, no public way to read it."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """2.15: public `torch.distributed.set_timeout`; 2.11: per backend."""
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timeout)
 
 
 def process_group(name: str) -> ProcessGroup:

@@ -22,7 +22,7 @@ from meshkit.parallel.context import (
     ContextPolicy,
     Layout,
     attention_shape,
-    choose,
+    choose_for_rows,
     layer_windows,
     model_window,
     traffic,
@@ -207,17 +207,17 @@ def _split_part(
     config = getattr(model, "config", None)
     shape = attention_shape(config, widest_heads(model, plan.tensor, size=spec.tp), dtype)
     mask = part.mask if part.mask is not None else Mask.causal(part.tokens)
-    stream = mask.tokens != part.tokens or part.rows == 1
-    choice = choose(
+    choice, alike = choose_for_rows(
         mask.windowed(model_window(config)),
+        part.rows,
+        part.tokens,
         spec.cp,
         policy or ContextPolicy(),
-        replace(shape, rows=1 if stream else part.rows),
+        shape,
         multiple=spec.tp if sequence else 1,
     )
     layout = choice.layout
-    note = f"cp={spec.cp}: {choice}"
-    return _Part(1 if stream else part.rows, layout.lengths[place.get("cp", 0)], mask, layout, (note,))
+    return _Part(alike, layout.lengths[place.get("cp", 0)], mask, layout, (f"cp={spec.cp}: {choice}",))
 
 
 def _context_messages(

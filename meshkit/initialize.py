@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.plan import Init, Plan, match_table
 from meshkit.sharding import local_slices, local_tensor
+from meshkit.whole import copies_of
 
 CHUNK = 1 << 22  # elements drawn at a time: bounds the scratch memory to about 300 MiB
 
@@ -50,12 +51,12 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
     names = dict(module.named_parameters())
     owners = {id(param): (owner, key) for owner in module.modules() for key, param in owner._parameters.items()}
     rules = match_table(plan.init if plan is not None else {}, names, what="parameter")
-    elsewhere = module.__dict__.get("_names_elsewhere", {})  # of a tied parameter that another pipeline stage holds too
+    copies = copies_of(module)
     for name, param in names.items():
         if param.is_meta:
             raise PlanError(f"init_weights: {name!r} is still on meta. Call parallelize() or module.to_empty() first.")
         rule = rules.get(name) or default_init(*owners[id(param)], param)
-        fill(param, rule, seed=seed, name=elsewhere.get(name, name))
+        fill(param, rule, seed=seed, name=copies.get(name, name))
     return module
 
 

@@ -171,9 +171,15 @@ class Mesh:
     @cached_property
     def expert(self) -> DeviceMesh:
         """The expert view. Built on first use, which is a collective: every rank must ask."""
-        return init_device_mesh(
-            self.device_type, tuple(self.spec.sizes(EXPERT_AXES).values()), mesh_dim_names=EXPERT_AXES
-        )
+        sizes = tuple(self.spec.sizes(EXPERT_AXES).values())
+        mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=EXPERT_AXES)
+        _take_timeout(mesh)
+        return mesh
+
+    @property
+    def shard(self) -> DeviceMesh:
+        """1-D: what fully_shard shards over, without replicas."""
+        return self.data[self.data.mesh_dim_names[-1]] if self.data.mesh_dim_names else self.data
 
     @property
     def device_type(self) -> str:
@@ -206,13 +212,15 @@ def init_mesh(
     spec: MeshSpec | str = "",
     *,
     device_type: str | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta | None = None,
     **sizes: int,
 ) -> Mesh:
     """Build the mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
 
     An empty spec means dp_shard=-1. Starts the process group from torchrun's environment when there is none yet, or a
     world of one rank when not launched by torchrun. `device_type` defaults to the accelerator, else the CPU.
+    timeout: how long any collective of any axis may take, after which a waiting rank raises; default 10 minutes for a new
+    world, and for one that is there already its own.
     Collective: every rank must call it with the same spec.
 
     Raises: MeshError when the axes do not fit the world.
@@ -224,7 +232,9 @@ def init_mesh(
     )
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
-        _init_process_group(device_type, timeout)
+        _init_process_group(device_type, timeout or timedelta(minutes=10))
+    elif timeout is not None:
+        _torch.set_timeout(_world(), timeout)
     resolved = wanted.resolve(dist.get_world_size())
     dense = init_device_mesh(device_type, tuple(resolved.sizes().values()), mesh_dim_names=DENSE_AXES)
     shard = _combine(dense, ("dp_shard", "cp"), resolved)
@@ -232,7 +242,21 @@ def init_mesh(
     if resolved.dp_replicate > 1 and resolved.cp > 1:
         data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
     tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved)
+    for mesh in (dense, data, tokens):
+        _take_timeout(mesh)
     return Mesh(spec=resolved, dense=dense, data=data, tokens=tokens)
+
+
+def _take_timeout(mesh: DeviceMesh) -> None:
+    """DeviceMesh gives its groups the backend's default timeout: give them the world's."""
+    for group in mesh.get_all_groups():
+        _torch.set_timeout(group, _torch.timeout_of(_world()))
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 @contextmanager

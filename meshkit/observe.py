@@ -85,7 +85,7 @@ def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
 
     meshes: dict[tuple[str, ...], DeviceMesh] = {
         large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
-        large("dp_shard", "cp"): mesh.data[mesh.data.mesh_dim_names[-1]] if mesh.data.ndim > 1 else mesh.data,  # type: ignore[index]
+        large("dp_shard", "cp"): mesh.shard,
         **{(axis,): mesh[axis] for axis in large("dp_replicate", "dp_shard", "cp", "tp")},
     }
     return {tuple(dist.get_process_group_ranks(axis.get_group())): "_".join(names) for names, axis in meshes.items()}

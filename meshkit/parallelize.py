@@ -16,7 +16,7 @@ from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import fully_shard, kept_units
-from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline
+from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
@@ -66,10 +66,10 @@ def parallelize(
     pipelined = mesh.spec.pp > 1
     zero = _zero(zero, pipelined)
     cut = None
-    if pipelined:  # a compiled block's backward is one piece
-        cut = plan_pipeline(
-            model, mesh["pp"], blocks=blocks, schedule=schedule, split=stages, put_off_weights=not compile
-        )
+    if pipelined:
+        cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
+        if cut.splits_backward and not compile:  # a compiled block's backward is one piece
+            split_linears(model)
 
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
     context = context or ContextPolicy()

@@ -21,6 +21,7 @@ from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
+from meshkit.whole import copies_of
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -56,7 +57,7 @@ class Run:
     context: ContextPolicy
     blocks: list[str] = field(default_factory=list)
     pipeline: Pipeline | None = None  # this rank's stages, with pp
-    local_loss: float = 0.0  # this rank's own sum of the last step, to name the rank whose loss is not finite
+    local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -100,14 +101,14 @@ class Run:
         if self.pipeline is not None:
             parts = list(self._parts(batch, microbatches, mask))
             total = self.pipeline.forward_backward(parts, loss, tokens)
-            self.local_loss = total  # type: ignore[assignment]
+            self.local_loss = total
             return self._sum_over_tokens(total) / tokens
         for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
             before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
             part_loss = loss(self.model, part) * weight
             (part_loss / tokens).backward()
             total += part_loss.detach()
-        self.local_loss = total  # type: ignore[assignment]  # read, and synchronised, only when a step fails
+        self.local_loss = total
         return self._sum_over_tokens(total) / tokens
 
     @torch.no_grad()
@@ -299,9 +300,10 @@ class NonFiniteGuard:
 
 def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
     """counted: without copies of parameters that another rank of pp counts."""
-    copies = model.pipeline.copies if counted and isinstance(model, Run) and model.pipeline is not None else {}
-    named = model.named_parameters() if isinstance(model, (Run, nn.Module)) else (("", param) for param in model)
-    return [param.grad for name, param in named if param.grad is not None and name not in copies]
+    if not isinstance(model, (Run, nn.Module)):
+        return [param.grad for param in model if param.grad is not None]
+    copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
+    return [param.grad for name, param in model.named_parameters() if param.grad is not None and name not in copies]
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def generate(
 
 def _speaker(run: Run) -> int:
     """The first rank that has the last stage."""
-    stage_rank = 0 if run.pipeline is None else run.pipeline.ends[1]
+    stage_rank = 0 if run.pipeline is None else run.pipeline.cut.ends[1]
     return int(run.mesh.dense.mesh[stage_rank].flatten()[0])
 
 

@@ -31,14 +31,17 @@ from meshkit.checkpoint._state import (
     optimizer_state,
     optimizer_targets,
     parameter_names,
+    parameter_of,
     parts_to_write,
     rng_targets,
     rng_tensors,
     set_optimizer,
     set_rng,
+    whole_tensors,
 )
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
+from meshkit.whole import copies_of
 
 STATE = "state.pt"
 CONFIG = "config.json"
@@ -77,14 +80,6 @@ class _Saved:
     index: Index
     state: dict[str, Any]
     facts: dict[str, ParameterFacts]
-
-
-def _refuse_stages(run: Run) -> None:
-    if run.pipeline is not None:
-        raise CheckpointError(
-            f"checkpoints of a run with pp={run.mesh.spec.pp} are not supported yet: its ranks hold different layers. Use a "
-            "mesh without pp, or save each rank's state_dict yourself."
-        )
 
 
 class Checkpointer:
@@ -178,7 +173,6 @@ class Checkpointer:
         folder with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
         went wrong with the save before.
         """
-        _refuse_stages(run)
         self.wait()
         group = self._group()
         what = f"save(step={step})"
@@ -229,7 +223,6 @@ class Checkpointer:
         config: Any = None,
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
-        _refuse_stages(run)
         self.wait()
         newest = on_first(self._group(), "resume()", self.latest)
         if newest is None:
@@ -258,7 +251,6 @@ class Checkpointer:
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest
         sound step; or naming the first key that differs. The loader's DataError for other data.
         """
-        _refuse_stages(run)
         self.wait()
         group = self._group()
         rank = dist.get_rank()
@@ -438,10 +430,13 @@ def _collect(
     extra: Any,
 ) -> _Collected:
     tensors = {f"{MODEL}{name}": tensor for name, tensor in model_tensors(run.model).items()}
+    copied = set(copies_of(run.model).values())  # another rank writes them
     facts: dict[str, ParameterFacts] = {}
     if optimizer is not None:
         moments, facts = optimizer_state(optimizer, parameter_names(run.model))
         tensors |= moments
+        facts = {name: entry for name, entry in facts.items() if name not in copied}
+    tensors = {key: tensor for key, tensor in tensors.items() if parameter_of(key) not in copied}
     state = {
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "loader": None if loader is None else loader.state_dict(),
@@ -466,7 +461,7 @@ def _targets(
         if holder is not None and saved.state[name] is None:
             raise CheckpointError(f"{saved.path} was saved without {name}=, so it has no state for this run's {name}.")
     tensors = model_tensors(run.model)
-    _refuse_other_model(saved, tensors, config)
+    _refuse_other_model(saved, whole_tensors(run.model), config)
     targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
         targets |= optimizer_targets(optimizer, parameter_names(run.model), saved.index, saved.facts)

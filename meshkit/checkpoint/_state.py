@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from meshkit.checkpoint._dcp import Index, Part
 from meshkit.errors import CheckpointError
 from meshkit.sharding import local_slices, local_tensor
+from meshkit.whole import copies_of, whole_of
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -42,12 +43,21 @@ class ParameterFacts:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each once, sharded as the optimizer sees them."""
+    """Parameters and persistent buffers that this rank holds, by single-device name, each once, sharded as the optimizer
+    sees them.
+    """
     # First, since FSDP brings its shards back for it. After an evaluation the root unit is still gathered: its parameters
     # would be whole copies, not those the optimizer updates, and after a load the next forward would use the old copies.
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {**{name: param.detach() for name, param in model.named_parameters()}, **buffers}
+    copies = copies_of(model)
+    return {**{copies.get(name, name): param.detach() for name, param in model.named_parameters()}, **buffers}
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The same for all ranks; those of other stages are on meta."""
+    whole = whole_of(model)
+    return {**(whole.tensors if whole is not None else {}), **model_tensors(model)}
 
 
 def parts_to_write(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -81,8 +91,14 @@ def _leads(name: str, param: Tensor) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Name by id, after `model_tensors` has brought back the sharded parameters."""
-    return {id(param): name for name, param in model.named_parameters()}
+    """Single-device name by id, after `model_tensors` has brought back the sharded parameters."""
+    copies = copies_of(model)
+    return {id(param): copies.get(name, name) for name, param in model.named_parameters()}
+
+
+def parameter_of(key: str) -> str:
+    """The parameter or buffer that a key of the model or the optimizer belongs to."""
+    return key.removeprefix(MODEL) if key.startswith(MODEL) else key.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
 def _optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
@@ -153,7 +169,8 @@ def optimizer_targets(
     """
     rows = _optimized(optimizer, names)
     ours = dict.fromkeys(name for name, _, _ in rows)
-    for name in [*ours, *facts]:
+    held = set(names.values())
+    for name in [*ours, *(name for name in facts if name in held)]:
         if name not in facts or name not in ours:
             holder, other = ("this run's", "the saved one") if name not in facts else ("the saved", "this run's")
             raise CheckpointError(
@@ -164,7 +181,7 @@ def optimizer_targets(
     keys: dict[str, list[str]] = {}
     for key in index.tensors:
         if key.startswith(OPTIMIZER):
-            keys.setdefault(key.removeprefix(OPTIMIZER).rpartition(".")[0], []).append(key)
+            keys.setdefault(parameter_of(key), []).append(key)
     targets = {}
     for name, param, group in rows:
         current = optimizer.state.get(param, {})

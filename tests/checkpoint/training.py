@@ -23,6 +23,7 @@ from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.schedule_lr import lr_schedule
 from meshkit.sharding import full_tensor, local_tensor
 from meshkit.step import Batch, Run, next_token_loss
+from meshkit.whole import copies_of
 
 CONFIG = LlamaConfig(
     vocab_size=61,  # no mesh divides it
@@ -80,9 +81,11 @@ class Training:
         return digest.hexdigest()
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Every parameter and every moment as a whole, by name. Collective."""
+        """Every parameter and every moment that this rank holds, as a whole, by single-device name. Collective."""
         whole = {}
-        for name, param in self.run.named_parameters():
+        copies = copies_of(self.run.model)
+        for here, param in self.run.named_parameters():
+            name = copies.get(here, here)
             whole[name] = full_tensor(param).clone()
             for key, value in self.optimizer.state[param].items():
                 whole[f"{name}/{key}"] = full_tensor(value).clone()
@@ -109,13 +112,20 @@ def tokens() -> Tokens:
 
 
 def build(
-    spec: str, *, seed: int = 0, lr: float = 1e-2, zero: int = 3, sequence: bool = False, **shape: Any
+    spec: str,
+    *,
+    seed: int = 0,
+    lr: float = 1e-2,
+    zero: int | None = None,
+    sequence: bool = False,
+    schedule: str = "1f1b",
+    **shape: Any,
 ) -> Training:
     """A new run on the mesh; with another seed it has nothing in common with the one that was saved."""
     mesh = mesh_of(spec)
     with torch.device("meta"):
         model = Llama(replace(CONFIG, **shape)).double()
-    run = mk.parallelize(model, mesh, plan=LLAMA_PLAN, zero=zero, sequence=sequence)
+    run = mk.parallelize(model, mesh, plan=LLAMA_PLAN, zero=zero, sequence=sequence, schedule=schedule)
     mk.init_weights(run.model, seed=seed)
     torch.manual_seed(1000 * seed + mesh.data_rank)
     optimizer = mk.adamw(run, lr=lr)

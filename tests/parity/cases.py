@@ -13,6 +13,7 @@ import meshkit as mk
 from meshkit.models.llama import Llama, LlamaConfig
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
+from meshkit.whole import copies_of
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
 
@@ -147,7 +148,7 @@ def run_cell(cell: Cell) -> Outcome:
     run = start(cell)
     optimizer = mk.adamw(run, lr=1e-2)
     losses, norms, gradients, parameters = reference(cell)
-    copies = run.pipeline.copies if run.pipeline is not None else {}  # of a tied parameter, under another name
+    copies = copies_of(run.model)
     worst: dict[str, float] = {}
     loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(cell)):

@@ -10,6 +10,7 @@ from meshkit.algos.generation import generate
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
+from meshkit.whole import copies_of
 from tests.parity.cases import Cell, batches, build, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
@@ -21,8 +22,7 @@ def first_values(mesh: str, schedule: str) -> dict[str, torch.Tensor]:
         model = build(Cell(mesh=mesh, layers=4, tied=True))
     run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, schedule=schedule)
     mk.init_weights(run.model, seed=7, plan=run.plan)
-    assert run.pipeline is not None
-    return {run.pipeline.copies.get(name, name): full_tensor(p) for name, p in run.named_parameters()}
+    return {copies_of(run.model).get(name, name): full_tensor(p) for name, p in run.named_parameters()}
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=2 dp_shard=2", "1f1b"), ("pp=4", "1f1b"), ("pp=2 tp=2", "zbv")])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import check
+from meshkit.parallel.pipeline._messages import made_by
 from meshkit.parallel.pipeline._simulate import simulate
 from meshkit.parallel.pipeline._table import Row, Schedule
 from meshkit.parallel.pipeline.schedules import NAMES, gpipe, named, one_f_one_b, zb_h1, zbv
@@ -241,11 +242,11 @@ def test_every_message_is_sent_and_received_once_by_neighbouring_stages(
     assert len(sends) == len(set(sends)) == 2 * microbatches * hops
     assert sorted(sends) == sorted(receives)
     for message in sends:
-        stage = message.task.stage + (1 if message.task.op == "F" else -1)
-        assert message.task in schedule.ranks[message.source][message.sent_by].tasks
+        stage = message.made.stage + (1 if message.made.op == "F" else -1)
+        assert message.made in map(made_by, schedule.ranks[message.source][message.sent_by].tasks)
         needing = schedule.ranks[message.target][message.needed_by].tasks
-        assert any(task.stage == stage and task.microbatch == message.task.microbatch for task in needing)
-        assert (message.source, message.target) == (schedule.placement[message.task.stage], schedule.placement[stage])
+        assert any(task.stage == stage and task.microbatch == message.made.microbatch for task in needing)
+        assert (message.source, message.target) == (schedule.placement[message.made.stage], schedule.placement[stage])
     for rank in range(ranks):
         assert [message.sent_by for message in checked.sends[rank]] == sorted(m.sent_by for m in checked.sends[rank])
         needs = [message.needed_by for message in checked.receives[rank]]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshkit.parallel.pipeline._draw import coloured, html, summary, svg, table_text, text, trace
 from meshkit.parallel.pipeline._simulate import Times, simulate
 from meshkit.parallel.pipeline._table import Row, Schedule, Task
+from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, table_text, text, trace
 from meshkit.parallel.pipeline.schedules import interleaved, one_f_one_b, zb_h1
 
 draws = settings(deadline=None)  # a busy machine

@@ -9,6 +9,7 @@ from ._apply import split_batch as split_batch
 from ._choose import Choice as Choice
 from ._choose import ContextPolicy as ContextPolicy
 from ._choose import choose as choose
+from ._choose import choose_for_rows as choose_for_rows
 from ._layout import Layout as Layout
 from ._split import Context as Context
 from ._split_mask import SplitMask as SplitMask

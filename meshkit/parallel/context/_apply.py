@@ -189,7 +189,7 @@ def _use_registry(module: nn.Module) -> None:
         if config is not None:
             own = copies.setdefault(id(config), copy.copy(config))
             own._attn_implementation = TRANSFORMERS_NAME
-            child.config = own  # type: ignore[assignment]
+            child.config = own  # type: ignore[assignment]  # stubs: a Tensor or Module
 
 
 # Arguments of transformers' attention functions that change what is computed.

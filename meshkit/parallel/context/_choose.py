@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal, get_args
@@ -109,6 +109,17 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     return Choice(*found[best], reason)
 
 
+def choose_for_rows(
+    mask: Mask, rows: int, tokens: int, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1
+) -> tuple[Choice, int]:
+    """(the layout of `rows` rows of `tokens` tokens, how many rows are split alike).
+
+    A mask of one row's tokens splits all rows alike; one of more makes a single stream of them, end to end.
+    """
+    alike = rows if mask.tokens == tokens else 1
+    return choose(mask, ranks, policy, replace(shape, rows=alike), multiple=multiple), alike
+
+
 def _candidates(
     mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, multiple: int
 ) -> Iterator[tuple[Layout, Balance, float]]:
@@ -152,11 +163,9 @@ def _balanced(mask: Mask, groups: int, policy: ContextPolicy, motion: Motion) ->
     fit = [pair for pair, load in zip(found, loads, strict=True) if load <= max(BALANCED, 1 + policy.slack)]
     if not fit:
         return found[loads.index(min(loads))]
-    return min(fit, key=lambda pair: _keys(mask, pair[0], motion))
-
-
-def _keys(mask: Mask, runs: list[Runs], motion: Motion) -> int:
-    return sum(received(mask, runs)) if motion == "group_cast" else 0
+    if motion != "group_cast":
+        return fit[0]
+    return min(fit, key=lambda pair: sum(received(mask, pair[0])))
 
 
 def _imbalance(loads: list[int]) -> float:

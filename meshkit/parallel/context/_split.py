@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.errors import DataError
 from meshkit.mask import Mask
-from meshkit.parallel.context._choose import Choice, ContextPolicy, choose
+from meshkit.memory.loss import IGNORED
+from meshkit.parallel.context._choose import Choice, ContextPolicy, choose_for_rows
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._traffic import Shape
-
-IGNORED_LABEL = -100
 
 
 @dataclass(eq=False)
@@ -39,17 +38,20 @@ class Context:
     def rank(self) -> int:
         return self.axis.get_local_rank()
 
-    def choose(self, mask: Mask, *, rows: int = 1) -> Choice:
-        """The layout for this mask; `rows`: rows that are split alike."""
-        shape = Shape(**{**self.shape.__dict__, "rows": rows})
-        return choose(mask.windowed(self.window), self.axis.size(), self.policy, shape, multiple=self.multiple)
-
     def split(self, batch: dict[str, Tensor], mask: Mask | None = None) -> dict[str, Tensor | SplitMask]:
         """See `split_batch`."""
         rows, tokens = _refuse_odd_shapes(batch)
         mask = _mask_of(batch, rows, tokens, mask, documents=self.documents)
-        stream = mask.tokens != tokens or rows == 1
-        self.choice = self.choose(mask, rows=1 if stream else rows)
+        self.choice, alike = choose_for_rows(
+            mask.windowed(self.window),
+            rows,
+            tokens,
+            self.axis.size(),
+            self.policy,
+            self.shape,
+            multiple=self.multiple,
+        )
+        stream = alike == 1
         layout = self.choice.layout
         self._refuse_different_batches(batch["input_ids"], layout)
         whole = dict(batch)
@@ -60,7 +62,7 @@ class Context:
         for name, tensor in whole.items():
             flat = tensor.reshape(1, rows * tokens, *tensor.shape[2:]) if stream else tensor
             own = flat.index_select(1, index.to(tensor.device))
-            own[:, kept:] = IGNORED_LABEL if name == "labels" else 0
+            own[:, kept:] = IGNORED if name == "labels" else 0
             part[name] = own
         part["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
         return part

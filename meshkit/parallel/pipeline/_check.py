@@ -6,41 +6,45 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._draw import table_text
+from meshkit.parallel.pipeline._messages import Message, made_by, messages, need_of
 from meshkit.parallel.pipeline._table import OPS, Row, Schedule, Task
+from meshkit.parallel.pipeline.drawing import table_text
 
 Cell = tuple[int, int]
 """(rank, index of the row on the rank)"""
-
-
-class Message(NamedTuple):
-    """The output of F for the stage after, or of B or I for the stage before, from one rank to another."""
-
-    task: Task
-    source: int
-    target: int
-    sent_by: int
-    """index of the row on the source that makes it"""
-    needed_by: int
-    """index of the row on the target that cannot start without it"""
 
 
 @dataclass(frozen=True)
 class Checked:
     """A schedule that runs to its end with buffered sends, and what it asks of every rank.
 
-    sends: per rank, in the order of its rows. receives: per rank, in the order its rows need them. Two ranks need not agree
-    on an order: ZBV's rank 1 gets activations and gradients from rank 0, and may use them in another order than they come.
+    messages: in the order in which their sources send.
     peak_live: per rank, the most activations of one (stage, microbatch) held at a time, from F to the end of B or W.
     """
 
     schedule: Schedule
-    sends: tuple[tuple[Message, ...], ...]
-    receives: tuple[tuple[Message, ...], ...]
+    messages: tuple[Message, ...]
     peak_live: tuple[int, ...]
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Message, ...], ...]:
+        """Per rank, in the order of its rows."""
+        ranks = range(self.schedule.world)
+        return tuple(tuple(message for message in self.messages if message.source == rank) for rank in ranks)
+
+    @cached_property
+    def receives(self) -> tuple[tuple[Message, ...], ...]:
+        """Per rank, in the order its rows need them.
+
+        Two ranks need not agree on an order: ZBV's rank 1 gets activations and gradients from rank 0, and may use them in
+        another order than they come.
+        """
+        by_need = sorted(self.messages, key=lambda message: message.needed_by)
+        ranks = range(self.schedule.world)
+        return tuple(tuple(message for message in by_need if message.target == rank) for rank in ranks)
 
     @cached_property
     def rendezvous(self) -> bool:
@@ -95,23 +99,9 @@ def check(schedule: Schedule) -> Checked:
     cells = _check_once(schedule)
     _check_complete(schedule, cells)
     _check_ends(schedule, cells)
-    messages = list(_messages(schedule, cells))
     return Checked(
         schedule,
-        tuple(
-            tuple(
-                sorted((message for message in messages if message.source == rank), key=lambda message: message.sent_by)
-            )
-            for rank in range(schedule.world)
-        ),
-        tuple(
-            tuple(
-                sorted(
-                    (message for message in messages if message.target == rank), key=lambda message: message.needed_by
-                )
-            )
-            for rank in range(schedule.world)
-        ),
+        tuple(messages(schedule)),
         tuple(peak_live(task for row in rows for task in row.tasks) for rows in schedule.ranks),
     )
 
@@ -207,25 +197,18 @@ def _check_complete(schedule: Schedule, cells: dict[Task, Cell]) -> None:
                 _refuse(schedule, cells[input_], problem, f"Add {weight} after {input_}, or make that {whole}.")
 
 
-def _sources(task: Task, schedule: Schedule, cells: dict[Task, Cell]) -> Iterator[Task]:
-    """What a task needs of another stage."""
-    if task.op == "F" and task.stage > 0:
-        yield task._replace(stage=task.stage - 1)
-    if task.op in "BI" and task.stage + 1 < schedule.stages:
-        after = Task("B", task.stage + 1, task.microbatch)
-        yield after if after in cells else after._replace(op="I")
-
-
 def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     """Run the rows with buffered sends, and name the rows that wait in a circle if not all of them end."""
     ended = [0] * schedule.world
+    makers = {made_by(task): task for task in cells if task.op != "W"}
 
     def missing(rank: int) -> Task | None:
         for task in schedule.ranks[rank][ended[rank]].tasks:
-            for source in _sources(task, schedule, cells):
-                other, index = cells[source]
+            need = need_of(task, schedule.stages)
+            if need is not None:
+                other, index = cells[makers[need]]
                 if index >= ended[other]:
-                    return source
+                    return makers[need]
         return None
 
     moved = True
@@ -255,11 +238,3 @@ def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     cell = circle[0], ended[circle[0]]
     problem = "the ranks wait for one another and never end.\n" + "\n".join(waits)
     _refuse(schedule, cell, problem, "Move one of the rows that are needed before the row its rank stops in.")
-
-
-def _messages(schedule: Schedule, cells: dict[Task, Cell]) -> Iterator[Message]:
-    for task, (target, needed_by) in cells.items():
-        for needed in _sources(task, schedule, cells):
-            source, sent_by = cells[needed]
-            if source != target:
-                yield Message(needed, source, target, sent_by, needed_by)

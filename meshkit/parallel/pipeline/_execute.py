@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._messages import made_by, need_of
+from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import Later, put_off
 from meshkit.parallel.pipeline._stages import StagedModel
 from meshkit.parallel.pipeline._table import Schedule, Task
-from meshkit.parallel.pipeline._transfer import Mail, Message
+from meshkit.parallel.pipeline._transfer import Mail
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -22,7 +25,7 @@ class _Live:
     """What a forward leaves for its backward."""
 
     hidden: Tensor | None  # what the stage received, a leaf
-    out: Tensor
+    out: Tensor | None  # until its backward
     later: Later = field(default_factory=Later)
 
 
@@ -70,55 +73,55 @@ def execute(
     parts: Sequence[tuple[Any, float]],
     loss: Loss,
     scale: Tensor,
-    on_task: Callable[[Task], Any] | None = None,
+    recording: Recording | None = None,
 ) -> list[Tensor]:
     """Forwards and backwards of all microbatches; the losses of those whose last stage is here, in the table's order.
 
-    parts: (microbatch, what its loss counts); scale: what losses are divided by before their backward.
+    parts: (microbatch, what its loss counts); scale: what losses are divided by before their backward. The two halves of an
+    FB row run one after the other, with the messages of both on their way.
     """
     live: dict[tuple[int, int], _Live] = {}
     losses: list[Tensor] = []
+    last = schedule.stages - 1
 
-    def run_forward(stage: int, microbatch: int) -> None:
-        hidden = None
-        if stage > 0:
-            source = schedule.placement[stage - 1]
-            hidden = mail.receive(source, Message("F", stage, microbatch)).detach().requires_grad_()
-        part, weight = parts[microbatch]
-        out = forward(staged, stage, hidden, part, loss)
-        if stage == schedule.stages - 1:
+    def run(task: Task) -> None:
+        need = need_of(task, schedule.stages)
+        received = mail.receive(need) if need is not None else None
+        with recording.measure(task) if recording is not None else nullcontext():
+            if task.op == "F":
+                run_forward(task, received)
+            elif task.op in ("B", "I"):
+                run_backward(task, received)
+            if task.op in ("B", "W"):
+                live.pop((task.stage, task.microbatch)).later.run()
+
+    def run_forward(task: Task, hidden: Tensor | None) -> None:
+        if hidden is not None:
+            hidden = hidden.detach().requires_grad_()
+        part, weight = parts[task.microbatch]
+        out = forward(staged, task.stage, hidden, part, loss)
+        if task.stage == last:
             out = out * weight
             losses.append(out.detach())
             out = out / scale
         else:
-            mail.send(schedule.placement[stage + 1], Message("F", stage + 1, microbatch), out.detach())
-        live[stage, microbatch] = _Live(hidden, out)
+            mail.send(task, out.detach())
+        live[task.stage, task.microbatch] = _Live(hidden, out)
 
-    def run_backward(stage: int, microbatch: int) -> None:
-        state = live[stage, microbatch]
-        grad = None
-        if stage < schedule.stages - 1:
-            grad = mail.receive(schedule.placement[stage + 1], Message("B", stage, microbatch))
-        with put_off(state.later):
+    def run_backward(task: Task, grad: Tensor | None) -> None:
+        state = live[task.stage, task.microbatch]
+        assert state.out is not None, "one backward for each forward"
+        with put_off(state.later) if task.op == "I" else nullcontext():
             state.out.backward(grad)
         if state.hidden is not None:
             assert state.hidden.grad is not None
-            mail.send(schedule.placement[stage - 1], Message("B", stage - 1, microbatch), state.hidden.grad)
-            state.hidden = None
-        state.out = state.out.detach()
+            mail.send(made_by(task), state.hidden.grad)
+        state.hidden = state.out = None
 
-    def run(task: Task) -> None:
-        if task.op == "F":
-            run_forward(task.stage, task.microbatch)
-        elif task.op in ("B", "I"):
-            run_backward(task.stage, task.microbatch)
-        if task.op in ("B", "W"):
-            live.pop((task.stage, task.microbatch)).later.run()
-
-    for row in schedule.ranks[rank]:
+    for index, row in enumerate(schedule.ranks[rank]):
+        mail.expect(index)
+        mail.expect(index + 1)
         for task in row.tasks:
-            if on_task is not None:
-                on_task(task)
             try:
                 run(task)
             except Exception as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -12,38 +13,77 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
-from meshkit.parallel.pipeline._check import check
+from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._execute import Loss, execute, forward
-from meshkit.parallel.pipeline._split_backward import split_linears
+from meshkit.parallel.pipeline._messages import Message, messages, need_of
+from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._stages import StagedModel, Stages, plan_stages
 from meshkit.parallel.pipeline._table import Row, Schedule
-from meshkit.parallel.pipeline._transfer import Mail, Message
-from meshkit.parallel.pipeline.schedules import named
+from meshkit.parallel.pipeline._transfer import Mail
+from meshkit.parallel.pipeline.schedules import Generator, named
 from meshkit.sharding import local_tensor
+from meshkit.whole import Whole, set_whole
 
-Generator = Callable[[int, int], Schedule]
+
+@dataclass(frozen=True)
+class Cut:
+    """How a whole model will be cut.
+
+    splits_backward: weights' gradients are computed apart; width: of the hidden state;
+    tied: (name in the head, name in the tail) of each parameter that both hold; tensors: those of the whole model, on meta.
+    """
+
+    stages: Stages
+    generate: Generator
+    placement: tuple[int, ...]
+    splits_backward: bool
+    width: int
+    tied: tuple[tuple[str, str], ...]
+    tensors: dict[str, Tensor]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ranks of the first and the last stage."""
+        return self.placement[0], self.placement[-1]
+
+    @property
+    def copied(self) -> tuple[tuple[str, str], ...]:
+        """Those of `tied` that stand on two ranks."""
+        return self.tied if self.ends[0] != self.ends[1] else ()
+
+    def copies(self, rank: int) -> dict[str, str]:
+        """Parameters of the rank that are another's too, which counts them: name there -> single-device name."""
+        return {tail: head for head, tail in self.copied} if rank == self.ends[1] else {}
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank that counts and writes each tensor; what belongs to no stage is rank 0's."""
+        modules = {name: stage for stage in range(self.stages.count) for name in self.stages.modules_of(stage)}
+        return {name: self.placement[modules.get(_module(name, modules), 0)] for name in self.tensors}
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
 
 @dataclass(eq=False)
 class Pipeline:
     """Runs one rank's part of a pipeline. Made by `pipeline_parallel`.
 
-    width: of the hidden state; parts: ranks that share a sequence between blocks (tp, with sequence parallelism).
+    dtype: of the hidden state; parts: ranks that share a sequence between blocks (tp, with sequence parallelism).
     """
 
     staged: StagedModel
     axis: DeviceMesh
-    generate: Generator
+    cut: Cut
     dtype: torch.dtype
-    width: int
     parts: int
     up: dist.ProcessGroup
     down: dist.ProcessGroup
-    ends: tuple[int, int]  # ranks of the first and the last stage
-    tied: tuple[tuple[str, str], ...]  # parameters that both of them hold, by their names there
-    _tables: dict[int, Schedule] = field(default_factory=dict)
+    _tables: dict[int, Checked] = field(default_factory=dict)
+    _recording: Recording | None = None
 
     @property
     def rank(self) -> int:
@@ -54,24 +94,25 @@ class Pipeline:
         """Names of the modules that this rank holds."""
         return [name for stage in self.staged.own for name in self.staged.stages.modules_of(stage)]
 
-    @property
-    def copies(self) -> dict[str, str]:
-        """Parameters of this rank that are another rank's too, which counts them: name here -> name there."""
-        return {tail: head for head, tail in self.tied} if self.rank == self.ends[1] else {}
-
     def schedule(self, microbatches: int) -> Schedule:
-        if microbatches not in self._tables:
-            table = self.generate(self.axis.size(), microbatches)
-            check(table)
-            self._tables[microbatches] = table
-        return self._tables[microbatches]
+        return self._checked(microbatches).schedule
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Inside, steps note when each of their tasks begins and ends; see `Recording.gather`. A collective on the axis."""
+        self._recording = Recording(self.axis.get_group(), self.rank, next(self.staged.model.parameters()).device)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
 
     def forward_backward(self, parts: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor) -> Tensor:
         """The gradients of all microbatches; returns the sum of their losses, the same on every rank of the axis."""
         model = self.staged.model
-        schedule = self.schedule(len(parts))
+        checked = self._checked(len(parts))
         before_pipeline(model)
-        losses = execute(schedule, self.rank, self.staged, self._mail(schedule, parts), parts, loss, scale)
+        mail = self._mail(checked.messages, [part for part, _ in parts])
+        losses = execute(checked.schedule, self.rank, self.staged, mail, parts, loss, scale, self._recording)
         after_pipeline(model)
         self._add_tied_gradients()
         return self.total(losses, scale.device)
@@ -80,15 +121,16 @@ class Pipeline:
     def infer(self, part: Any, function: Loss) -> Tensor | None:
         """function(model, part) without gradients, on the ranks of the last stage; None on the others."""
         find_units(self.staged.model)
-        schedule = forwards(self.schedule(1))
-        mail = self._mail(schedule, [(part, 1.0)])
+        schedule = self._forwards
+        mail = self._mail(list(messages(schedule)), [part])
         result = None
-        for row in schedule.ranks[self.rank]:
-            stage = row.stage
-            hidden = mail.receive(schedule.placement[stage - 1], Message("F", stage, 0)) if stage > 0 else None
-            value = forward(self.staged, stage, hidden, part, function)
-            if stage + 1 < schedule.stages:
-                mail.send(schedule.placement[stage + 1], Message("F", stage + 1, 0), value)
+        for index, row in enumerate(schedule.ranks[self.rank]):
+            mail.expect(index)
+            (task,) = row.tasks
+            need = need_of(task, schedule.stages)
+            value = forward(self.staged, task.stage, None if need is None else mail.receive(need), part, function)
+            if task.stage + 1 < schedule.stages:
+                mail.send(task, value)
             else:
                 result = value
         mail.finish()
@@ -104,30 +146,52 @@ class Pipeline:
 
     def _add_tied_gradients(self) -> None:
         """A parameter that the first and the last stage hold gets the sum of both gradients on both."""
-        if self.rank not in self.ends:
+        if self.rank not in self.cut.ends:
             return
-        first = self.rank == self.ends[0]
+        first = self.rank == self.cut.ends[0]
+        peer = self.cut.ends[1] if first else self.cut.ends[0]
+        there, back = (self.up, self.down) if self.rank < peer else (self.down, self.up)
         params = dict(self.staged.model.named_parameters())
-        for head, tail in self.tied:
+        for head, tail in self.cut.copied:
             whole = params[head if first else tail].grad
             assert whole is not None, "both ends used the parameter"
             grad = local_tensor(whole)
             other = torch.empty_like(grad)
-            peer = self.ends[1] if first else self.ends[0]
-            there, back = (self.up, self.down) if self.rank < peer else (self.down, self.up)
             sent = dist.isend(grad.contiguous(), group=there, group_dst=peer)
             dist.recv(other, group=back, group_src=peer)
             assert sent is not None
             sent.wait()
             grad += other
 
-    def _mail(self, schedule: Schedule, parts: Sequence[tuple[Any, float]]) -> Mail:
-        shapes = {index: self._hidden_shape(part) for index, (part, _) in enumerate(parts)}
-        return Mail(schedule, self.rank, shapes, self.dtype, part_device(parts[0][0]), self.up, self.down)
+    def _checked(self, microbatches: int) -> Checked:
+        if microbatches not in self._tables:
+            table = self.cut.generate(self.axis.size(), microbatches)
+            if table.placement != self.cut.placement:
+                raise PlanError(
+                    f"pipeline: the table {table.name!r} for {microbatches} microbatches puts its stages on ranks "
+                    f"{table.placement}, but the model is cut for {self.cut.placement}. Use one placement for all numbers of "
+                    "microbatches."
+                )
+            self._tables[microbatches] = check(table)
+        return self._tables[microbatches]
+
+    @cached_property
+    def _forwards(self) -> Schedule:
+        """One microbatch through all stages."""
+        placement = self.cut.placement
+        ranks = tuple(
+            tuple(Row(rank, stage, "F", 0) for stage, owner in enumerate(placement) if owner == rank)
+            for rank in range(self.axis.size())
+        )
+        return Schedule("forwards", 1, placement, ranks)
+
+    def _mail(self, messages: Sequence[Message], parts: Sequence[Any]) -> Mail:
+        shapes = {index: self._hidden_shape(part) for index, part in enumerate(parts)}
+        return Mail(messages, self.rank, shapes, self.dtype, _tokens(parts[0]).device, self.up, self.down)
 
     def _hidden_shape(self, part: Any) -> torch.Size:
         rows, tokens = _tokens(part).shape[:2]
-        return torch.Size((rows, tokens // self.parts, self.width))
+        return torch.Size((rows, tokens // self.parts, self.cut.width))
 
 
 def _tokens(part: Any) -> Tensor:
@@ -135,66 +199,40 @@ def _tokens(part: Any) -> Tensor:
     return found if found is not None else next(value for value in part.values() if isinstance(value, Tensor))
 
 
-def part_device(part: Any) -> torch.device:
-    return _tokens(part).device
-
-
-@lru_cache(maxsize=64)
-def forwards(schedule: Schedule) -> Schedule:
-    """The same stages, forwards only: microbatch by microbatch, stage by stage."""
-    ranks = tuple(
-        tuple(
-            Row(rank, stage, "F", microbatch)
-            for microbatch in range(schedule.microbatches)
-            for stage in schedule.stages_of(rank)
-        )
-        for rank in range(schedule.world)
-    )
-    return Schedule(f"{schedule.name}, forwards", schedule.microbatches, schedule.placement, ranks)
-
-
 @lru_cache
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two groups of the same ranks, made once."""
-    ranks = dist.get_process_group_ranks(group)
-    up, down = (dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
+    ranks, timeout = dist.get_process_group_ranks(group), _torch.timeout_of(group)
+    up, down = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) for _ in range(2))
     assert isinstance(up, dist.ProcessGroup) and isinstance(down, dist.ProcessGroup)
     return up, down
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a whole model will be cut. tied: (name in the head, name in the tail) of each parameter that both hold."""
-
-    stages: Stages
-    generate: Generator
-    width: int
-    tied: tuple[tuple[str, str], ...]
-
-
 def plan_pipeline(
     model: nn.Module,
-    axis: DeviceMesh,
+    ranks: int,
     *,
     blocks: Sequence[str],
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
-    put_off_weights: bool = True,
 ) -> Cut:
-    """Share the model's blocks among stages, before any other change to it.
+    """Share the model's blocks among stages. It changes nothing, but look at the model before anything else does.
 
     schedule: a name, a function of (ranks, microbatches), or a table. split: blocks of each stage; default: by parameters.
-    put_off_weights: where the schedule computes weight gradients apart, let linear layers do so; else they come with I.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
-    generate = generator_of(schedule, axis.size())
-    stages = plan_stages(model, blocks, generate(axis.size(), 1).stages, split=split)
-    if put_off_weights and generate(axis.size(), 2).splits_backward:
-        split_linears(model)
-    return Cut(stages, generate, _hidden_width(model, stages), _tied(model, stages))
+    generate = generator_of(schedule)
+    # Two microbatches show where a schedule puts its stages, and whether it computes weight gradients apart.
+    table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
+    if table.world != ranks:
+        raise PlanError(_wrong_table(table, ranks, table.microbatches))
+    stages = plan_stages(model, blocks, table.stages, split=split)
+    width = _hidden_width(model, stages)
+    tied = _tied(model, stages)
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model))
 
 
-def generator_of(schedule: Generator | Schedule | str, ranks: int) -> Generator:
+def generator_of(schedule: Generator | Schedule | str) -> Generator:
     """Tables for any number of microbatches, or the one that was given."""
     if isinstance(schedule, str):
         return named(schedule)
@@ -202,15 +240,18 @@ def generator_of(schedule: Generator | Schedule | str, ranks: int) -> Generator:
         return schedule
 
     def given(ranks: int, microbatches: int) -> Schedule:
-        if schedule.world != ranks or (microbatches > 2 and schedule.microbatches != microbatches):
-            raise PlanError(
-                f"pipeline: the table {schedule.name!r} is for {schedule.world} ranks and {schedule.microbatches} "
-                f"microbatches, but the run has {ranks} and {microbatches}. Give a table for those, or a function that "
-                "makes it."
-            )
+        if (schedule.world, schedule.microbatches) != (ranks, microbatches):
+            raise PlanError(_wrong_table(schedule, ranks, microbatches))
         return schedule
 
     return given
+
+
+def _wrong_table(table: Schedule, ranks: int, microbatches: int) -> str:
+    return (
+        f"pipeline: the table {table.name!r} is for {table.world} ranks and {table.microbatches} microbatches, but the run "
+        f"has {ranks} and {microbatches}. Give a table for those, or a function that makes it."
+    )
 
 
 def pipeline_parallel(model: nn.Module, axis: DeviceMesh, cut: Cut, *, dtype: torch.dtype, parts: int = 1) -> Pipeline:
@@ -221,14 +262,25 @@ def pipeline_parallel(model: nn.Module, axis: DeviceMesh, cut: Cut, *, dtype: to
     Wire: each microbatch's hidden state once forward and its gradient once backward between stages on different ranks; with a
     tied embedding and head on different ranks, their gradient once a step.
     """
-    placement = cut.generate(axis.size(), 1).placement
-    own = [stage for stage, rank in enumerate(placement) if rank == axis.get_local_rank()]
-    staged = StagedModel(model, cut.stages, own, dtype)
-    up, down = _directions(axis.get_group())
-    tied = cut.tied if placement[0] != placement[-1] else ()
-    made = Pipeline(staged, axis, cut.generate, dtype, cut.width, parts, up, down, (placement[0], placement[-1]), tied)
-    model.__dict__["_names_elsewhere"] = made.copies
-    return made
+    rank, group = axis.get_local_rank(), axis.get_group()
+    staged = StagedModel(model, cut.stages, cut.stages_of(rank), dtype)
+    set_whole(model, Whole(cut.tensors, cut.owners, cut.copies(rank), group))
+    return Pipeline(staged, axis, cut, dtype, parts, *_directions(group))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each once, on meta."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    held = {**dict(model.named_parameters()), **buffers}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+
+
+def _module(name: str, modules: Container[str]) -> str:
+    """The stage's module that holds the tensor, "" if none does."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ from math import fsum
 from typing import NamedTuple
 
 from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._messages import made_by, need_of
 from meshkit.parallel.pipeline._table import Row, Schedule, Task
 
 PerStage = float | tuple[float, ...]
@@ -154,7 +155,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             row = rows[len(mine)]
             start_s = clock[rank]
             missing = None
-            for need in needs(row, last):
+            for need in needs(row, schedule.stages):
                 if need not in ended:
                     missing = need
                     break
@@ -166,7 +167,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             mine.append(Event(row, start_s, end_s))
             clock[rank] = end_s
             for task in row.tasks:
-                end = Task("I" if task.op == "B" else task.op, task.stage, task.microbatch)
+                end = made_by(task)
                 ended[end] = end_s
                 ready += waiting.pop(end, ())
                 if times.blocking:
@@ -181,18 +182,16 @@ def _next_stage(end: Task, last: int) -> int:
     return min(max(end.stage + step, 0), last)
 
 
-def needs(row: Row, last: int) -> list[Task]:
+def needs(row: Row, stages: int) -> list[Task]:
+    """What a row waits for; a whole backward ends as I."""
     needs = []
-    for op, stage, microbatch in row.tasks:
-        if op == "W":
-            needs.append(Task("I", stage, microbatch))
-        elif op == "F":
-            if stage > 0:
-                needs.append(Task("F", stage - 1, microbatch))
-        else:
-            needs.append(Task("F", stage, microbatch))
-            if stage < last:
-                needs.append(Task("I", stage + 1, microbatch))
+    for task in row.tasks:
+        if task.op == "W":
+            needs.append(task._replace(op="I"))
+        elif task.op != "F":
+            needs.append(task._replace(op="F"))
+        if (other := need_of(task, stages)) is not None:
+            needs.append(other)
     return needs
 
 

@@ -7,8 +7,9 @@ Source: Qi et al. 2023, zero bubble pipeline parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,22 @@ from meshkit.swap import swap_class
 
 
 class Later:
-    """Products that were put off."""
+    """Gradients of weights that were put off."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[nn.Linear, Tensor, Tensor]] = []
+        self.work: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """weight.grad += dout' x, for each."""
-        for module, x, dout in self.pairs:
-            _accumulate(module, x, dout)
-        self.pairs.clear()
+        work, self.work = self.work, []
+        for each in work:
+            each()
 
 
 def _accumulate(module: nn.Linear, x: Tensor, dout: Tensor) -> None:
-    """Through a view of the parameter made now: the one that forward used may belong to a recomputed region."""
+    """weight.grad += dout' x.
+
+    Through a view of the parameter made now: the one that forward used may belong to a recomputed region.
+    """
     with torch.enable_grad():
         weight = inside_forward(module, "weight")
     product = dout.flatten(0, -2).mT @ x.flatten(0, -2)
@@ -43,9 +46,19 @@ def _accumulate(module: nn.Linear, x: Tensor, dout: Tensor) -> None:
 _putting_off: list[Later] = []  # the innermost is in use; autograd's threads read it too
 
 
+def weight_gradient(work: Callable[[], None]) -> None:
+    """For the backward of an autograd function: what only makes gradients of weights, now, or with W where the schedule
+    computes them apart.
+    """
+    if _putting_off:
+        _putting_off[-1].work.append(work)
+    else:
+        work()
+
+
 @contextmanager
 def put_off(later: Later) -> Iterator[None]:
-    """Inside, backwards put the products of weights into `later`."""
+    """Inside, backwards leave the gradients of weights to `later`."""
     _putting_off.append(later)
     try:
         yield
@@ -69,10 +82,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         dx = dout @ weight if ctx.needs_input_grad[0] else None
-        if _putting_off:
-            _putting_off[-1].pairs.append((ctx.module, x, dout))
-        else:
-            _accumulate(ctx.module, x, dout)
+        weight_gradient(partial(_accumulate, ctx.module, x, dout))
         return dx, None, None, None
 
 

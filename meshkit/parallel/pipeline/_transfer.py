@@ -1,97 +1,99 @@
 """Messages between ranks of a pipeline, in an order on which both ends agree.
 
-What a rank sends to another follows from its table: outputs of F to the next stage's rank, gradients of B or I to the one
-before. A receiver posts its receives in the sender's order, so that messages match whatever the backend; messages to
-higher and to lower ranks have groups of their own, so that two ranks that send to each other never wait for each other.
+What a rank sends to another follows from its table. A receiver posts its receives in the sender's order, so that messages
+match whatever the backend; messages to higher and to lower ranks have groups of their own, so that two ranks that send to
+each other never wait for each other. Receives are posted a row ahead: what the next row needs travels while this one
+computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshkit.parallel.pipeline._table import Schedule
-
-
-class Message(NamedTuple):
-    """`kind` F: the hidden state that enters `stage`; B: its gradient with respect to what entered `stage + 1`."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def sent_by(schedule: Schedule, rank: int) -> Iterator[tuple[int, Message]]:
-    """(receiver, message) in the order in which the rank sends. Between stages of one rank nothing is sent."""
-    for row in schedule.ranks[rank]:
-        for task in row.tasks:
-            if task.op == "F" and task.stage + 1 < schedule.stages:
-                receiver, message = schedule.placement[task.stage + 1], Message("F", task.stage + 1, task.microbatch)
-            elif task.op in ("B", "I") and task.stage > 0:
-                receiver, message = schedule.placement[task.stage - 1], Message("B", task.stage - 1, task.microbatch)
-            else:
-                continue
-            if receiver != rank:
-                yield receiver, message
+from meshkit.errors import StepError
+from meshkit.parallel.pipeline._messages import Message
+from meshkit.parallel.pipeline._table import Task
 
 
 class Mail:
-    """Sends without waiting, and receives in the sender's order.
+    """Hands on what tasks make: sends without waiting, and receives in the sender's order.
 
-    shapes: the hidden state's shape by microbatch. up, down: process groups of the pp axis, for messages to higher and to
-    lower ranks.
+    messages: of the whole table. shapes: the hidden state's shape by microbatch. up, down: process groups of the pp axis, for
+    messages to higher and to lower ranks.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        messages: Sequence[Message],
         rank: int,
-        shapes: dict[int, torch.Size],
+        shapes: Mapping[int, torch.Size],
         dtype: torch.dtype,
         device: torch.device,
         up: dist.ProcessGroup,
         down: dist.ProcessGroup,
     ) -> None:
-        self.schedule, self.rank, self.shapes, self.dtype, self.device = schedule, rank, shapes, dtype, device
+        self.rank, self.shapes, self.dtype, self.device = rank, shapes, dtype, device
         self.up, self.down = up, down
-        self._expected = {
-            peer: [message for receiver, message in sent_by(schedule, peer) if receiver == rank]
-            for peer in range(schedule.world)
-            if peer != rank
-        }
-        self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
-        self._kept: dict[Message, Tensor] = {}  # for ourselves
+        self._targets = {message.made: message.target for message in messages if message.source == rank}
+        self._sources = {message.made: message.source for message in messages if message.target == rank}
+        self._by_row: dict[int, list[Task]] = {}
+        self._following: dict[int, deque[Task]] = {}
+        for message in messages:
+            if message.target == rank:
+                self._by_row.setdefault(message.needed_by, []).append(message.made)
+                self._following.setdefault(message.source, deque()).append(message.made)
+        self._posted: dict[Task, tuple[Tensor, dist.Work]] = {}
+        self._kept: dict[Task, Tensor] = {}  # for ourselves
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, to: int, message: Message, value: Tensor) -> None:
-        if to == self.rank:
-            self._kept[message] = value
+    def send(self, made: Task, value: Tensor) -> None:
+        target = self._targets.get(made)
+        if target is None:
+            self._kept[made] = value
             return
         value = value.contiguous()
-        group = self.up if to > self.rank else self.down
-        work = dist.isend(value, group=group, group_dst=to)
+        work = dist.isend(value, group=self.up if target > self.rank else self.down, group_dst=target)
         assert work is not None
         self._sending = [pair for pair in self._sending if not pair[0].is_completed()]
         self._sending.append((work, value))
 
-    def receive(self, source: int, message: Message) -> Tensor:
-        if source == self.rank:
-            return self._kept.pop(message)
-        group = self.up if source < self.rank else self.down
-        while message not in self._posted:
-            following = self._expected[source].pop(0)
-            buffer = torch.empty(self.shapes[following.microbatch], dtype=self.dtype, device=self.device)
-            work = dist.irecv(buffer, group=group, group_src=source)
-            assert work is not None
-            self._posted[following] = (buffer, work)
-        buffer, work = self._posted.pop(message)
-        work.wait()
+    def expect(self, row: int) -> None:
+        """Post the receives of what that row of this rank needs, and of what comes before it from the same ranks."""
+        for made in self._by_row.get(row, ()):
+            self._post(made)
+
+    def receive(self, made: Task) -> Tensor:
+        """What the task made. Raises: StepError if it does not come within the timeout of the group."""
+        if made not in self._sources:
+            return self._kept.pop(made)
+        self._post(made)
+        buffer, work = self._posted.pop(made)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            source = self._sources[made]
+            raise StepError(
+                f"pp rank {self.rank} waited for {made} (stage {made.stage}, microbatch {made.microbatch}) from pp rank "
+                f"{source}, which did not send it: that rank has ended, or stalls before it. Look at its screen; more time "
+                f"is init_mesh(timeout=...)."
+            ) from error
         return buffer
 
     def finish(self) -> None:
         for work, _ in self._sending:
             work.wait()
+
+    def _post(self, made: Task) -> None:
+        source = self._sources[made]
+        group = self.up if source < self.rank else self.down
+        while self._following[source] and made not in self._posted:
+            following = self._following[source].popleft()
+            buffer = torch.empty(self.shapes[following.microbatch], dtype=self.dtype, device=self.device)
+            work = dist.irecv(buffer, group=group, group_src=source)
+            assert work is not None
+            self._posted[following] = (buffer, work)

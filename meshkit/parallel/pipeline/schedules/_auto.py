@@ -193,7 +193,7 @@ def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
                 yield rank, index - 1
             index -= 1
             continue
-        sources = [where[need] for need in needs(row, schedule.stages - 1)]
+        sources = [where[need] for need in needs(row, schedule.stages)]
         if not sources:
             return
         rank, index = max(sources, key=lambda at: events[at[0]][at[1]].end_s)

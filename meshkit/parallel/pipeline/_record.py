@@ -1,0 +1,100 @@
+"""What a real step did and when, on a clock that the ranks of a pipeline share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshkit.parallel.pipeline._simulate import Times
+from meshkit.parallel.pipeline._table import Op, Schedule, Task
+
+
+class Measured(NamedTuple):
+    """A task, without the wait for its messages; seconds since a moment all ranks share."""
+
+    rank: int
+    task: Task
+    start_s: float
+    end_s: float
+
+
+class _Clock(Protocol):
+    def stamp(self) -> object: ...
+    def seconds(self, stamp: object) -> float: ...
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self.zero = perf_counter()
+
+    def stamp(self) -> float:
+        return perf_counter()
+
+    def seconds(self, stamp: object) -> float:
+        assert isinstance(stamp, float)
+        return stamp - self.zero
+
+
+class _DeviceClock:
+    """When the device gets there, not when the host asks it to."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+        self.device = device
+        self.zero = self.stamp()
+
+    def stamp(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stamp: object) -> float:
+        assert isinstance(stamp, torch.Event)
+        stamp.synchronize()
+        return float(self.zero.elapsed_time(stamp)) / 1e3
+
+
+class Recording:
+    """One rank's tasks, while a pipeline records. Made by `Pipeline.record`."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+        """Wire: a barrier, whose end is time 0 on every rank."""
+        self.group, self.rank = group, rank
+        dist.barrier(group)
+        self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self._stamps: list[tuple[Task, object, object]] = []
+
+    @contextmanager
+    def measure(self, task: Task) -> Iterator[None]:
+        start = self._clock.stamp()
+        yield
+        self._stamps.append((task, start, self._clock.stamp()))
+
+    def gather(self) -> list[Measured]:
+        """What every rank of the axis did, the same on all of them. Wire: one all-gather of objects."""
+        mine = [
+            Measured(self.rank, task, self._clock.seconds(start), self._clock.seconds(end))
+            for task, start, end in self._stamps
+        ]
+        found: list[list[Measured]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(found, mine, group=self.group)
+        return [measured for rank in found for measured in rank]
+
+
+def times_of(measured: Sequence[Measured], schedule: Schedule) -> Times:
+    """What to simulate the schedule with: the mean time of each op in each stage. Hops are not measured, and free."""
+
+    def per_stage(op: Op) -> tuple[float, ...]:
+        return tuple(
+            fmean(spans) if (spans := [m.end_s - m.start_s for m in measured if m.task[:2] == (op, stage)]) else 0.0
+            for stage in range(schedule.stages)
+        )
+
+    whole = None if schedule.splits_backward and not any(m.task.op == "B" for m in measured) else per_stage("B")
+    return Times(f_s=per_stage("F"), i_s=per_stage("I"), w_s=per_stage("W"), b_s=whole)

@@ -1,0 +1,78 @@
+"""A schedule in a trace viewer, simulated and measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from meshkit.parallel.pipeline._record import Measured
+from meshkit.parallel.pipeline._simulate import Simulation
+from meshkit.parallel.pipeline._table import Row, Task
+from meshkit.parallel.pipeline.drawing._common import WORDS
+
+
+def trace(simulation: Simulation | None = None, measured: Iterable[Measured] = ()) -> str:
+    """JSON for chrome://tracing and ui.perfetto.dev: a process per rank, with a lane "simulated" and a lane "measured".
+
+    Names are those of the table (`3B0`), so a search finds both. Each lane starts at 0.
+    """
+    ranks: set[int] = set()
+    events: list[dict[str, Any]] = []
+    if simulation is not None:
+        for rank, rows in enumerate(simulation.events):
+            ranks.add(rank)
+            events += [_slice(rank, 0, *event) for event in rows]
+            events += [
+                {
+                    "ph": "C",
+                    "name": "activations",
+                    "pid": rank,
+                    "ts": _microseconds(level.time_s),
+                    "args": {"held": level.units},
+                }
+                for level in simulation.memory[rank]
+            ]
+    seen = list(measured)
+    origin_s = min((start_s for _, _, start_s, _ in seen), default=0.0)
+    for rank, what, start_s, end_s in seen:
+        ranks.add(rank)
+        events.append(_slice(rank, 1, what, start_s - origin_s, end_s - origin_s))
+    lanes = [(0, "simulated")] * (simulation is not None) + [(1, "measured")] * bool(seen)
+    names: list[dict[str, Any]] = []
+    for rank in sorted(ranks):
+        names.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        names.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        names += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}} for lane, name in lanes
+        ]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events})
+
+
+# What the trace viewer calls its colours; Perfetto colours by name and ignores them.
+TRACE_COLOURS = {
+    "F": "thread_state_running",
+    "B": "terrible",
+    "I": "thread_state_iowait",
+    "W": "good",
+    "FB": "rail_animation",
+}
+
+
+def _slice(rank: int, lane: int, what: Task | Row, start_s: float, end_s: float) -> dict[str, Any]:
+    tasks = what.tasks if isinstance(what, Row) else (what,)
+    return {
+        "ph": "X",
+        "name": str(what),
+        "cat": what.op,
+        "pid": rank,
+        "tid": lane,
+        "ts": _microseconds(start_s),
+        "dur": _microseconds(end_s - start_s),
+        "cname": TRACE_COLOURS[what.op],
+        "args": {f"{WORDS[task.op]} of": f"microbatch {task.microbatch} through stage {task.stage}" for task in tasks},
+    }
+
+
+def _microseconds(time_s: float) -> float:
+    return round(time_s * 1e6, 3)
