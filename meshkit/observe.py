@@ -86,6 +86,6 @@ def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
     meshes: dict[tuple[str, ...], DeviceMesh] = {
         large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
         large("dp_shard", "cp"): mesh.shard,
-        **{(axis,): mesh[axis] for axis in large("dp_replicate", "dp_shard", "cp", "tp")},
+        **{(axis,): mesh[axis] for axis in large("pp", "dp_replicate", "dp_shard", "cp", "tp")},
     }
     return {tuple(dist.get_process_group_ranks(axis.get_group())): "_".join(names) for names, axis in meshes.items()}

@@ -15,7 +15,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
-from meshkit.parallel.data import fully_shard, kept_units
+from meshkit.parallel.data import fully_shard, kept_units, zero_stage
 from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
@@ -64,7 +64,7 @@ def parallelize(
     _refuse_different_values(model, mesh)
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
-    zero = _zero(zero, pipelined)
+    zero = zero_stage(zero, pipelined=pipelined)
     cut = None
     if pipelined:
         cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
@@ -109,17 +109,10 @@ def parallelize(
         sequence=sequence and mesh.spec.tp > 1,
         context=context,
         blocks=blocks,
+        schedule=schedule,
+        stages=stages,
         pipeline=pipeline,
     )
-
-
-def _zero(zero: int | None, pipelined: bool) -> int:
-    if pipelined and zero not in (None, 1):
-        raise PlanError(
-            f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
-            "zero away, or give dp_shard the ranks of pp."
-        )
-    return zero or (1 if pipelined else 3)
 
 
 def _refuse_unsupported(mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
-from meshkit.parallel.pipeline import Pipeline
+from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
 from meshkit.plan import Plan
 from meshkit.whole import copies_of
 
@@ -56,6 +56,8 @@ class Run:
     sequence: bool
     context: ContextPolicy
     blocks: list[str] = field(default_factory=list)
+    schedule: Generator | Schedule | str = "1f1b"
+    stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 
@@ -68,6 +70,8 @@ class Run:
             "zero": self.zero,
             "sequence": self.sequence,
             "context": self.context,
+            "schedule": self.schedule,
+            "stages": self.stages,
         }
 
     def parameters(self) -> Iterator[nn.Parameter]:

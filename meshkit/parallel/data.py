@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,21 @@ class Zero:
         return self.stage >= 2
 
 
-def shard_units(module: nn.Module, units: Iterable[str]) -> list[str]:
+def zero_stage(zero: int | None, *, pipelined: bool) -> int:
+    """The stage of a run: 3, or with pp 1. Raises: PlanError for another one with pp."""
+    if pipelined and zero not in (None, 1):
+        raise PlanError(
+            f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
+            "zero away, or give dp_shard the ranks of pp."
+        )
+    return zero or (1 if pipelined else 3)
+
+
+def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list[str]:
     """The units that can be gathered alone: those that share no parameter with the rest of the model.
 
-    A tied embedding and head, for example, stay together in the root.
+    names: parameters under all of their names. A tied embedding and head, for example, stay together in the root.
     """
-    names = dict(module.named_parameters(remove_duplicate=False))
     alone = []
     for unit in units:
         prefix = f"{unit}."
@@ -101,7 +110,7 @@ def fully_shard(
         if name not in modules:
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
     kept = set(keep)
-    for name in shard_units(module, units):
+    for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
         reshard = stage.reshard_after_forward and name not in kept
         _fully_shard(modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -37,6 +37,13 @@ CELLS = [
     Cell(mesh="dp_replicate=2 cp=2", context=mk.ContextPolicy(scheme="ulysses"), heads=(8, 1)),
     Cell(mesh="cp=2 tp=2", sequence=True, documents=True, recompute="full", heads=(9, 3), vocab=61),
     Cell(mesh="cp=2 tp=2", microbatches=2, tied=True),
+    Cell(mesh="pp=4", layers=4, microbatches=3, tied=True),
+    Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, schedule="zbv", tied=True),
+    Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, schedule="interleaved", tied=True),
+    Cell(mesh="pp=2 dp_replicate=2", layers=3, stages=(1, 2), dtype="float32", bf16=True, recompute="full"),
+    Cell(mesh="pp=2 tp=2", layers=4, microbatches=2, sequence=True, recompute="full", qwen=True, schedule="zb-h1"),
+    Cell(mesh="pp=2 tp=2", layers=4, microbatches=3, vocab=61, tied=True),
+    Cell(mesh="pp=2 cp=2", layers=4, microbatches=2, documents=True, schedule="dualpipe-v"),
 ]
 
 
@@ -47,11 +54,11 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     with observe(mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)
         mk.clip_grad_norm(run, 1.0)
-    place = {axis: mesh[axis].get_local_rank() for axis in ("dp_shard", "cp", "tp")}
+    place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.documents else None
     rows = local["labels"].shape[0]
     said = explain(
-        run.model,
+        build(cell),
         mesh.spec,
         **run.choices,
         rows=rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -61,8 +61,12 @@ class Cut:
     @property
     def owners(self) -> dict[str, int]:
         """The rank that counts and writes each tensor; what belongs to no stage is rank 0's."""
-        modules = {name: stage for stage in range(self.stages.count) for name in self.stages.modules_of(stage)}
-        return {name: self.placement[modules.get(_module(name, modules), 0)] for name in self.tensors}
+        return {name: self.placement[self.stages.stage_of(name) or 0] for name in self.tensors}
+
+    def runs(self, name: str, rank: int) -> bool:
+        """Does the rank run this module, or hold this tensor? What is around all stages is on every rank."""
+        stage = self.stages.stage_of(name)
+        return stage is None or self.placement[stage] == rank
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
@@ -274,13 +278,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     held = {**dict(model.named_parameters()), **buffers}
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
-
-
-def _module(name: str, modules: Container[str]) -> str:
-    """The stage's module that holds the tensor, "" if none does."""
-    while name and name not in modules:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:

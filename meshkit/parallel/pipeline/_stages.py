@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +37,16 @@ class Stages:
         head = self.head if stage == 0 else ()
         tail = self.tail if stage == self.count - 1 else ()
         return (*head, *self.blocks[stage], *tail)
+
+    @cached_property
+    def _by_module(self) -> dict[str, int]:
+        return {name: stage for stage in range(self.count) for name in self.modules_of(stage)}
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that holds this module, or the one that this module or tensor is inside of; None around all stages."""
+        while name and name not in self._by_module:
+            name = name.rpartition(".")[0]
+        return self._by_module.get(name)
 
 
 def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: Sequence[int] | None = None) -> Stages:

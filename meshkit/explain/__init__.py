@@ -1,0 +1,9 @@
+"""Print what a run will be before it starts: where each parameter lies, and what one step sends on which axis.
+
+Pure arithmetic over the same tables that `parallelize` executes: no process group, no ranks, a model on meta is enough.
+"""
+
+from ._explain import explain as explain
+from ._explanation import Explanation as Explanation
+from ._explanation import Message as Message
+from ._explanation import ParamRow as ParamRow
