@@ -125,7 +125,7 @@ def main() -> None:
         print(plan)
         print(
             mk.explain(
-                run.model,
+                run.whole,
                 mesh.spec,
                 **run.choices,
                 rows=8 // mesh.data_ranks,

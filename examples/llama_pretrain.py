@@ -51,6 +51,7 @@ from meshkit.models import (
     load_pretrained,
     save_pretrained,
 )
+from meshkit.parallel.pipeline import read_csv, record_trace
 from meshkit.schedule_lr import lr_schedule
 
 DEMO = LlamaConfig(
@@ -100,19 +101,22 @@ class Config:
     """attention and positions stop at the end of a document"""
     seed: int = 0
 
-    zero: Literal[1, 2, 3] = 3
+    zero: Literal[1, 2, 3] | None = None
+    """sharding over dp_shard; default 3, with pp 1"""
     sequence: bool = True
     """with tp: shard activations along the sequence between regions"""
     recompute: Literal["none", "full", "selective"] = "none"
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
+    schedule: str = "1f1b"
+    """with pp: a name of `python -m meshkit draw`, or a CSV file with a table of yours"""
 
     eval_every: int = 50
     eval_batches: int = 8
     save_every: int = 50
     keep: int = 2
     profile: bool = False
-    """write a Chrome trace of three steps"""
+    """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     explain: bool = False
     """print what each rank holds and sends"""
     prompt: str = "import os\n\n\ndef "
@@ -166,6 +170,7 @@ def main() -> None:
         ),
         zero=config.zero,
         sequence=config.sequence,
+        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
         compile=config.compile,
     )
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
@@ -176,11 +181,11 @@ def main() -> None:
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
     )
     rows = -(-config.global_batch // mesh.data_ranks)
-    say(f"model {sum(p.numel() for p in run.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
     if config.explain:
         say(
             explain(
-                run.model, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches
+                run.whole, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches
             )
         )
 
@@ -213,7 +218,8 @@ def main() -> None:
         step = start
         for step in range(start + 1, config.steps + 1):
             batch = next(loader)
-            loss = run.forward_backward(batch, microbatches=config.microbatches)
+            with record_trace(run.pipeline, config.out / "pipeline.json", enabled=config.profile and step == start + 2):
+                loss = run.forward_backward(batch, microbatches=config.microbatches)
             norm = mk.clip_grad_norm(run, config.clip)
             lr = scheduler.get_last_lr()[0]
             if guard.allows(run, norm, step=step):

@@ -186,7 +186,7 @@ def main() -> None:
     say(f"the first {rows} held-out rows: {len(lengths)} documents of {lengths[0]:,} to {lengths[-1]:,} tokens")
     for policy in dict.fromkeys((run.context, dataclasses.replace(run.context, balance="contiguous"))):
         choices = {**run.choices, "context": policy}
-        told = explain(run.model, mesh.spec, **choices, rows=rows, seq_len=config.seq_len, mask=masks)
+        told = explain(run.whole, mesh.spec, **choices, rows=rows, seq_len=config.seq_len, mask=masks)
         say("\n".join(f"balance {policy.balance:11} {note}" for note in told.notes))
 
     # ---------------------------------------------------------------------------------------------- where we stopped

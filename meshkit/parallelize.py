@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -65,8 +66,9 @@ def parallelize(
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
     zero = zero_stage(zero, pipelined=pipelined)
-    cut = None
+    cut = whole = None
     if pipelined:
+        whole = _on_meta(model)
         cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
         if cut.splits_backward and not compile:  # a compiled block's backward is one piece
             split_linears(model)
@@ -112,7 +114,18 @@ def parallelize(
         schedule=schedule,
         stages=stages,
         pipeline=pipeline,
+        stages_of=whole,
     )
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy without values; what is tied stays tied."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device="meta")
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, copies)
 
 
 def _refuse_unsupported(mesh: Mesh) -> None:

@@ -59,7 +59,13 @@ class Run:
     schedule: Generator | Schedule | str = "1f1b"
     stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
+    stages_of: nn.Module | None = None  # with pp the whole model, on meta
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
+
+    @property
+    def whole(self) -> nn.Module:
+        """What `explain` takes: the model with the layers of all stages. With pp it is a copy on meta."""
+        return self.stages_of if self.stages_of is not None else self.model
 
     @property
     def choices(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshkit.errors import PlanError
 from meshkit.explain._explanation import Explanation
 from meshkit.explain._held import Held, Part, local_params, part_masks
 from meshkit.explain._sent import Ledger, add_context, add_data, add_pipeline, add_scalars, add_tensor
@@ -18,6 +19,7 @@ from meshkit.parallel.data import zero_stage
 from meshkit.parallel.pipeline import Checked, Cut, Generator, Schedule, check, plan_pipeline, simulate
 from meshkit.parallel.tensor_layout import tensor_layout, widest_heads
 from meshkit.plan import Plan, match_names
+from meshkit.whole import whole_of
 
 
 def explain(
@@ -47,6 +49,11 @@ def explain(
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does.
     """
+    if whole_of(model) is not None:
+        raise PlanError(
+            "explain: this model has the stages of one rank of pp only. Give it the whole one: `run.whole`, or the model "
+            "before parallelize."
+        )
     place = coordinate or {}
     sequence = sequence and spec.tp > 1
     layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None

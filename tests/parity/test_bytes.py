@@ -58,7 +58,7 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.documents else None
     rows = local["labels"].shape[0]
     said = explain(
-        build(cell),
+        run.whole,
         mesh.spec,
         **run.choices,
         rows=rows,

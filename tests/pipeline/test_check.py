@@ -40,7 +40,11 @@ def table(*ranks: str, microbatches: int = 1, placement: tuple[int, ...] | None 
 def refusal(schedule: Schedule) -> str:
     with pytest.raises(PlanError) as refused:
         check(schedule)
-    return str(refused.value)
+    text = str(refused.value)
+    assert re.search(r"^ *\^$", text, re.MULTILINE) or "\n" not in text or "placement puts" in text, (
+        "an arrow at the cell"
+    )
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ pinned texts

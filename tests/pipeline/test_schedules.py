@@ -30,22 +30,6 @@ def draws(examples: int = 40) -> settings:
 
 QUICK = [name for name in schedules.NAMES if name != "auto"]
 
-# F, I, W and hop in ms, and bubble rates of 1F1B and ZB-H1: Qi et al. 2023 (arXiv 2401.10241), tables 9 and 5.
-PUBLISHED = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
-    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421),
-    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594),
-]
-
 
 def peaks(schedule: Schedule) -> tuple[int, ...]:
     return check(schedule).peak_live
@@ -139,15 +123,6 @@ def test_memory_with_one_stage_per_rank(ranks: int, microbatches: int) -> None:
     assert peaks(schedules.one_f_one_b(p, m)) == tuple(min(p - rank, m) for rank in range(p))
     assert peaks(schedules.zb_h1(p, m)) == (min(p, m),) * p
     assert peaks(schedules.zb_h2(p, m)) == (min(2 * p - 1, m),) * p
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "f", "i", "w", "hop", "rate_1f1b", "rate_h1"), PUBLISHED)
-def test_the_published_bubble_rates(
-    ranks: int, microbatches: int, f: float, i: float, w: float, hop: float, rate_1f1b: float, rate_h1: float
-) -> None:
-    times = Times(f_s=f, i_s=i, w_s=w, hop_s=hop)
-    assert round(simulate(schedules.one_f_one_b(ranks, microbatches), times).bubble_rate, 4) == rate_1f1b
-    assert round(simulate(schedules.zb_h1(ranks, microbatches), times).bubble_rate, 4) == rate_h1
 
 
 @draws()
@@ -293,7 +268,8 @@ def test_hanayo_more_waves_have_a_smaller_bubble_rate(ranks: int, rounds: int) -
 @draws(10)
 @given(ranks=RANKS, microbatches=MICROBATCHES, waves=st.integers(1, 4))
 def test_hanayo_memory(ranks: int, microbatches: int, waves: int) -> None:
-    allowed = 2 * waves * min(ranks, microbatches) * (1.5 if microbatches > ranks else 1)
+    # 23/18, at 3 ranks and 6 microbatches, is the most for up to 8 ranks and 4 waves: seen, not derived.
+    allowed = 2 * waves * min(ranks, microbatches) * (23 / 18 if microbatches > ranks else 1)
     assert max(peaks(schedules.hanayo(ranks, microbatches, waves=waves))) <= allowed
 
 

@@ -5,6 +5,7 @@ from ._check import check as check
 from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
 from .drawing import html as html
+from .drawing import record_trace as record_trace
 from .drawing import svg as svg
 from .drawing import text as text
 from .drawing import trace as trace

@@ -80,6 +80,8 @@ def execute(
     parts: (microbatch, what its loss counts); scale: what losses are divided by before their backward. The two halves of an
     FB row run one after the other, with the messages of both on their way.
     """
+    if recording is not None:
+        recording.begin(schedule)
     live: dict[tuple[int, int], _Live] = {}
     losses: list[Tensor] = []
     last = schedule.stages - 1

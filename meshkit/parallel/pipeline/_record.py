@@ -61,7 +61,7 @@ class _DeviceClock:
 
 
 class Recording:
-    """One rank's tasks, while a pipeline records. Made by `Pipeline.record`."""
+    """One rank's tasks of a step, while a pipeline records. Made by `Pipeline.record`."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         """Wire: a barrier, whose end is time 0 on every rank."""
@@ -69,6 +69,12 @@ class Recording:
         dist.barrier(group)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._stamps: list[tuple[Task, object, object]] = []
+        self.schedule: Schedule | None = None  # of the last step
+
+    def begin(self, schedule: Schedule) -> None:
+        """Forget the step before."""
+        self.schedule = schedule
+        self._stamps.clear()
 
     @contextmanager
     def measure(self, task: Task) -> Iterator[None]:

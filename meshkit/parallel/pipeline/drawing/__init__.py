@@ -10,4 +10,5 @@ from ._text import coloured as coloured
 from ._text import summary as summary
 from ._text import table_text as table_text
 from ._text import text as text
+from ._trace import record_trace as record_trace
 from ._trace import trace as trace

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from meshkit.parallel.pipeline._record import Measured
-from meshkit.parallel.pipeline._simulate import Simulation
+import torch.distributed as dist
+
+from meshkit.parallel.pipeline._record import Measured, times_of
+from meshkit.parallel.pipeline._simulate import Simulation, simulate
 from meshkit.parallel.pipeline._table import Row, Task
 from meshkit.parallel.pipeline.drawing._common import WORDS
+
+if TYPE_CHECKING:
+    from meshkit.parallel.pipeline._pipeline import Pipeline
 
 
 def trace(simulation: Simulation | None = None, measured: Iterable[Measured] = ()) -> str:
@@ -47,6 +55,24 @@ def trace(simulation: Simulation | None = None, measured: Iterable[Measured] = (
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}} for lane, name in lanes
         ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events})
+
+
+@contextmanager
+def record_trace(pipeline: Pipeline | None, path: str | PathLike[str], *, enabled: bool = True) -> Iterator[None]:
+    """Record the step inside; global rank 0 then writes the trace of its pipeline, beside its simulation with the mean times.
+
+    Does nothing without a pipeline, or if not enabled. A collective on the axis.
+    """
+    if pipeline is None or not enabled:
+        yield
+        return
+    with pipeline.record() as recording:
+        yield
+    measured = recording.gather()
+    if dist.get_rank() == 0 and recording.schedule is not None:
+        simulation = simulate(recording.schedule, times_of(measured, recording.schedule))
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(trace(simulation, measured))
 
 
 # What the trace viewer calls its colours; Perfetto colours by name and ignores them.
