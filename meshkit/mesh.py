@@ -176,6 +176,18 @@ class Mesh:
         _take_timeout(mesh)
         return mesh
 
+    @cached_property
+    def expert_ranks(self) -> DeviceMesh:
+        """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use."""
+        mesh = _combine(self.expert, ("ep", "etp"), self.spec)
+        _take_timeout(mesh)
+        return mesh
+
+    @property
+    def expert_data(self) -> DeviceMesh:
+        """What fully_shard shards experts over: (dp_replicate, edp), or edp without replicas."""
+        return self.expert["dp_replicate", "edp"] if self.spec.dp_replicate > 1 else self.expert["edp"]
+
     @property
     def shard(self) -> DeviceMesh:
         """1-D: what fully_shard shards over, without replicas."""

@@ -16,6 +16,7 @@ from meshkit import _torch
 from meshkit.explain import Message
 from meshkit.mesh import Mesh
 from meshkit.operator import body_of
+from meshkit.parallel.expert import in_expert_view
 
 # Operator -> (collective, position of the tensor whose size counts).
 _OPERATORS = {
@@ -35,12 +36,12 @@ _OPERATORS = {
 def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
     """Count every collective of this rank inside the context, by axis, kind and size."""
     found: Counter[Message] = Counter()
-    with _Observer(_axes_by_ranks(mesh), found):
+    with _Observer(_Axes(mesh), found):
         yield found
 
 
 class _Observer(TorchDispatchMode):
-    def __init__(self, axes: dict[tuple[int, ...], str], found: Counter[Message]) -> None:
+    def __init__(self, axes: _Axes, found: Counter[Message]) -> None:
         super().__init__()
         self.axes, self.found = axes, found
 
@@ -69,8 +70,7 @@ class _Observer(TorchDispatchMode):
 
     def _count(self, op: str, size: int, group: dist.ProcessGroup) -> None:
         if size:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self.found[Message(self.axes.get(ranks, str(ranks)), op, size)] += 1
+            self.found[Message(self.axes.of(group), op, size)] += 1
 
 
 def _bytes(value: Any) -> int:
@@ -79,13 +79,28 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(part) for part in value)
 
 
-def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    def large(*axes: str) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if getattr(mesh.spec, axis) > 1)
+class _Axes:
+    """Which axis a group is of: by the group itself, since two axes may have the same ranks, else by its ranks.
 
-    meshes: dict[tuple[str, ...], DeviceMesh] = {
-        large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
-        large("dp_shard", "cp"): mesh.shard,
-        **{(axis,): mesh[axis] for axis in large("pp", "dp_replicate", "dp_shard", "cp", "tp")},
-    }
-    return {tuple(dist.get_process_group_ranks(axis.get_group())): "_".join(names) for names, axis in meshes.items()}
+    An axis of all ranks is one group in both views, and has the name of the dense one.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        def large(*axes: str) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if getattr(mesh.spec, axis) > 1)
+
+        meshes: dict[tuple[str, ...], DeviceMesh] = {
+            large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
+            large("dp_shard", "cp"): mesh.shard,
+            **{(axis,): mesh[axis] for axis in large("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        }
+        if in_expert_view(mesh.spec):
+            meshes[large("ep", "etp")] = mesh.expert_ranks
+            meshes |= {(axis,): mesh[axis] for axis in large("edp", "ep", "etp")}
+        groups = [("_".join(names), axis.get_group()) for names, axis in meshes.items() if names]
+        self._by_name = {group.group_name: name for name, group in reversed(groups)}
+        self._by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in reversed(groups)}
+
+    def of(self, group: dist.ProcessGroup) -> str:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return self._by_name.get(group.group_name) or self._by_ranks.get(ranks, str(ranks))

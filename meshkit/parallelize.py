@@ -11,20 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshkit.auto_plan import auto_plan
-from meshkit.errors import MeshError, PlanError
+from meshkit.errors import PlanError
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
-from meshkit.parallel.data import fully_shard, kept_units, zero_stage
+from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, zero_stage
+from meshkit.parallel.expert import Capacity, MakeDispatcher, expert_parallel, share_counts
 from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
-
-EXECUTED_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def parallelize(
@@ -36,6 +35,8 @@ def parallelize(
     zero: int | None = None,
     sequence: bool = False,
     context: ContextPolicy | None = None,
+    capacity: Capacity | None = None,
+    dispatcher: MakeDispatcher | None = None,
     schedule: Generator | Schedule | str = "1f1b",
     stages: Sequence[int] | None = None,
     compile: bool | str = False,
@@ -46,15 +47,15 @@ def parallelize(
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard:
     3, or with pp 1, since many microbatches are in flight between gathering parameters and reducing gradients.
+    capacity: at most so many tokens for each expert; dispatcher: another way of tokens to experts; see `expert_parallel`.
     sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens are split and
     attention comes together. schedule: with pp, a name of `meshkit.schedules`, a function (ranks, microbatches) -> Schedule,
     or a table of yours; stages: blocks of each stage, default by parameters. compile: torch.compile each block; a string is
     the backend's name.
     Names of parameters do not change.
-    Raises: MeshError for an axis that is not executed; PlanError for a plan that does not fit the model, buffers on meta,
+    Raises: PlanError for a plan that does not fit the model, buffers on meta,
     or values that differ between ranks.
     """
-    _refuse_unsupported(mesh)
     plan = plan if plan is not None else auto_plan(model)
     memory = memory or MemoryPolicy()
     names = dict(model.named_modules())
@@ -65,6 +66,7 @@ def parallelize(
     _refuse_different_values(model, mesh)
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
+    sequence = sequence and mesh.spec.tp > 1
     zero = zero_stage(zero, pipelined=pipelined)
     cut = whole = None
     if pipelined:
@@ -84,20 +86,32 @@ def parallelize(
         multiple=mesh.spec.tp if sequence else 1,
         dtype=compute,
     )
+    experts = expert_parallel(
+        model, mesh, plan=plan.tensor, sequence=sequence, capacity=capacity, dispatcher=dispatcher
+    )
+    share_counts(model, mesh, sequence=sequence)
     pipeline = None
     if cut is not None:
         pipeline = pipeline_parallel(model, mesh["pp"], cut, dtype=compute, parts=mesh.spec.tp if sequence else 1)
         held = set(pipeline.modules)
         blocks, units = [name for name in blocks if name in held], [name for name in units if name in held]
+        experts = [name for name in experts if cut.runs(name, pipeline.rank)]
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
         for name in blocks:
             names[name].compile(fullgraph=True, backend="inductor" if compile is True else compile)
+    keep = kept_units(blocks, units)
+    for name in experts:
+        fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision)
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                gather_around(names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep)
     fully_shard(
         model,
         mesh.data,
         units=[*blocks, *units],
-        keep=kept_units(blocks, units),
+        keep=keep,
+        apart=experts,
         zero=zero,
         precision=memory.precision,
     )
@@ -108,7 +122,7 @@ def parallelize(
         plan=plan,
         memory=memory,
         zero=zero,
-        sequence=sequence and mesh.spec.tp > 1,
+        sequence=sequence,
         context=context,
         blocks=blocks,
         schedule=schedule,
@@ -126,15 +140,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, copies)
-
-
-def _refuse_unsupported(mesh: Mesh) -> None:
-    for axis in ("ep", "etp"):
-        if (size := getattr(mesh.spec, axis)) > 1:
-            raise MeshError(
-                f"parallelize executes the axes {', '.join(EXECUTED_AXES)}; {axis}={size} is not supported yet. "
-                f"Give those ranks to one of these axes, for example dp_shard."
-            )
 
 
 def _refuse_meta_buffers(model: nn.Module) -> None:

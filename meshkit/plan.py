@@ -20,12 +20,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Style:
-    """What one module does on the tensor axis. Made by the functions below, which say what each kind means."""
+    """What one module does on the tensor axis, experts on theirs. Made by the functions below, which say what kinds mean."""
 
-    kind: Literal["column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split"]
+    kind: Literal[
+        "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts"
+    ]
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
     head_dim: str = "head_dim"
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
@@ -93,6 +97,21 @@ def attention(
     are stored whole on every rank, and each rank computes the ones its query heads need.
     """
     return Style("attention", optional, (query, key, value, output), head_dim)
+
+
+def experts(
+    *,
+    columns: tuple[str, ...] = ("gate_proj", "up_proj"),
+    rows: tuple[str, ...] = ("down_proj",),
+    optional: bool = False,
+) -> Style:
+    """A module of stacked experts, shared over the axes ep and etp of the expert view; see `expert_parallel`.
+
+    columns: its parameters [experts, features, inputs]; rows: those [experts, outputs, features]. etp splits the features.
+    On the tensor axis every rank brings its own tokens: the module's inputs are whole with sequence=False, and this rank's
+    part of the sequence with sequence=True.
+    """
+    return Style("experts", optional, columns=columns, rows=rows)
 
 
 @dataclass(frozen=True)

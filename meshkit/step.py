@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshkit.auxiliary import Collected, collect
 from meshkit.errors import DataError, StepError
 from meshkit.mask import Mask
 from meshkit.memory.loss import IGNORED, cross_entropy
@@ -19,6 +20,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
+from meshkit.parallel.expert import step_counts, step_losses, update_biases
 from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
 from meshkit.plan import Plan
 from meshkit.whole import copies_of
@@ -60,6 +62,10 @@ class Run:
     stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
     stages_of: nn.Module | None = None  # with pp the whole model, on meta
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
+    expert_counts: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # tokens per expert of the last step, by router of this rank
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 
     @property
@@ -104,22 +110,35 @@ class Run:
         depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
         With cp > 1 the loss gets what `split_batch` makes of its rows. mask: who sees whom, one for all rows or one for each;
         default: what the model makes of position_ids.
-        Wire: two scalar all-reduces over the ranks with different tokens, and what the blocks send.
+        Auxiliary losses of routers are added to the gradients, and not to the result: they are in `auxiliary`.
+        Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
+        and what the blocks send.
         """
         tokens = self._count(batch, count).clamp(min=1)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        noted: list[tuple[Collected, float]] = []
         if self.pipeline is not None:
             parts = list(self._parts(batch, microbatches, mask))
-            total = self.pipeline.forward_backward(parts, loss, tokens)
-            self.local_loss = total
-            return self._sum_over_tokens(total) / tokens
-        for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
-            before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
-            part_loss = loss(self.model, part) * weight
-            (part_loss / tokens).backward()
-            total += part_loss.detach()
+            total, noted = self.pipeline.forward_backward(parts, loss, tokens)
+        else:
+            for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
+                before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
+                with collect() as found:
+                    part_loss = loss(self.model, part)
+                ((part_loss + found.total()) * weight / tokens).backward()
+                total += part_loss.detach() * weight
+                noted.append((found, weight))
         self.local_loss = total
+        self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
+        self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.sequence)
         return self._sum_over_tokens(total) / tokens
+
+    def balance_experts(self, *, speed: float = 1e-3) -> None:
+        """After an optimizer step: raise the bias of experts that got fewer tokens than the mean, lower that of the others.
+
+        For routers with a bias; see `meshkit.auxiliary.update_bias`. Wire: nothing.
+        """
+        update_biases(self.model, self.expert_counts, speed=speed)
 
     @torch.no_grad()
     def evaluate(

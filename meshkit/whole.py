@@ -14,11 +14,13 @@ _KEY = "_meshkit_whole"
 class Whole:
     """tensors: parameters and persistent buffers of all stages, on meta, by their single-device names, each once.
 
+    tied: further names of parameters, of whichever rank -> single-device name.
     owners: the rank of `group`, the axis pp, that counts and writes each. copies: parameters of this rank that are
     another's too, which counts them: name here -> single-device name.
     """
 
     tensors: dict[str, Tensor]
+    tied: dict[str, str]
     owners: dict[str, int]
     copies: dict[str, str]
     group: ProcessGroup
@@ -32,6 +34,19 @@ def whole_of(module: nn.Module) -> Whole | None:
     """None for a module that this rank holds whole, apart from shards."""
     whole: Whole | None = module.__dict__.get(_KEY)
     return whole
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by single-device name, a tied one under each of its names: `state_dict` of the model
+    on one device, with the tensors themselves. What other stages hold is on meta.
+    """
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    whole = whole_of(module)
+    if whole is None:
+        return own
+    here = {name: key for key, name in whole.copies.items()}
+    state = {name: own.get(here.get(name, name), tensor) for name, tensor in whole.tensors.items()}
+    return {**state, **{name: state[first] for name, first in whole.tied.items()}}
 
 
 def copies_of(module: nn.Module) -> dict[str, str]:

@@ -9,13 +9,24 @@ from torch import nn
 
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Explanation
-from meshkit.explain._held import Held, Part, local_params, part_masks
-from meshkit.explain._sent import Ledger, add_context, add_data, add_pipeline, add_scalars, add_tensor
+from meshkit.explain._held import Held, Part, part_masks
+from meshkit.explain._sent import (
+    Ledger,
+    add_balance,
+    add_context,
+    add_data,
+    add_experts,
+    add_pipeline,
+    add_scalars,
+    add_tensor,
+    expert_notes,
+)
 from meshkit.mask import Mask
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import ContextPolicy, attention_shape, choose_for_rows, model_window
 from meshkit.parallel.data import zero_stage
+from meshkit.parallel.expert import expert_layouts
 from meshkit.parallel.pipeline import Checked, Cut, Generator, Schedule, check, plan_pipeline, simulate
 from meshkit.parallel.tensor_layout import tensor_layout, widest_heads
 from meshkit.plan import Plan, match_names
@@ -73,9 +84,9 @@ def explain(
         place=place,
         layout=layout,
         cut=cut,
-        params=local_params(model, spec, layout, cut, place),
         blocks=[name for name in blocks if cut is None or cut.runs(name, at)],
         units=[name for name in units if cut is None or cut.runs(name, at)],
+        experts=expert_layouts(model, plan.tensor, ep=spec.ep),
     )
     ledger = Ledger()
     parts = [
@@ -88,8 +99,11 @@ def explain(
             add_context(ledger, held, part)
         if layout is not None:
             add_tensor(ledger, held, layout, part)
-    if spec.dp_shard * spec.cp * spec.dp_replicate > 1:
-        add_data(ledger, held, microbatches)
+        add_experts(ledger, held, part)
+    add_balance(ledger, held, parts)
+    if held.experts:
+        notes += expert_notes(held)
+    add_data(ledger, held, microbatches)
     if cut is not None:
         checked = check(cut.generate(spec.pp, microbatches))
         add_pipeline(ledger, held, cut, checked, parts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from meshkit.mask import Mask
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import ContextPolicy, Layout
+from meshkit.parallel.expert import ExpertLayout, in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor_layout import TensorLayout
 from meshkit.plan import Plan
@@ -29,6 +31,10 @@ class Local:
     whole: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
+    expert: bool = False
+    """of experts that have ranks of their own"""
+    dims: dict[str, int] = field(default_factory=dict)
+    """axis of the expert view -> the dim it splits"""
 
     @property
     def numel(self) -> int:
@@ -60,9 +66,13 @@ class Held:
     place: dict[str, int]
     layout: TensorLayout | None
     cut: Cut | None
-    params: dict[str, Local]
     blocks: list[str]
     units: list[str]
+    experts: dict[str, ExpertLayout]
+
+    @cached_property
+    def params(self) -> dict[str, Local]:
+        return held_params(self)
 
     @property
     def compute(self) -> torch.dtype:
@@ -77,6 +87,24 @@ class Held:
         """Does this rank run the module, which may lie inside of a stage's, or around them?"""
         return self.cut is None or self.cut.runs(module, self.at("pp"))
 
+    def sharded_over(self, name: str) -> tuple[str, int, int]:
+        """(axis, ranks, place of this rank on it) over which fully_shard shards the parameter."""
+        spec = self.spec
+        if not self.params[name].expert:
+            return shard_axis(spec), spec.dp_shard * spec.cp, self._folded // spec.tp
+        return "edp", spec.edp, self._folded // (spec.ep * spec.etp)
+
+    @property
+    def expert_place(self) -> tuple[int, int]:
+        """Places on (ep, etp)."""
+        spec = self.spec
+        return divmod(self._folded % (spec.ep * spec.etp), spec.etp)
+
+    @property
+    def _folded(self) -> int:
+        """Place on dp_shard x cp x tp as one axis."""
+        return (self.at("dp_shard") * self.spec.cp + self.at("cp")) * self.spec.tp + self.at("tp")
+
     def row(self, name: str) -> ParamRow:
         """Where the parameter lies, and what of it this rank keeps."""
         param, spec = self.params[name], self.spec
@@ -86,33 +114,49 @@ class Held:
             placements["pp"] = f"stage {self.cut.stages.stage_of(name)}"
         if spec.dp_replicate > 1:
             placements["dp_replicate"] = "Replicate"
-        shards = spec.dp_shard * spec.cp
+        axis, shards, index = self.sharded_over(name)
         if shards > 1:
-            placements[shard_axis(spec)] = "Shard(0)"
-            part = chunk(shape[0], shards, self.at("dp_shard") * spec.cp + self.at("cp")) if shape else slice(0, 1)
+            placements[axis] = "Shard(0)"
+            part = chunk(shape[0], shards, index) if shape else slice(0, 1)
             shape[:1] = [part.stop - part.start]
-        if self.layout is not None:
+        if param.dims:
+            placements |= {axis: f"Shard({dim})" for axis, dim in param.dims.items()}
+        elif self.layout is not None and name in self.layout.params:
             placement = self.layout.params[name].placement
             placements["tp"] = f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
         return ParamRow(name, param.whole, param.dtype, placements, prod(shape) * param.dtype.itemsize)
 
 
-def local_params(
-    model: nn.Module, spec: MeshSpec, layout: TensorLayout | None, cut: Cut | None, place: dict[str, int]
-) -> dict[str, Local]:
+def held_params(held: Held) -> dict[str, Local]:
     """The parameters this rank holds, each once, by their names on this rank."""
     params: dict[str, Local] = {}
     seen: set[int] = set()
-    for name, param in _own(model, cut, place.get("pp", 0)):
-        if id(param) not in seen:
-            seen.add(id(param))
-            shape = list(param.shape)
-            placement = layout.params[name].placement if layout is not None else None
-            if isinstance(placement, Shard):
-                part = chunk(shape[placement.dim], spec.tp, place.get("tp", 0))
-                shape[placement.dim] = part.stop - part.start
-            params[name] = Local(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad)
+    for name, param in _own(held.model, held.cut, held.at("pp")):
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        owner, _, key = name.rpartition(".")
+        if owner in held.experts and in_expert_view(held.spec):
+            params[name] = _expert(held, held.experts[owner].dims[key], param)
+            continue
+        shape = list(param.shape)
+        placement = held.layout.params[name].placement if held.layout is not None else None
+        if isinstance(placement, Shard):
+            part = chunk(shape[placement.dim], held.spec.tp, held.at("tp"))
+            shape[placement.dim] = part.stop - part.start
+        params[name] = Local(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad)
     return params
+
+
+def _expert(held: Held, feature_dim: int, param: Tensor) -> Local:
+    shape = list(param.shape)
+    dims: dict[str, int] = {}
+    for axis, dim, place in (("ep", 0, held.expert_place[0]), ("etp", feature_dim, held.expert_place[1])):
+        if (ranks := getattr(held.spec, axis)) > 1:
+            part = chunk(shape[dim], ranks, place)
+            shape[dim] = part.stop - part.start
+            dims[axis] = dim
+    return Local(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad, True, dims)
 
 
 def _own(model: nn.Module, cut: Cut | None, rank: int) -> Iterable[tuple[str, Tensor]]:

@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Message
-from meshkit.explain._held import Held, Local, Part, shard_axis
+from meshkit.explain._held import Held, Local, Part
 from meshkit.parallel.context import attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
+from meshkit.parallel.expert import dispatch_traffic, even_routing, in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
 from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads
+from meshkit.sharding import even_part
 
 
 class Ledger:
@@ -55,37 +58,43 @@ def add_context(ledger: Ledger, held: Held, part: Part) -> None:
 
 def add_data(ledger: Ledger, held: Held, microbatches: int) -> None:
     """Parameters gathered, gradients reduced."""
-    spec, zero = held.spec, Zero(held.zero)
-    shards = spec.dp_shard * spec.cp
     names = {name: param for name, param in held.model.named_parameters(remove_duplicate=False) if held.runs(name)}
     units = shard_units(names, [*held.blocks, *held.units])
+    apart = [name for name in held.experts if held.runs(name) and in_expert_view(held.spec)]
     kept = kept_units(held.blocks, held.units)
-    for unit, own in _unit_params(held.params, units):
-        if not own:
-            continue
-        compute = held.memory.precision.compute if held.memory.precision else own[0].dtype
-        gathered = sum(_padded(param, shards) for param in own) * compute.itemsize
-        reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own if param.trains)
-        again = zero.reshard_after_forward and unit and unit not in kept
-        gathers = microbatches * (2 if again else 1) if zero.reshard_between_microbatches else 1
-        reductions = microbatches if zero.reduce_every_microbatch else 1
-        if shards > 1:
-            ledger.add(shard_axis(spec), "all_gather", gathered, "parameters", gathers)
-            ledger.add(shard_axis(spec), "reduce_scatter", reduced, "gradients", reductions)
-        if spec.dp_replicate > 1:
-            ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients")
+    for unit, own in _unit_params(held.params, [*apart, *units]):
+        if own:
+            around = next((block for block in held.blocks if unit.startswith(f"{block}.")), unit)
+            _add_unit(ledger, held, own, microbatches, freed=bool(unit) and around not in kept)
+
+
+def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: int, *, freed: bool) -> None:
+    """One unit. freed: its parameters are gathered again in backward, if the ZeRO stage frees any."""
+    zero = Zero(held.zero)
+    axis, shards, _ = held.sharded_over(next(iter(own)))
+    compute = held.memory.precision.compute if held.memory.precision else next(iter(own.values())).dtype
+    gathered = sum(_padded(param, shards) for param in own.values()) * compute.itemsize
+    reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own.values() if param.trains)
+    again = zero.reshard_after_forward and freed
+    gathers = microbatches * (2 if again else 1) if zero.reshard_between_microbatches else 1
+    reductions = microbatches if zero.reduce_every_microbatch else 1
+    if shards > 1:
+        ledger.add(axis, "all_gather", gathered, "parameters", gathers)
+        ledger.add(axis, "reduce_scatter", reduced, "gradients", reductions)
+    if held.spec.dp_replicate > 1:
+        ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients")
 
 
 def _reduced(held: Held, param: Local) -> torch.dtype:
     return reduction_dtype(torch.empty(0, dtype=param.dtype), held.memory.precision)
 
 
-def _unit_params(params: Mapping[str, Local], units: list[str]) -> Iterator[tuple[str, list[Local]]]:
+def _unit_params(params: Mapping[str, Local], units: list[str]) -> Iterator[tuple[str, dict[str, Local]]]:
     rest = dict(params)
     for unit in units:
         own = [name for name in rest if name.startswith(f"{unit}.")]
-        yield unit, [rest.pop(name) for name in own]
-    yield "", list(rest.values())
+        yield unit, {name: rest.pop(name) for name in own}
+    yield "", rest
 
 
 def _padded(param: Local, shards: int) -> int:
@@ -102,14 +111,14 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
             continue
         size = tokens * call.width * held.compute.itemsize
         forward, backward = _call_ops(call, layout.sequence)
-        again = held.memory.recompute == "full" and _repeated(call, layout, held.blocks)
+        again = held.memory.recompute == "full" and _repeated(call, layout, held)
         for op in forward:
             ledger.add("tp", op, size, "activations, forward", 1)
             ledger.add("tp", op, size, "activations, recompute", int(again))
         for op in backward:
             ledger.add("tp", op, size, "activations, backward", 1)
     for name, param in held.params.items():
-        if layout.params[name].gradient == "sum" and param.trains:
+        if not param.expert and layout.params[name].gradient == "sum" and param.trains:
             ledger.add("tp", "all_reduce", param.numel * held.compute.itemsize, "gradients of whole parameters")
     modules = dict(held.model.named_modules())
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and held.runs(name)]
@@ -132,13 +141,113 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
     return ["all_gather"], ["all_gather"]  # gather_split: the input forward, the output's gradient backward
 
 
-def _repeated(call: Call, layout: TensorLayout, blocks: list[str]) -> bool:
-    """Does full recompute run this call again? Recompute stops at the last saved tensor, so not a block's last leave."""
-    block = next((block for block in blocks if call.module.startswith(f"{block}.")), None)
+def _repeated(call: Call, layout: TensorLayout, held: Held) -> bool:
+    """Does full recompute run this call again? Recompute stops at the last saved tensor, so not what a block ends with."""
+    block = next((block for block in held.blocks if call.module.startswith(f"{block}.")), None)
     if block is None:
         return False
     leaves = [other for other in layout.calls if other.kind == "leave" and other.module.startswith(f"{block}.")]
-    return not leaves or call is not leaves[-1]
+    if not leaves or call is not leaves[-1]:
+        return True
+    around = [name.rpartition(".")[0] for name in held.experts if name.startswith(f"{block}.")]
+    return any(not call.module.startswith(f"{name}.") for name in around)  # experts come after it
+
+
+def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
+    """The way of tokens to their experts in one microbatch, as if they chose all alike."""
+    spec = held.spec
+    own = part.rows * part.tokens
+    if spec.tp > 1:
+        own = own // spec.tp if held.sequence else len(even_part(own, spec.tp, held.at("tp")))
+    again = held.memory.recompute != "none"
+    for name, layout in held.experts.items():
+        if not held.runs(name):
+            continue
+        chosen = _chosen(held, name)
+        plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, place=held.expert_place)
+        told = dispatch_traffic(plan, width=layout.width, itemsize=held.compute.itemsize)
+        if spec.tp > 1 and not held.sequence:
+            _add_token_parts(ledger, held, name, part, chosen, layout.width)
+        for (axis, op, size), times in told.counts.items():
+            ledger.add(axis, op, size, "tokens per expert", times * (1 + again))
+        for (axis, op, size), times in told.rows.items():
+            ledger.add(axis, op, size, "tokens to experts, forward", times)
+            ledger.add(axis, op, size, "tokens to experts, recompute", times * again)
+            ledger.add(axis, op, size, "tokens to experts, backward", times)
+
+
+def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: int, width: int) -> None:
+    """Without sequence parallelism the ranks of tp have the same tokens: each brings a part, and gets all outputs."""
+    tp = held.spec.tp
+    longest = max(len(even_part(part.rows * part.tokens, tp, rank)) for rank in range(tp)) * tp
+    size = longest * width * held.compute.itemsize
+    ledger.add("tp", "all_gather", size, "tokens of experts, forward")
+    if held.memory.recompute == "full" and _is_followed(held.model, name):
+        ledger.add("tp", "all_gather", size, "tokens of experts, recompute")
+    ledger.add("tp", "all_gather", size, "tokens of experts, backward")
+    weight = torch.promote_types(held.compute, torch.float32).itemsize
+    ledger.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward")
+
+
+def _is_followed(model: nn.Module, name: str) -> bool:
+    """Does a module with parameters come after this one, beside it? Recompute stops at the last that has saved something."""
+    around, _, key = name.rpartition(".")
+    children = dict(model.get_submodule(around).named_children())
+    after = list(children)[list(children).index(key) + 1 :]
+    return any(list(children[other].parameters()) for other in after)
+
+
+def _chosen(held: Held, name: str) -> int:
+    """Experts that a token chooses, as the router beside them says."""
+    around = name.rpartition(".")[0]
+    found = [router.config.chosen for other, router in _routers(held) if other.startswith(f"{around}.")]
+    return int(found[0]) if found else 1
+
+
+def _routers(held: Held) -> list[tuple[str, Any]]:
+    return [
+        (name, child)
+        for name, child in held.model.named_modules()
+        if hasattr(child, "reduce_counts") and held.runs(name)
+    ]
+
+
+def _token_axes(held: Held) -> list[str]:
+    """Whose ranks have different tokens of one stage."""
+    large = "_".join(axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(held.spec, axis) > 1)
+    return [axis for axis in (large, "tp" if held.sequence else "") if axis]
+
+
+def add_balance(ledger: Ledger, held: Held, parts: list[Part]) -> None:
+    """Counts of tokens per expert: for losses in each forward, and of the step."""
+    routers = _routers(held)
+    again = held.memory.recompute != "none"
+    for _, router in routers:
+        losses = router.config.losses
+        if not losses.balance or losses.per == "global":
+            continue
+        for part in parts:
+            rows = part.rows if losses.per == "sequence" else 1
+            for axis in ["tp"] * held.sequence if losses.per == "sequence" else _token_axes(held):
+                size = rows * router.config.experts * 8
+                ledger.add(axis, "all_reduce", size, "tokens per expert, forward")
+                ledger.add(axis, "all_reduce", size, "tokens per expert, recompute", int(again))
+    if not routers:
+        return
+    widest = max(router.config.experts for _, router in routers)
+    kinds = {kind for _, router in routers for kind in ("balance", "z") if getattr(router.config.losses, kind)}
+    for axis in _token_axes(held):
+        ledger.add(axis, "all_reduce", len(routers) * widest * 8, "tokens per expert of the step")
+        ledger.add(axis, "all_reduce", len(kinds) * 8, "auxiliary losses")
+
+
+def expert_notes(held: Held) -> list[str]:
+    """How the experts are computed, and that their messages depend on the routing."""
+    first: Any = held.model.get_submodule(next(iter(held.experts)))
+    notes = [f"experts: {first.kernel_text(held.compute)}"] if hasattr(first, "kernel_text") else []
+    if held.spec.ep * held.spec.etp > 1:
+        notes.append("experts: what is sent on ep and etp is what it would be if tokens chose all experts alike")
+    return notes
 
 
 def add_pipeline(ledger: Ledger, held: Held, cut: Cut, checked: Checked, parts: list[Part]) -> None:
@@ -164,11 +273,19 @@ def add_scalars(ledger: Ledger, held: Held) -> None:
     if large:
         ledger.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
     # clip_grad_norm: sums of squares by the axes that shard them, one all-reduce per axis of those still to be summed.
-    data = {shard_axis(spec)} if spec.dp_shard * spec.cp > 1 else set()
     copies = held.cut.copies(held.at("pp")) if held.cut is not None else {}
-    counted = [param for name, param in held.params.items() if param.trains and name not in copies]
-    sums = {frozenset(data | ({"tp"} if param.shape != param.whole else set())) for param in counted}
+    counted = {name: param for name, param in held.params.items() if param.trains and name not in copies}
+    sums = {frozenset(_axes(held, name, param)) for name, param in counted.items()}
     for axis in sorted({axis for axes in sums for axis in axes}):
         over = [axes for axes in sums if axis in axes]
         sums = {axes - {axis} for axes in sums}
         ledger.add(axis, "all_reduce", 8 * len(over), "gradient norm")
+
+
+def _axes(held: Held, name: str, param: Local) -> set[str]:
+    """The axes that split the parameter."""
+    axis, shards, _ = held.sharded_over(name)
+    axes = {axis} if shards > 1 else set()
+    if param.expert:
+        return axes | set(param.dims)
+    return axes | ({"tp"} if param.shape != param.whole else set())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.memory.policy import Recompute
 from meshkit.swap import swap_class
@@ -56,6 +57,7 @@ def recompute(module: nn.Module, *, blocks: Iterable[str], mode: Recompute = "fu
 def _recomputed(forward: Any, mode: Recompute) -> Any:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
+        _torch.ignore_profiler_marks()
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_expensive)
 
     def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,16 @@
 """Models, and reading and writing them as Hugging Face folders."""
 
-from meshkit.models.huggingface import config_from_pretrained as config_from_pretrained
+from meshkit.models.deepseek import DeepseekV3 as DeepseekV3
+from meshkit.models.deepseek import DeepseekV3Config as DeepseekV3Config
+from meshkit.models.deepseek import look_ahead as look_ahead
+from meshkit.models.deepseek import mtp_loss as mtp_loss
+from meshkit.models.experts import Experts as Experts
+from meshkit.models.experts import MoE as MoE
+from meshkit.models.huggingface import build_model as build_model
 from meshkit.models.huggingface import load_pretrained as load_pretrained
-from meshkit.models.huggingface import save_config as save_config
 from meshkit.models.huggingface import save_pretrained as save_pretrained
+from meshkit.models.huggingface_config import config_from_pretrained as config_from_pretrained
+from meshkit.models.huggingface_config import save_config as save_config
 from meshkit.models.layers import LinearScaling as LinearScaling
 from meshkit.models.layers import Llama3Scaling as Llama3Scaling
 from meshkit.models.layers import Rope as Rope
@@ -12,13 +19,22 @@ from meshkit.models.llama import Llama as Llama
 from meshkit.models.llama import LlamaConfig as LlamaConfig
 from meshkit.models.llama_plan import LLAMA_PLAN as LLAMA_PLAN
 from meshkit.models.meta import meta_parameters as meta_parameters
+from meshkit.models.moe import Mixtral as Mixtral
+from meshkit.models.moe import MixtralConfig as MixtralConfig
+from meshkit.models.moe import Qwen3Moe as Qwen3Moe
+from meshkit.models.moe import Qwen3MoeConfig as Qwen3MoeConfig
+from meshkit.models.presets import DEEPSEEK_V3 as DEEPSEEK_V3
 from meshkit.models.presets import LLAMA2_7B as LLAMA2_7B
 from meshkit.models.presets import LLAMA3_8B as LLAMA3_8B
 from meshkit.models.presets import LLAMA3_70B as LLAMA3_70B
 from meshkit.models.presets import LLAMA32_1B as LLAMA32_1B
 from meshkit.models.presets import LLAMA32_3B as LLAMA32_3B
 from meshkit.models.presets import MISTRAL_7B as MISTRAL_7B
+from meshkit.models.presets import MIXTRAL_8X7B as MIXTRAL_8X7B
 from meshkit.models.presets import QWEN2_0_5B as QWEN2_0_5B
 from meshkit.models.presets import QWEN2_7B as QWEN2_7B
 from meshkit.models.presets import QWEN3_0_6B as QWEN3_0_6B
 from meshkit.models.presets import QWEN3_8B as QWEN3_8B
+from meshkit.models.presets import QWEN3_30B_A3B as QWEN3_30B_A3B
+from meshkit.models.router import Router as Router
+from meshkit.models.router import RouterConfig as RouterConfig

@@ -137,9 +137,12 @@ def rope_tables(rope: Rope, position_ids: Tensor, head_dim: int, *, dtype: torch
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Rotate pair r = (x[r], x[r + D/2]) of every head by its angle: the halved layout of Hugging Face weights."""
-    first, second = x_BTHD.chunk(2, dim=-1)
+def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate pair r = (x[r], x[r + D/2]) of every head by its angle: the halved layout of Hugging Face weights.
+
+    interleaved: pair r is (x[2r], x[2r + 1]), DeepSeek's layout. It comes out halved, which q and k being alike cancels.
+    """
+    first, second = x_BTHD.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x_BTHD.chunk(2, dim=-1)
     cos, sin = cos_BTR.unsqueeze(-2), sin_BTR.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -251,10 +254,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) -> Tensor:
     """softmax(q k' / sqrt(D)) v over the keys that `mask` shows; query head h reads key/value head h // (H/K).
 
-    Returns [B, T, H, D]. Numbers of heads are those of the arguments, so a rank may hold any of them.
+    Returns [B, T, H, D]. Numbers of heads are those of the arguments, so a rank may hold any of them. Heads of v may be
+    smaller than D, and those that are returned are then as small.
     """
     if mask is not None and not isinstance(mask, Tensor | BlockMask):
-        return mask.attend(q_BTHD, k_BSKD, v_BSKD)
+        # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
+        size = v_BSKD.shape[-1]
+        return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, k_BSKD.shape[-1] - size)))[..., :size]
     q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):

@@ -2,6 +2,7 @@
 
 The families differ in a few flags of `LlamaConfig`: biases of q, k, v (Qwen2), norms of q and k (Qwen3), a sliding
 window (Mistral). Names of modules and parameters are those of transformers without the leading `model.`.
+`Decoder` is all but the layers: models with experts choose others.
 Dims: B batch, T tokens, C hidden_size, H query heads, K key/value heads, D head_dim, R = D/2, V vocabulary.
 
 [Note: what parallelism from outside relies on]
@@ -12,7 +13,9 @@ position after the hidden state, which is always first. There are no buffers, so
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,37 +61,45 @@ class LlamaConfig:
     rope: Rope = field(default_factory=Rope)
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            whole = entry.type in ("int", "int | None") and value is not None
-            if whole and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise PlanError(f"LlamaConfig: {entry.name} must be a whole number of at least 1, but is {value!r}.")
+        refuse_odd_sizes(self)
+        name = type(self).__name__
         if self.num_attention_heads % self.num_key_value_heads:
             raise PlanError(
-                f"LlamaConfig: num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"{name}: num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}; each key/value head serves equally many query heads."
             )
         if self.head_dim % 2:
-            raise PlanError(f"LlamaConfig: head_dim={self.head_dim} is odd, but rope rotates pairs.")
-        if self.rms_norm_eps <= 0:
-            raise PlanError(f"LlamaConfig: rms_norm_eps must be positive, but is {self.rms_norm_eps}.")
+            raise PlanError(f"{name}: head_dim={self.head_dim} is odd, but rope rotates pairs.")
         if self.attention_output_bias and not self.attention_bias:
             raise PlanError(
-                "LlamaConfig: attention_output_bias=True needs attention_bias=True; no family has o_proj's bias alone."
+                f"{name}: attention_output_bias=True needs attention_bias=True; no family has o_proj's bias alone."
             )
 
 
-class Llama(nn.Module):
-    """Decoder-only transformer: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+def refuse_odd_sizes(config: Any) -> None:
+    """Every whole number of a config is at least 1, or what its field's metadata says is the `least`."""
+    for entry in fields(config):
+        value, least = getattr(config, entry.name), entry.metadata.get("least", 1)
+        whole = entry.type in ("int", "int | None") and value is not None
+        if whole and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise PlanError(
+                f"{type(config).__name__}: {entry.name} must be a whole number of at least {least}, but is {value!r}."
+            )
+    if config.rms_norm_eps <= 0:
+        raise PlanError(f"{type(config).__name__}: rms_norm_eps must be positive, but is {config.rms_norm_eps}.")
+
+
+class Decoder(nn.Module):
+    """Decoder-only transformer: embedding, layers with rotary positions, norm, head.
 
     With tie_word_embeddings, `lm_head.weight` is `embed_tokens.weight`, one Parameter.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -115,15 +126,27 @@ class Llama(nn.Module):
         return logits_BTV
 
 
+class Llama(Decoder):
+    """Pre-norm, grouped-query attention, SwiGLU in every layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, (dense_layer(config) for _ in range(config.num_hidden_layers)))
+
+
+def dense_layer(config: LlamaConfig) -> DecoderLayer:
+    attention, mlp = Attention(config), GatedMLP(config.hidden_size, config.intermediate_size)
+    return DecoderLayer(attention, mlp, hidden_size=config.hidden_size, eps=config.rms_norm_eps)
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, attention: nn.Module, mlp: nn.Module, *, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=eps)
 
     def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTR, sin_BTR, mask)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as _fully_shard
+from torch.utils._pytree import tree_leaves
 
 from meshkit import _torch
 from meshkit.errors import PlanError
@@ -82,6 +84,7 @@ def fully_shard(
     *,
     units: Iterable[str] = (),
     keep: Iterable[str] = (),
+    apart: Iterable[str] = (),
     zero: int = 3,
     precision: Precision | None = None,
 ) -> nn.Module:
@@ -91,6 +94,7 @@ def fully_shard(
     holds whole copies.
     units: names of submodules gathered and freed one at a time (the blocks); the rest is the root unit, which is kept
     after forward since backward needs it first. keep: units kept after forward too, for the same reason (see `kept_units`).
+    apart: names of submodules that are left as they are, for another call on another mesh, or for none.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
@@ -99,7 +103,7 @@ def fully_shard(
     Source: Rajbhandari et al. 2020; Zhao et al. 2023.
     """
     stage = Zero(zero)
-    if mesh.size() == 1 and precision is None:
+    if mesh.size() == 1 and precision is None and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     policy = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
@@ -110,15 +114,39 @@ def fully_shard(
         if name not in modules:
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
     kept = set(keep)
+    ignored = {param for name in apart for param in modules[name].parameters()}
     for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
         reshard = stage.reshard_after_forward and name not in kept
-        _fully_shard(modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        _fully_shard(modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+    _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)  # a divide factor alone selects PREMUL_SUM, absent on gloo
     return module
+
+
+def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
+    """Gather the parameters of `inner`, a unit inside of the block, before the block runs and before its backward.
+
+    free: free them after forward.
+    A block that is run again in backward then does the same both times, which selective recompute insists on.
+    """
+    if not isinstance(inner, FSDPModule):
+        return
+    inner.set_reshard_after_forward(False)
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if free:
+            inner.reshard()
+        hidden = next(
+            (value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.requires_grad), None
+        )
+        if hidden is not None:
+            hidden.register_hook(lambda grad: inner.unshard())
+
+    block.register_forward_pre_hook(lambda module, args: inner.unshard())
+    block.register_forward_hook(after)
 
 
 def kept_units(blocks: Sequence[str], units: Sequence[str]) -> set[str]:

@@ -98,6 +98,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> No
         for key, param in owner.named_parameters(recurse=False)
     ]
     for owner, key, name, param in owners:
+        if name not in layout.params:
+            continue
         if id(param) not in made:
             value = shard_parameter(param, mesh, layout.params[name].placement)
             made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -110,7 +112,7 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
     Outside of it `module.weight` stays the parameter, a DTensor, as FSDP, checkpoints and users expect.
     """
     held = [key for key, _ in module.named_parameters(recurse=False)]
-    if not held:
+    if not held or layout.styles[name].kind == "experts":
         return
     kind = layout.styles[name].kind
     views = {key: _view(key, layout.params[f"{name}.{key}" if name else key], mesh) for key in held}
@@ -119,9 +121,18 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
         bias = views.pop("bias")
         views["bias"] = lambda param: None
         module.register_forward_hook(lambda module, args, out: out + bias(module._parameters["bias"]))
-    forward = type(module).forward
+    forward = None
     if kind == "vocab" and isinstance(module, nn.Embedding):
         forward = _vocab_embedding_forward(module, mesh)
+    compute_with(module, views, forward)
+
+
+def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None) -> None:
+    """While `module` computes, each of these attributes is what its view makes of the parameter.
+
+    forward: what to run instead of the class's own.
+    """
+    forward = forward or type(module).forward
 
     def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled recompute may not change attributes on 2.11

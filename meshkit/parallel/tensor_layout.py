@@ -78,6 +78,8 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
                     "vocab(), sequence(), per_head() or replicate()."
                 )
             continue
+        if style.kind == "experts":  # theirs is the expert view
+            continue
         if style.kind in ("column", "row", "vocab"):
             _add_sharded(layout, name, child, style)
         elif style.kind in ("enter", "attention", "split"):
@@ -225,7 +227,7 @@ def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)
-        if layout.params[name] != layout.params[other]:
+        if layout.params.get(name) != layout.params.get(other):
             raise PlanError(
                 f"plan: {name!r} and {other!r} are one tied parameter, but the plan lays them out differently "
                 f"({layout.params[name].placement} and {layout.params[other].placement}). Give both modules the same style."

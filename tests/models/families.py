@@ -8,8 +8,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshkit.models import Llama
-
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # it remarks on the tiny rope lengths, which are meant
 
@@ -58,10 +56,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_no_window": ("mistral", {"sliding_window": None, "head_dim": 10, "num_attention_heads": 6}),
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,  # transformers does not keep these modules
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
+
+# The same for models with experts.
+MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral_window": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen3_moe": ("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe_dense_first": ("qwen3_moe", {**QWEN_EXPERTS, "mlp_only_layers": [0], "attention_bias": True}),
+    "qwen3_moe_sparse": ("qwen3_moe", {**QWEN_EXPERTS, "decoder_sparse_step": 2}),
+    "deepseek": ("deepseek_v3", {**LATENT, **rope("yarn", **DEEPSEEK_YARN)}),
+    "deepseek_one_group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_plain_queries": (
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True, "n_shared_experts": 2},
+    ),
+}
+
 
 def transformers_model(family: str, seed: int = 0) -> Any:
     """In fp32, with SDPA, with random norms and biases too."""
-    model_type, values = FAMILIES[family]
+    model_type, values = (FAMILIES | MOE_FAMILIES)[family]
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **values})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     randomise(model, seed)
@@ -74,6 +106,9 @@ def randomise(model: nn.Module, seed: int) -> None:
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             param.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def token_ids(rows: int = 3, seed: int = 0) -> Tensor:
@@ -90,7 +125,7 @@ PACKED = packed_positions((10, 5, 9), (TOKENS,), (1, 1, 6, 1, 15))
 
 
 def logits_of(model: Any, ids: Tensor, positions: Tensor | None) -> Tensor:
-    if isinstance(model, Llama):
+    if not isinstance(model, transformers.PreTrainedModel):
         return model(ids, positions)
     out: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return out

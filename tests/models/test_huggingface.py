@@ -20,6 +20,7 @@ from meshkit.errors import CheckpointError, PlanError
 from meshkit.models import (
     Llama,
     YarnScaling,
+    build_model,
     config_from_pretrained,
     load_pretrained,
     save_config,
@@ -29,6 +30,7 @@ from meshkit.models import (
 from .families import (
     FAMILIES,
     LLAMA3_SCALING,
+    MOE_FAMILIES,
     PACKED,
     SIZES,
     YARN_FULL,
@@ -41,9 +43,9 @@ from .families import (
 SHARD_BYTES = 9000  # several files for models of 60 kB, and smaller than their largest tensor
 
 
-def ours(family: str, folder: Path, seed: int = 1) -> Llama:
+def ours(family: str, folder: Path, seed: int = 1) -> Any:
     transformers_model(family).config.save_pretrained(folder)
-    model = Llama(config_from_pretrained(folder))
+    model = build_model(config_from_pretrained(folder))
     randomise(model, seed)
     return model
 
@@ -52,7 +54,7 @@ def ours(family: str, folder: Path, seed: int = 1) -> Llama:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5e9, SHARD_BYTES])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | MOE_FAMILIES)
 def test_transformers_loads_what_we_save(family: str, max_shard_bytes: float, tmp_path: Path) -> None:
     model = ours(family, tmp_path)
     save_pretrained(model, model.config, tmp_path / "out", max_shard_bytes=max_shard_bytes)
@@ -67,12 +69,12 @@ def test_transformers_loads_what_we_save(family: str, max_shard_bytes: float, tm
     assert config_from_pretrained(tmp_path / "out") == model.config
 
 
-@pytest.mark.parametrize("family", ["llama2", "tied", "qwen2"])
+@pytest.mark.parametrize("family", ["llama2", "tied", "qwen2", *MOE_FAMILIES])
 def test_we_load_what_transformers_saved_in_several_files(family: str, tmp_path: Path) -> None:
     oracle = transformers_model(family)
     oracle.save_pretrained(tmp_path, max_shard_size=SHARD_BYTES)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model = Llama(config_from_pretrained(tmp_path))
+    model = build_model(config_from_pretrained(tmp_path))
     assert load_pretrained(model, tmp_path) is model
     torch.testing.assert_close(model(token_ids()), logits_of(oracle, token_ids(), None), rtol=1e-5, atol=1e-5)
 
@@ -183,7 +185,7 @@ def test_extra_fields_reach_config_json(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ config.json
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | MOE_FAMILIES)
 def test_a_config_survives_our_file_and_transformers_file(family: str, tmp_path: Path) -> None:
     transformers_model(family).config.save_pretrained(tmp_path)
     config = config_from_pretrained(tmp_path)
@@ -206,6 +208,22 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path) -> None:
         write_config(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     )
     assert old == new
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_fields_of_experts_that_a_file_leaves_out_mean_what_they_mean_to_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
+    absent = {"max_position_embeddings": "absent", "num_key_value_heads": "absent", "model_type": model_type}
+    expected = transformers.AutoConfig.from_pretrained(write_config(tmp_path, **absent))
+    config = config_from_pretrained(tmp_path)
+    compared = [field.name for field in dataclasses.fields(config) if hasattr(expected, field.name)]
+    assert {"rms_norm_eps", "num_experts_per_tok", "max_position_embeddings"} <= set(compared)
+    for name in compared:
+        found, value = getattr(config, name), getattr(expected, name)
+        if name not in ("num_key_value_heads", "head_dim", "rope"):
+            assert (list(found) if isinstance(found, tuple) else found) == value, name
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
@@ -265,6 +283,26 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
         "1 of 2 layers have a sliding window, the others not",
     ),
     (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "the weights are fp8 in blocks with a scale each (quantization_config), which are not read. Convert the folder to",
+    ),
+    (
+        {"model_type": "mixtral", "router_jitter_noise": 0.1},
+        "router_jitter_noise=0.1 is not supported. Mixtral has router_jitter_noise=0.0 only",
+    ),
+    (
+        {"model_type": "deepseek_v3", "topk_method": "greedy"},
+        "topk_method='greedy' is not supported. DeepseekV3 has topk_method='noaux_tc' only",
+    ),
+    (
+        {"model_type": "deepseek_v3", "num_key_value_heads": 2},
+        "num_key_value_heads=2 is not supported. DeepseekV3 has one for each of the 4 heads",
+    ),
+    (
+        {"model_type": "qwen3_moe", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope type 'dynamic' is not supported. Qwen3Moe has default, linear",
+    ),
+    (
         {
             "model_type": "qwen3",
             "use_sliding_window": True,
@@ -293,6 +331,27 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config.json holds a list, but must hold an object"):
         config_from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "text"),
+    [
+        (
+            "mixtral",
+            {"attention_bias": True},
+            "transformers' mixtral has attention_bias=False, but the config has True",
+        ),
+        ("mixtral", {"qk_norm": True}, "transformers' mixtral has qk_norm=False"),
+        ("qwen3_moe", {"qk_norm": False}, "transformers' qwen3_moe has qk_norm=True, but the config has False"),
+        ("qwen3_moe", {"attention_bias": True}, "transformers' qwen3_moe has attention_output_bias=True"),
+    ],
+)
+def test_a_config_with_experts_of_no_family_is_not_written(
+    model_type: str, changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    config = config_from_pretrained(write_config(tmp_path, model_type=model_type))
+    with pytest.raises(PlanError, match=text):
+        save_config(dataclasses.replace(config, **changes), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -407,3 +466,28 @@ def test_a_folder_that_holds_something_is_not_overwritten(tmp_path: Path) -> Non
         save_pretrained(model, model.config, tmp_path / "config.json")
     (tmp_path / "empty").mkdir()
     save_pretrained(model, model.config, tmp_path / "empty")
+
+
+def test_fp8_weights_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    model = ours("deepseek", tmp_path)
+    save_pretrained(model, model.config, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    scale = "model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"
+    save_file({**load_file(file), scale: torch.ones(1, 1)}, file)
+    with pytest.raises(CheckpointError, match=f"holds '{scale}': the weights are fp8 in blocks with a scale each"):
+        load_pretrained(model, tmp_path / "out")
+
+
+def test_what_a_folder_lacks_for_experts_and_modules_ahead_is_said(tmp_path: Path) -> None:
+    model = ours("deepseek", tmp_path)
+    save_pretrained(model, model.config, tmp_path / "out")
+    ahead = build_model(dataclasses.replace(model.config, num_nextn_predict_layers=1))
+    with pytest.raises(
+        CheckpointError, match="transformers writes none. Build the model with num_nextn_predict_layers=0"
+    ):
+        load_pretrained(ahead, tmp_path / "out")
+    fewer = build_model(dataclasses.replace(model.config, n_routed_experts=12))
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.1.mlp.experts.8.gate_proj.weight'"):
+        load_pretrained(fewer, tmp_path / "out")
+    with pytest.raises(PlanError, match=r"'model.layers.1.mlp.experts.gate_up_proj' has two projections in one"):
+        load_pretrained(transformers_model("deepseek"), tmp_path / "out")

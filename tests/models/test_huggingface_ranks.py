@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshkit.errors import CheckpointError
-from meshkit.models import Llama, LlamaConfig, load_pretrained, save_pretrained
+from meshkit.models import DeepseekV3Config, Llama, LlamaConfig, build_model, load_pretrained, save_pretrained
 from meshkit.sharding import full_tensor, local_tensor
 from tests.world import run_ranks
 
@@ -77,6 +77,57 @@ def round_trip(folder: str, layout: str) -> None:
         assert torch.equal(full_tensor(param), expected[name]), name
 
 
+# 6 experts on 4 ranks, two of which hold one; 22 features and 30 hidden.
+EXPERTS = DeepseekV3Config(
+    vocab_size=13,
+    hidden_size=30,
+    intermediate_size=26,
+    moe_intermediate_size=22,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    kv_lora_rank=10,
+    q_lora_rank=None,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=1,
+)
+
+
+def shard_experts(model: nn.Module, layout: str) -> nn.Module:
+    """fsdp: experts over 4 ranks. features: every expert's over 4. ep: experts over 2, and each one's features over 2."""
+    if layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        return model
+    shape, placements = ((RANKS,), [Shard(1)]) if layout == "features" else ((2, 2), [Shard(1), Shard(0)])
+    mesh = init_device_mesh("cpu", shape)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.ndim == 3:
+                module._parameters[name] = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+    return model
+
+
+def round_trip_of_experts(folder: str, layout: str) -> None:
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(shard_experts(build_model(EXPERTS), layout))
+    source, target = models
+    save_pretrained(source, EXPERTS, folder, max_shard_bytes=20_000)
+    held = [local_tensor(param).numel() for param in target.parameters()]
+    held += [buffer.numel() for buffer in target.buffers()]
+    assert count_reads(lambda: load_pretrained(target, folder)) == sum(held)
+    expected = dict(source.named_parameters())
+    for name, param in target.named_parameters():
+        assert torch.equal(full_tensor(param), full_tensor(expected[name])), name
+
+
 def count_reads(load: Any) -> int:
     """How many elements `load` reads from files."""
     from meshkit.models import huggingface
@@ -129,6 +180,17 @@ def test_a_folder_carries_a_sharded_model_to_other_ranks(layout: str, tmp_path: 
     alone = whole_model(seed=3)
     load_pretrained(alone, tmp_path / "out")
     for (name, param), expected in zip(alone.named_parameters(), whole_model(seed=1).parameters(), strict=True):
+        assert torch.equal(param, expected), name
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "features", "ep"])
+def test_each_rank_reads_only_the_experts_it_holds(layout: str, tmp_path: Path) -> None:
+    run_ranks(RANKS, round_trip_of_experts, str(tmp_path / "out"), layout)
+    torch.manual_seed(1)
+    source = build_model(EXPERTS)
+    alone = build_model(EXPERTS)
+    load_pretrained(alone, tmp_path / "out")
+    for (name, param), expected in zip(alone.named_parameters(), source.parameters(), strict=True):
         assert torch.equal(param, expected), name
 
 

@@ -139,6 +139,40 @@ def test_attention_is_its_formula(window: int | None, kv_heads: int, packed: boo
         torch.testing.assert_close(found[:, :, head], weights @ v[:, :, own], rtol=0, atol=TOL_FP64)
 
 
+class HoldsAll:
+    """A split attention whose message is all there: keys and values of one size."""
+
+    def windowed(self, window: int | None) -> HoldsAll:
+        return self
+
+    def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+        return attention(*torch.stack((q_BTHD, k_BTKD, v_BTKD)), None)
+
+
+@pytest.mark.parametrize(
+    "mask", [None, torch.ones(7, 7, dtype=torch.bool).tril(), HoldsAll()], ids=["", "dense", "split"]
+)
+def test_heads_of_v_may_be_smaller(mask: Any) -> None:
+    q, k = torch.randn(2, 2, 7, 3, 8, dtype=torch.float64)
+    v = torch.randn(2, 7, 3, 5, dtype=torch.float64)
+    found = attention(q, k, v, mask)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+    weights = scores.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, torch.einsum("bhts,bshd->bthd", weights, v), rtol=0, atol=TOL_FP64)
+
+
+def test_interleaved_pairs_turn_as_halved_ones_do() -> None:
+    """Scores are those of the same pairs in the other layout."""
+    cos, sin = rope_tables(Rope(), torch.arange(5)[None], 8, dtype=torch.float64)
+    q, k = torch.randn(2, 1, 5, 2, 8, dtype=torch.float64)
+    halved = [torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (q, k)]
+    found, expected = (
+        torch.einsum("bthd,bshd->bhts", *(apply_rope(x, cos, sin, interleaved=interleaved) for x in pair))
+        for pair, interleaved in (((q, k), True), (halved, False))
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOL_FP64)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on purpose: CPU has no kernel
 @pytest.mark.parametrize("window", [None, 40])
 def test_the_block_mask_of_cuda_shows_what_the_dense_mask_shows(

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.auxiliary import AuxiliaryLosses, collect, update_bias
+from meshkit.models.experts import MoE
+from meshkit.models.llama import Attention, Decoder, DecoderLayer, Llama, LlamaConfig, dense_layer
 from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.models.moe_plan import moe_plan
+from meshkit.models.router import RouterConfig
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe:
+    """Experts instead of feed-forwards, in all layers but the first."""
+
+    experts: int = 6
+    chosen: int = 2
+    hidden: int = 20
+    shared: int | None = None
+    score: str = "softmax"
+    normalise: bool = True
+    groups: int = 1
+    bias: bool = False
+    balance: float = 0.0
+    per: str = "sequence"
+    z: float = 0.0
+
+    def router(self) -> RouterConfig:
+        return RouterConfig(
+            experts=self.experts,
+            chosen=self.chosen,
+            score=self.score,  # type: ignore[arg-type]
+            normalise=self.normalise,
+            groups=self.groups,
+            top_groups=max(1, self.groups - 1),
+            bias=self.bias,
+            losses=AuxiliaryLosses(balance=self.balance, per=self.per, z=self.z),  # type: ignore[arg-type]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +74,7 @@ class Cell:
     compile: str = ""
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
+    moe: Moe | None = None
     context: mk.ContextPolicy = field(default_factory=mk.ContextPolicy)
 
 
@@ -60,7 +96,7 @@ def mesh_for(spec: str) -> mk.Mesh:
     return mk.init_mesh(spec)
 
 
-def build(cell: Cell) -> Llama:
+def build(cell: Cell) -> Decoder:
     config = LlamaConfig(
         vocab_size=cell.vocab,
         hidden_size=32,
@@ -75,10 +111,24 @@ def build(cell: Cell) -> Llama:
         sliding_window=cell.window,
     )
     torch.manual_seed(3)
-    model = Llama(config).to(getattr(torch, cell.dtype))
+    model = Llama(config) if cell.moe is None else Decoder(config, _layers(config, cell.moe))
+    model = model.to(getattr(torch, cell.dtype))
     for param in model.parameters():  # norms away from 1 and biases away from 0, or their errors would not show
         nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
     return model
+
+
+def _layers(config: LlamaConfig, moe: Moe) -> Iterator[DecoderLayer]:
+    yield dense_layer(config)
+    for _ in range(config.num_hidden_layers - 1):
+        experts = MoE(config.hidden_size, moe.hidden, moe.router(), shared_size=moe.shared)
+        yield DecoderLayer(Attention(config), experts, hidden_size=config.hidden_size, eps=config.rms_norm_eps)
+
+
+def plan_of(cell: Cell) -> mk.Plan:
+    if cell.moe is None:
+        return LLAMA_PLAN
+    return moe_plan(cell.layers, dense=[0], shared=cell.moe.shared is not None)
 
 
 def batches(cell: Cell) -> list[dict[str, Tensor]]:
@@ -112,23 +162,30 @@ def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], 
     losses, norms, gradients = [], [], {}
     for batch in batches(cell):
         positions = batch.get("position_ids")
-        logits = model(batch["input_ids"], positions)
+        with collect() as found:
+            logits = model(batch["input_ids"], positions)
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-        loss.backward()
+        (loss + found.total() / (batch["labels"] != -100).sum()).backward()
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+        for router, counts in found.counts.items():
+            if router.last_counts is not None:
+                router.last_counts.copy_(counts)
+            if router.e_score_correction_bias is not None:
+                update_bias(router.e_score_correction_bias, counts, speed=0.05)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return losses, norms, gradients, {name: tensor.detach() for name, tensor in state.items()}
 
 
-def start(cell: Cell) -> mk.Run:
+def start(cell: Cell, **options: Any) -> mk.Run:
     """The cell's model on the cell's mesh."""
     return mk.parallelize(
         build(cell),
         mesh_for(cell.mesh),
-        plan=LLAMA_PLAN,
+        plan=plan_of(cell),
         memory=mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision() if cell.bf16 else None),
         zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
         sequence=cell.sequence,
@@ -136,6 +193,7 @@ def start(cell: Cell) -> mk.Run:
         context=cell.context,
         schedule=cell.schedule,
         stages=cell.stages,
+        **options,
     )
 
 
@@ -158,9 +216,11 @@ def run_cell(cell: Cell) -> Outcome:
         norm = mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        run.balance_experts(speed=0.05)
         loss_error = max(loss_error, abs(float(loss) - losses[step]))
         norm_error = max(norm_error, abs(float(norm) - norms[step]))
-    parameter_error = max(_distance(p, parameters[copies.get(name, name)]) for name, p in run.named_parameters())
+    state = {**dict(run.named_parameters()), **dict(run.model.named_buffers())}
+    parameter_error = max(_distance(p, parameters[copies.get(name, name)]) for name, p in state.items())
     where = max(worst, key=worst.__getitem__)
     return Outcome(
         loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()]

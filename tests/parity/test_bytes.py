@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
+from torch import Tensor
 
 import meshkit as mk
 from meshkit.explain import Message, explain
+from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.observe import observe
-from tests.parity.cases import ROWS, TOKENS, Cell, batches, build, own_rows, start
+from meshkit.parallel.expert import AllToAll, Sent, dispatch_traffic
+from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
 CELLS = [
@@ -79,11 +85,105 @@ def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
 
 
 def test_explaining_needs_no_ranks_and_no_memory() -> None:
-    import torch
-
     with torch.device("meta"):
         model = build(Cell(mesh="tp=1"))
     said = explain(model, mk.MeshSpec(dp_shard=64, tp=8), plan=LLAMA_PLAN, rows=ROWS, seq_len=TOKENS, sequence=True)
     text = str(said)
     assert "layers.*.self_attn.q_proj.weight" in text
     assert "reduce_scatter" in text
+
+
+EXPERTS = Moe(experts=11, chosen=2)
+EXPERT_CELLS = [
+    Cell(mesh="dp_shard=4 ep=4", layers=3, moe=EXPERTS, microbatches=2),
+    Cell(mesh="dp_shard=4 ep=2", layers=3, moe=replace(EXPERTS, shared=24, balance=0.1, per="batch"), zero=2),
+    Cell(mesh="dp_shard=4 ep=2 etp=2", layers=3, moe=EXPERTS, recompute="full"),
+    Cell(mesh="dp_replicate=2 dp_shard=2 ep=2", layers=3, moe=replace(EXPERTS, z=0.1), recompute="selective"),
+    Cell(mesh="dp_shard=2 tp=2 ep=4", layers=3, moe=replace(EXPERTS, balance=0.1), sequence=True, microbatches=2),
+    Cell(mesh="dp_shard=2 tp=2 ep=2", layers=3, moe=replace(EXPERTS, shared=24), recompute="full", microbatches=2),
+    Cell(mesh="dp_shard=2 tp=2 ep=2", layers=3, moe=EXPERTS, recompute="full", sequence=True),
+    Cell(mesh="dp_shard=2 tp=2", layers=3, moe=replace(EXPERTS, balance=0.1, per="global")),
+    Cell(mesh="tp=4 etp=2 ep=2", layers=2, moe=EXPERTS, recompute="full"),
+    Cell(mesh="pp=2 dp_shard=2 ep=2", layers=4, moe=EXPERTS, microbatches=3),
+    Cell(mesh="cp=4 ep=4", layers=3, moe=EXPERTS, dtype="float32", bf16=True),
+]
+
+
+@dataclass(frozen=True)
+class Noting(AllToAll):
+    """Also keeps what every call sent."""
+
+    plans: list[Sent] = field(default_factory=list)
+
+    def _plan(self, counts_E: Tensor) -> Sent:
+        self.plans.append(super()._plan(counts_E))
+        return self.plans[-1]
+
+
+def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Counter[Message]]:
+    """(seen, said, said of the way to the experts), the last for the routing that there was."""
+    mesh = mesh_for(cell.mesh)
+    made: list[Noting] = []
+
+    def make(experts: int, mesh: mk.Mesh) -> Noting:
+        groups = [axis.get_group() for axis in (mesh.expert_ranks, mesh["ep"], mesh["etp"])]
+        made.append(Noting(experts, *groups))
+        return made[-1]
+
+    folded = mesh.spec.ep * mesh.spec.etp > 1
+    run = start(cell, dispatcher=make if folded else None)
+    local = own_rows(batches(cell)[0], mesh)
+    with observe(mesh) as seen:
+        run.forward_backward(local, microbatches=cell.microbatches)
+        mk.clip_grad_norm(run, 1.0)
+    place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
+    rows = local["labels"].shape[0]
+    said = explain(
+        run.whole, mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=cell.microbatches, coordinate=place
+    )
+    routed: Counter[Message] = Counter()
+    again = 2 if cell.recompute != "none" else 1
+    for plans in (dispatcher.plans for dispatcher in made if dispatcher.plans):
+        assert len(plans) == cell.microbatches * again
+        for plan in plans:
+            told = dispatch_traffic(plan, width=32, itemsize=2 if cell.bf16 else 8)
+            for (axis, op, size), times in told.counts.items():
+                routed[Message(axis, op, size)] += times
+            for (axis, op, size), times in told.rows.items():  # forward each time, and one backward for both
+                routed[Message(axis, op, size)] += times + times / again
+    return seen, said.messages, routed
+
+
+def by_ranks(messages: Counter[Message], spec: mk.MeshSpec, rank: int) -> Counter[tuple]:
+    """With the ranks of the axis instead of its name: in the two views different axes may have the same ranks."""
+    found: Counter[tuple] = Counter()
+    for message, times in messages.items():
+        axes = re.findall(r"dp_replicate|dp_shard|edp|etp|ep|cp|tp|pp", message.axis)
+        view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        sizes = [getattr(spec, axis) for axis in view]
+        grid = torch.arange(spec.world_size).reshape(sizes)
+        place = (grid == rank).nonzero()[0].tolist()
+        own = grid[tuple(slice(None) if axis in axes else at for axis, at in zip(view, place, strict=True))]
+        found[tuple(own.flatten().tolist()), message.op, message.size] += times
+    return found
+
+
+@pytest.mark.parametrize("cell", EXPERT_CELLS, ids=str)
+def test_what_is_sent_to_experts_is_predicted_for_the_routing(cell: Cell) -> None:
+    for rank, (seen, said, routed) in enumerate(pool(4).run(observe_experts, cell)):
+        assert bool(routed) == ("ep=2" in cell.mesh or "ep=4" in cell.mesh)
+        if routed:  # what is said is for an even routing; gradient norms are all that is reduced on these axes
+            dispatch = {m for m in said if m.axis in ("ep", "etp", "ep_etp") and m.op != "all_reduce"}
+            said = Counter({message: times for message, times in said.items() if message not in dispatch}) + routed
+        spec = mk.MeshSpec.parse(cell.mesh)
+        assert by_ranks(seen, spec, rank) - by_ranks(said, spec, rank) == Counter(), "sent, but not explained"
+        assert by_ranks(said, spec, rank) - by_ranks(seen, spec, rank) == Counter(), "explained, but not sent"
+
+
+def test_explaining_says_how_experts_are_computed() -> None:
+    cell = Cell(mesh="", layers=2, moe=EXPERTS)
+    said = explain(build(cell), mk.MeshSpec(dp_shard=2, ep=2), plan=plan_of(cell), rows=2, seq_len=TOKENS)
+    text = str(said)
+    assert "ep:Shard(0)" in text
+    assert "experts: loop: torch's grouped_mm takes no torch.float64" in text
+    assert "if tokens chose all experts alike" in text

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 import meshkit as mk
 from meshkit.algos.generation import generate
+from meshkit.models import Llama, load_pretrained, save_pretrained
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
@@ -95,6 +99,60 @@ def test_what_cannot_be_cut_is_refused() -> None:
         assert texts[2].startswith("there is no schedule '1f2b'. Did you mean '1f1b'?")
         assert texts[3].startswith("zero=3 with pp: parameters are gathered once a step")
         assert texts[4].startswith("pipeline: 4 stages need at least 4 blocks, but the model has 3.")
+
+
+def save_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
+    """The state of this rank by single-device names."""
+    run = start(cell)
+    mk.init_weights(run.model, seed=5, plan=run.plan)
+    save_pretrained(run.model, CONFIG_OF[cell.tied], folder, max_shard_bytes=20_000)
+    copies = copies_of(run.model)
+    return {copies.get(name, name): full_tensor(param) for name, param in run.named_parameters()}
+
+
+def load_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Llama(CONFIG_OF[cell.tied]).double()
+    run = mk.parallelize(model, mesh_for(cell.mesh), plan=LLAMA_PLAN, schedule=cell.schedule)
+    load_pretrained(run.model, folder)
+    copies = copies_of(run.model)
+    return {copies.get(name, name): full_tensor(param) for name, param in run.named_parameters()}
+
+
+CONFIG_OF = {tied: build(Cell(mesh="", layers=4, tied=tied)).config for tied in (True, False)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp=4", "1f1b"), ("pp=2 dp_shard=2", "1f1b"), ("pp=2 tp=2", "zbv")])
+def test_hugging_face_folders_of_stages(tmp_path: Path, mesh: str, schedule: str, tied: bool) -> None:
+    cell = Cell(mesh=mesh, layers=4, tied=tied, schedule=schedule)
+    folder = tmp_path / "saved"
+    whole: dict[str, torch.Tensor] = {}
+    for rank in pool(4).run(save_folder, cell, str(folder)):
+        whole.update(rank)
+    read = load_pretrained(Llama(CONFIG_OF[tied]).double(), folder)
+    assert {name for name, _ in read.named_parameters()} == set(whole)
+    assert all(torch.equal(param, whole[name]) for name, param in read.named_parameters())
+    for other in (cell, Cell(mesh="pp=2 dp_shard=2", layers=4, tied=tied, schedule="interleaved")):
+        for rank in pool(4).run(load_folder, other, str(folder)):
+            assert all(torch.equal(value, whole[name]) for name, value in rank.items())
+
+
+def load_other_folder(folder: str) -> str:
+    with torch.device("meta"):
+        model = Llama(replace(CONFIG_OF[True], num_hidden_layers=5)).double()
+    run = mk.parallelize(model, mesh_for("pp=2"), plan=LLAMA_PLAN)
+    try:
+        load_pretrained(run.model, folder)
+    except mk.MeshkitError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_folder_of_another_model_is_refused_on_every_stage(tmp_path: Path) -> None:
+    save_pretrained(build(Cell(mesh="", layers=4, tied=True)), CONFIG_OF[True], tmp_path / "saved")
+    for text in pool(2).run(load_other_folder, str(tmp_path / "saved")):
+        assert "has no tensor 'model.layers.4.self_attn.q_proj.weight', which the model needs (9 of 48 are" in text
 
 
 def losses_of_evaluation_first() -> float:

@@ -62,7 +62,7 @@ class Context:
         for name, tensor in whole.items():
             flat = tensor.reshape(1, rows * tokens, *tensor.shape[2:]) if stream else tensor
             own = flat.index_select(1, index.to(tensor.device))
-            own[:, kept:] = IGNORED if name == "labels" else 0
+            own[:, kept:] = IGNORED if name.startswith("labels") else 0
             part[name] = own
         part["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
         return part

@@ -7,8 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshkit.auxiliary import Collected, collect
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._messages import made_by, need_of
 from meshkit.parallel.pipeline._record import Recording
@@ -25,7 +28,7 @@ class _Live:
     """What a forward leaves for its backward."""
 
     hidden: Tensor | None  # what the stage received, a leaf
-    out: Tensor | None  # until its backward
+    ends: list[GradientEdge]  # where its backward begins: at the output, whose values may go, and at auxiliary losses
     later: Later = field(default_factory=Later)
 
 
@@ -74,9 +77,11 @@ def execute(
     loss: Loss,
     scale: Tensor,
     recording: Recording | None = None,
-) -> list[Tensor]:
-    """Forwards and backwards of all microbatches; the losses of those whose last stage is here, in the table's order.
+) -> tuple[list[Tensor], list[tuple[Collected, float]]]:
+    """Forwards and backwards of all microbatches.
 
+    Returns the losses of those whose last stage is here, and what the routers of each forward reported with what its loss
+    counts, both in the table's order.
     parts: (microbatch, what its loss counts); scale: what losses are divided by before their backward. The two halves of an
     FB row run one after the other, with the messages of both on their way.
     """
@@ -84,6 +89,7 @@ def execute(
         recording.begin(schedule)
     live: dict[tuple[int, int], _Live] = {}
     losses: list[Tensor] = []
+    noted: list[tuple[Collected, float]] = []
     last = schedule.stages - 1
 
     def run(task: Task) -> None:
@@ -101,24 +107,27 @@ def execute(
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
         part, weight = parts[task.microbatch]
-        out = forward(staged, task.stage, hidden, part, loss)
+        with collect() as found:
+            out = forward(staged, task.stage, hidden, part, loss)
+        noted.append((found, weight))
+        side = found.total() * weight / scale if found.losses else None
         if task.stage == last:
-            out = out * weight
-            losses.append(out.detach())
-            out = out / scale
+            losses.append(out.detach() * weight)
+            out = out * weight / scale
         else:
             mail.send(task, out.detach())
-        live[task.stage, task.microbatch] = _Live(hidden, out)
+        ends = [get_gradient_edge(end) for end in (out, side) if end is not None]
+        live[task.stage, task.microbatch] = _Live(hidden, ends)
 
     def run_backward(task: Task, grad: Tensor | None) -> None:
         state = live[task.stage, task.microbatch]
-        assert state.out is not None, "one backward for each forward"
         with put_off(state.later) if task.op == "I" else nullcontext():
-            state.out.backward(grad)
+            torch.autograd.backward(state.ends, [grad, *[None] * (len(state.ends) - 1)])
         if state.hidden is not None:
             assert state.hidden.grad is not None
             mail.send(made_by(task), state.hidden.grad)
-        state.hidden = state.out = None
+        state.hidden = None
+        state.ends = []
 
     for index, row in enumerate(schedule.ranks[rank]):
         mail.expect(index)
@@ -133,4 +142,4 @@ def execute(
                 )
                 raise
     mail.finish()
-    return losses
+    return losses, noted

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit import _torch
+from meshkit.auxiliary import Collected
 from meshkit.errors import PlanError
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
@@ -110,16 +111,21 @@ class Pipeline:
         finally:
             self._recording = None
 
-    def forward_backward(self, parts: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor) -> Tensor:
-        """The gradients of all microbatches; returns the sum of their losses, the same on every rank of the axis."""
+    def forward_backward(
+        self, parts: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
+    ) -> tuple[Tensor, list[tuple[Collected, float]]]:
+        """The gradients of all microbatches.
+
+        Returns the sum of their losses, the same on every rank of the axis, and what the routers of this rank reported.
+        """
         model = self.staged.model
         checked = self._checked(len(parts))
         before_pipeline(model)
         mail = self._mail(checked.messages, [part for part, _ in parts])
-        losses = execute(checked.schedule, self.rank, self.staged, mail, parts, loss, scale, self._recording)
+        losses, noted = execute(checked.schedule, self.rank, self.staged, mail, parts, loss, scale, self._recording)
         after_pipeline(model)
         self._add_tied_gradients()
-        return self.total(losses, scale.device)
+        return self.total(losses, scale.device), noted
 
     @torch.no_grad()
     def infer(self, part: Any, function: Loss) -> Tensor | None:
@@ -268,7 +274,7 @@ def pipeline_parallel(model: nn.Module, axis: DeviceMesh, cut: Cut, *, dtype: to
     """
     rank, group = axis.get_local_rank(), axis.get_group()
     staged = StagedModel(model, cut.stages, cut.stages_of(rank), dtype)
-    set_whole(model, Whole(cut.tensors, cut.owners, cut.copies(rank), group))
+    set_whole(model, Whole(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group))
     return Pipeline(staged, axis, cut, dtype, parts, *_directions(group))
 
 

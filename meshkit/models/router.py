@@ -1,0 +1,130 @@
+"""Which experts each token goes to, and with which weights.
+
+Dims: B batch, T tokens of a row, N = B * T tokens, C hidden_size, E experts, K experts that a token chooses, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshkit.auxiliary import AuxiliaryLosses, balance_loss, report, z_loss
+from meshkit.errors import PlanError
+from meshkit.routing import Routing, count_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a token chooses experts and what their outputs count.
+
+    score: "softmax" over all experts; "softmax_of_chosen", of the logits of the chosen ones; "sigmoid" of each logit.
+    normalise: the weights are divided by their sum. scale: they are multiplied by it. groups, top_groups: experts are chosen
+    among those of the top_groups of `groups` equal groups, by the sum of each group's two best scores. bias: a buffer is
+    added to the scores for the choice, and not to the weights; see `update_bias`.
+    Raises: PlanError for numbers that do not fit together.
+    """
+
+    experts: int
+    chosen: int
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "softmax_of_chosen", "sigmoid"):
+            raise PlanError(
+                f"RouterConfig: score={self.score!r} is not known. Use softmax, softmax_of_chosen or sigmoid."
+            )
+        if not 1 <= self.top_groups <= self.groups or self.experts % self.groups:
+            raise PlanError(
+                f"RouterConfig: {self.experts} experts are not {self.groups} equal groups of which {self.top_groups} can "
+                "be chosen."
+            )
+        group = self.experts // self.groups
+        if self.groups > 1 and group < 2:
+            raise PlanError(f"RouterConfig: groups={self.groups} have one expert each, but count their two best.")
+        if not 1 <= self.chosen <= group * self.top_groups:
+            raise PlanError(
+                f"RouterConfig: a token cannot choose {self.chosen} of {group * self.top_groups} experts "
+                f"({self.top_groups} of {self.groups} groups of {group})."
+            )
+
+
+class Router(nn.Module):
+    """Scores of all experts for every token, in fp32 at least, and the best K of them.
+
+    Reports counts and auxiliary losses to `meshkit.auxiliary.collect`. They are computed whether or not someone collects, so
+    that a recomputed forward does what the first one did.
+    reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
+    `balance_loss`.
+    """
+
+    e_score_correction_bias: Tensor | None
+    last_counts: Tensor | None
+
+    def __init__(self, hidden_size: int, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, hidden_size).uniform_(-1, 1).mul_(hidden_size**-0.5))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.experts) if config.bias else None)
+        of_last_step = config.losses.balance > 0 and config.losses.per == "global"
+        self.register_buffer("last_counts", torch.zeros(config.experts, dtype=torch.int64) if of_last_step else None)
+        self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
+
+    def forward(self, x_BTC: Tensor) -> Routing:
+        wide = torch.promote_types(x_BTC.dtype, torch.float32)
+        logits_BTE = F.linear(x_BTC.to(wide), self.weight.to(wide))
+        logits_NE = logits_BTE.flatten(0, 1)
+        scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
+        ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
+        experts_NK = self._choose(ranked_NE.detach())
+        weights_NK = ranked_NE.gather(-1, experts_NK)
+        if self.config.score == "softmax_of_chosen":
+            weights_NK = weights_NK.softmax(-1)
+        if self.config.normalise:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        self._report(logits_NE, scores_NE.view_as(logits_BTE), experts_NK)
+        return Routing(experts_NK, weights_NK * self.config.scale)
+
+    def _choose(self, ranked_NE: Tensor) -> Tensor:
+        """The best K experts [N, K]. Source: DeepSeek-V3 2024, section 2.1.2; its group limit as transformers has it."""
+        if self.e_score_correction_bias is not None:
+            ranked_NE = ranked_NE + self.e_score_correction_bias
+        if self.config.groups > 1:
+            groups_NGe = ranked_NE.unflatten(-1, (self.config.groups, -1))
+            best_NG = groups_NGe.topk(2, dim=-1).values.sum(-1)
+            kept = best_NG.topk(self.config.top_groups, dim=-1).indices
+            closed_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, kept, False)
+            ranked_NE = groups_NGe.masked_fill(closed_NG.unsqueeze(-1), -torch.inf).flatten(-2)
+        return ranked_NE.topk(self.config.chosen, dim=-1).indices
+
+    def _report(self, logits_NE: Tensor, scores_BTE: Tensor, experts_NK: Tensor) -> None:
+        losses: dict[str, Tensor] = {}
+        rows, tokens, _ = scores_BTE.shape
+        counts_BE = count_experts(experts_NK.reshape(rows, tokens * self.config.chosen), self.config.experts)
+        wanted = self.config.losses
+        if wanted.balance:
+            probabilities_BTE = scores_BTE
+            if self.config.score == "sigmoid":
+                probabilities_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
+            counts_RE, sums_RE = counts_BE, probabilities_BTE.sum(1)
+            if wanted.per != "sequence":
+                counts_RE, sums_RE = counts_RE.sum(0, keepdim=True), sums_RE.sum(0, keepdim=True)
+            counts_RE = self.reduce_counts(counts_RE) if self.last_counts is None else self.last_counts.unsqueeze(0)
+            losses["balance"] = wanted.balance * balance_loss(counts_RE, sums_RE)
+        if wanted.z:
+            losses["z"] = wanted.z * z_loss(logits_NE)
+        report(self, counts_BE.sum(0), losses)
+
+
+def _of_all_tokens(counts_RE: Tensor) -> Tensor:
+    return counts_RE

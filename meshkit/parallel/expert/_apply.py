@@ -1,0 +1,165 @@
+"""Experts of a model over ranks, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from meshkit.errors import PlanError
+from meshkit.mesh import Mesh, MeshSpec
+from meshkit.parallel.expert._capacity import Capacity
+from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
+from meshkit.parallel.expert._exchange import join_rows, own_rows
+from meshkit.parallel.tensor import compute_with
+from meshkit.plan import Style, match_table
+from meshkit.routing import Routing
+from meshkit.sharding import chunk, even_part
+
+MakeDispatcher = Callable[[int, Mesh], Dispatcher]
+"""(number of experts, mesh) to what brings tokens to them"""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """One `experts()` module. dims: of each parameter, the dim that etp splits."""
+
+    experts: int
+    width: int
+    dims: dict[str, int]
+
+
+def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int) -> dict[str, ExpertLayout]:
+    """By name. Raises: PlanError for parameters that the style does not name, and for a rank of ep without experts."""
+    modules = dict(module.named_modules())
+    found = {}
+    for name, style in match_table(plan, modules, what="module").items():
+        if style.kind != "experts":
+            continue
+        dims = {**dict.fromkeys(style.columns, 1), **dict.fromkeys(style.rows, 2)}
+        held = dict(modules[name].named_parameters(recurse=False))
+        if set(held) != set(dims):
+            raise PlanError(
+                f"plan: experts() on {name!r} names the parameters {', '.join(dims)}, but the module has {', '.join(held)}. "
+                "Give their names as experts(columns=..., rows=...)."
+            )
+        shape = held[style.columns[0]].shape
+        if not _serves(shape[0], ep):
+            fit = ", ".join(str(ranks) for ranks in range(1, shape[0] + 1) if _serves(shape[0], ranks))
+            raise PlanError(
+                f"expert_parallel: {name!r} has {shape[0]} experts, and ep={ep} ranks with up to {-(-shape[0] // ep)} each "
+                f"leave one without. Choose ep of {fit}; etp splits each expert further."
+            )
+        found[name] = ExpertLayout(shape[0], shape[2], dims)
+    return found
+
+
+def _serves(experts: int, ranks: int) -> bool:
+    """Does every rank get an expert, where the last may have fewer than the others?"""
+    return -(-experts // ranks) * (ranks - 1) < experts
+
+
+def expert_parallel(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    plan: Mapping[str, Style],
+    sequence: bool = False,
+    capacity: Capacity | None = None,
+    dispatcher: MakeDispatcher | None = None,
+) -> list[str]:
+    """Share the experts of every `experts()` module of the plan over `ep`, and their features over `etp`, in place.
+
+    Returns the names of these modules, which `fully_shard` shards over `mesh.expert_data`.
+    Such a module's forward is (x [N, C], routing) -> [N, C], it has stacked parameters [E, ...], and a method
+    compute(rows [M, C], counts: list[int]) that runs the experts it holds on rows sorted by expert.
+    Ranks of `ep` and `etp` may be any ranks of dp_shard x cp x tp: each brings its own tokens. With tp, and without
+    sequence=True, its ranks have the same tokens and each brings a part of them.
+    capacity: at most so many tokens for each expert; None drops nothing. dispatcher: another way there and back.
+    Gradients are sums over all tokens, as everywhere: the copies of an expert on edp add up, nothing is divided.
+    Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction.
+    Raises: PlanError if there are no experts but ep or etp > 1, or if a rank of ep would have none.
+    Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
+    """
+    spec = mesh.spec
+    found = expert_layouts(module, plan, ep=spec.ep)
+    if not found:
+        if spec.ep * spec.etp > 1:
+            raise PlanError(
+                f"expert_parallel: ep={spec.ep} etp={spec.etp}, but the plan has no experts(). Name the modules that hold "
+                "stacked experts, or leave ep and etp away."
+            )
+        return []
+    for name, layout in found.items():
+        _share(module.get_submodule(name), layout, mesh, sequence, capacity, dispatcher)
+    return list(found) if in_expert_view(spec) else []
+
+
+def in_expert_view(spec: MeshSpec) -> bool:
+    """Do experts have other ranks than the rest of the model?"""
+    return spec.ep * spec.etp * spec.tp > 1
+
+
+def _share(
+    module: nn.Module,
+    layout: ExpertLayout,
+    mesh: Mesh,
+    sequence: bool,
+    capacity: Capacity | None,
+    dispatcher: MakeDispatcher | None,
+) -> None:
+    spec = mesh.spec
+    held = dict(module.named_parameters(recurse=False))
+    if not in_expert_view(spec) and capacity is None and dispatcher is None:
+        return
+    make = dispatcher or partial(_default_dispatcher, capacity=capacity)
+    axes = tuple(axis for axis in ("ep", "etp") if getattr(spec, axis) > 1)
+    if axes:
+        for key, param in held.items():
+            module._parameters[key] = nn.Parameter(
+                _shard(param, mesh[axes], [0 if axis == "ep" else layout.dims[key] for axis in axes]),
+                param.requires_grad,
+            )
+    split = mesh["tp"] if spec.tp > 1 and not sequence else None
+    compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(make(layout.experts, mesh), split))
+
+
+def _default_dispatcher(experts: int, mesh: Mesh, *, capacity: Capacity | None) -> Dispatcher:
+    if mesh.spec.ep * mesh.spec.etp == 1:
+        return OneRank(experts, capacity)
+    return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group(), capacity)
+
+
+def _shard(param: Tensor, mesh: DeviceMesh, dims: list[int]) -> DTensor:
+    """This rank's part of a value that every rank has. No communication; meta stays meta."""
+    local = param.detach()
+    for axis, dim in enumerate(dims):
+        part = chunk(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+        local = local.narrow(dim, part.start, part.stop - part.start)
+    placements = [Shard(dim) for dim in dims]
+    stride = param.contiguous().stride()
+    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=param.shape, stride=stride)
+
+
+def _local(param: nn.Parameter | None) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()
+
+
+def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
+    def forward(self: Any, x_NC: Tensor, routing: Routing) -> Tensor:
+        if split is None:
+            return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
+        group, ranks = split.get_group(), split.size()
+        sizes = [len(even_part(len(x_NC), ranks, rank)) for rank in range(ranks)]
+        own = Routing(routing.experts_NK.split(sizes)[dist.get_rank(group)], own_rows(routing.weights_NK, sizes, group))
+        out = dispatcher(own_rows(x_NC, sizes, group), own, self.compute)
+        return join_rows(out.to(x_NC.dtype), sizes, group)
+
+    return forward

@@ -1,0 +1,97 @@
+"""Counts of tokens per expert over all ranks that hold tokens: for losses, for biases, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshkit.auxiliary import Collected, update_bias
+from meshkit.errors import PlanError
+from meshkit.mesh import Mesh
+
+Noted = Sequence[tuple[Collected, float]]
+"""What each forward of a step reported, and what its loss counts: 0 for a row of zeros that stands for no rows."""
+
+
+def token_groups(mesh: Mesh, *, sequence: bool) -> list[ProcessGroup]:
+    """Summing over each in turn sums over all ranks with different tokens of one stage."""
+    axes = [mesh.tokens, *([mesh["tp"]] if sequence else [])]
+    return [axis.get_group() for axis in axes if axis.size() > 1]
+
+
+def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
+    """Let routers balance the tokens of all ranks, in place: those that have `reduce_counts`, as `meshkit.models.Router`.
+
+    Wire, per forward of a router with a balance loss: per="sequence": an all-reduce of [B, E] counts over tp, with
+    sequence=True; per="batch": one of E counts over each axis with other tokens; per="global": nothing.
+    Raises: PlanError for per="sequence" with cp, whose ranks do not know where the rows of a stream begin.
+    """
+    for name, router in module.named_modules():
+        if not hasattr(router, "reduce_counts"):
+            continue
+        losses = router.config.losses
+        if losses.balance and losses.per == "sequence" and mesh.spec.cp > 1:
+            raise PlanError(
+                f"the router {name!r} balances each sequence, but cp={mesh.spec.cp} gives ranks tokens of several. Use "
+                'AuxiliaryLosses(per="batch") or per="global".'
+            )
+        groups = token_groups(mesh, sequence=sequence)
+        if losses.per == "sequence":
+            groups = [mesh["tp"].get_group()] if sequence else []
+        router.reduce_counts = partial(_sum, groups=groups)
+
+
+def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    counts = counts.clone()
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -> dict[str, Tensor]:
+    """[E] for each router of this rank, over all forwards of a step and all ranks; kept by routers that need the last step's.
+
+    Wire: one all-reduce of [routers, E] over each axis with other tokens; without routers nothing.
+    """
+    own: dict[nn.Module, Tensor] = {}
+    for found, weight in noted:
+        for router, counts in found.counts.items():
+            counts = counts * int(weight != 0)
+            own[router] = own[router] + counts if router in own else counts
+    names = {router: name for name, router in model.named_modules() if router in own}
+    if not names:
+        return {}
+    widest = max(len(counts) for counts in own.values())
+    stacked = torch.stack([nn.functional.pad(own[router], (0, widest - len(own[router]))) for router in names])
+    stacked = _sum(stacked, token_groups(mesh, sequence=sequence))
+    summed = {name: row[: len(own[router])] for (router, name), row in zip(names.items(), stacked, strict=True)}
+    for router, name in names.items():
+        if getattr(router, "last_counts", None) is not None:
+            router.last_counts.copy_(summed[name])
+    return summed
+
+
+def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> dict[str, Tensor]:
+    """Auxiliary losses of a step per token, the same on all ranks of a stage. Wire: an all-reduce of a few numbers."""
+    sums: dict[str, Tensor] = {}
+    for found, weight in noted:
+        for name, loss in found.losses.items():
+            value = loss.detach().double() * weight
+            sums[name] = sums[name] + value if name in sums else value
+    if not sums:
+        return {}
+    values = _sum(torch.stack(list(sums.values())), token_groups(mesh, sequence=sequence)) / tokens
+    return dict(zip(sums, values, strict=True))
+
+
+def update_biases(model: nn.Module, counts: dict[str, Tensor], *, speed: float) -> None:
+    """Move the bias of every router that has one towards the experts that got fewer tokens; see `update_bias`."""
+    for name, router in model.named_modules():
+        bias = getattr(router, "e_score_correction_bias", None)
+        if name in counts and bias is not None:
+            update_bias(bias, counts[name], speed=speed)

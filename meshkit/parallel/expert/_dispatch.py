@@ -1,0 +1,137 @@
+"""Tokens to the ranks that hold their experts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshkit.parallel.expert._capacity import Capacity
+from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
+from meshkit.routing import Routing, combine, sort_by_expert, take_rows
+from meshkit.sharding import chunk
+
+Compute = Callable[[Tensor, list[int]], Tensor]
+"""The held experts on rows [M, C] sorted by expert, and how many rows each has; returns [M, C]."""
+
+
+class Dispatcher(Protocol):
+    """How tokens find their experts. Another library's goes in by this signature; `conformance` tests any."""
+
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """This rank's tokens through their experts, wherever those are: [N, C], summed in the dtype of the weights.
+
+        A collective of the ranks that share the experts. Ranks may have different numbers of tokens, and none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """All experts are here."""
+
+    experts: int
+    capacity: Capacity | None = None
+
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        order_M, counts_E = _kept(routing, self.experts, self.capacity)
+        rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        return combine(compute(rows_MC, counts_E.tolist()), order_M, routing.weights_NK)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How many rows go where, known on every rank of ep x etp once their counts are. counts[i][j][e] are the pairs of
+    expert e on the rank with place i on ep and j on etp.
+    """
+
+    counts: list[list[list[int]]]
+    place: tuple[int, int]
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        return len(self.counts), len(self.counts[0])
+
+    def experts_of(self, rank: int) -> range:
+        """The experts of one place on ep, as DTensor shards them."""
+        part = chunk(len(self.counts[0][0]), self.ranks[0], rank)
+        return range(part.start, part.stop)
+
+    def sent(self) -> list[int]:
+        """Rows of this rank for each place on ep."""
+        own = self.counts[self.place[0]][self.place[1]]
+        return [sum(own[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
+
+    def received(self, etp: int | None = None) -> list[int]:
+        """Rows that a rank of our place on ep gets from each place on ep; etp: which one, default this rank."""
+        j = self.place[1] if etp is None else etp
+        experts = self.experts_of(self.place[0])
+        return [sum(source[j][expert] for expert in experts) for source in self.counts]
+
+    def gathered(self) -> list[int]:
+        """Rows that each place on etp has after the exchange."""
+        return [sum(self.received(etp)) for etp in range(self.ranks[1])]
+
+    def runs(self) -> list[int]:
+        """Lengths of the runs of rows of one expert, in the order in which rows lie after gathering over etp."""
+        experts = self.experts_of(self.place[0])
+        return [source[j][expert] for j in range(self.ranks[1]) for source in self.counts for expert in experts]
+
+    def per_expert(self) -> list[int]:
+        """Rows of each of our experts."""
+        experts = self.experts_of(self.place[0])
+        return [sum(source[expert] for sources in self.counts for source in sources) for expert in experts]
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Rows go to their experts over `ep`, and over `etp` to the ranks that hold the other features of those experts.
+
+    Wire, per call: an all-gather of E counts from each rank, which the host waits for, once; the rows by all-to-all over ep,
+    there and back, and over etp an all-gather and a reduce-scatter; backward the same without the counts.
+    Source: Lepikhin et al. 2020, section 3; no capacity: Gale et al. 2022.
+    """
+
+    experts: int
+    both: ProcessGroup
+    """ranks of ep x etp, etp fastest"""
+    ep: ProcessGroup
+    etp: ProcessGroup
+    capacity: Capacity | None = None
+
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        order_M, counts_E = _kept(routing, self.experts, self.capacity)
+        plan = self._plan(counts_E)
+        rows = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        rows = exchange(rows, plan.sent(), plan.received(), self.ep)
+        rows = gather_rows(rows, plan.gathered(), self.etp)
+        order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
+        out = compute(rows.index_select(0, order), plan.per_expert())
+        out = out.index_select(0, order.argsort())
+        out = scatter_sum_rows(out, plan.gathered(), self.etp)
+        out = exchange(out, plan.received(), plan.sent(), self.ep)
+        return combine(out, order_M, routing.weights_NK)
+
+    def _plan(self, counts_E: Tensor) -> Sent:
+        ep, etp = self.ep.size(), self.etp.size()
+        everybody = counts_E.new_empty(ep * etp, self.experts)
+        dist.all_gather_into_tensor(everybody, counts_E.unsqueeze(0), group=self.both)
+        place = divmod(dist.get_rank(self.both), etp)
+        return Sent(everybody.unflatten(0, (ep, etp)).tolist(), place)  # the one time the host waits
+
+
+def _kept(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
+    order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
+    return (order_M, counts_E) if capacity is None else capacity.kept(routing, order_M, counts_E)
+
+
+def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:
+    """The order by expert of rows that lie in runs of one expert each: `experts` runs from each source."""
+    ids = torch.arange(experts, device=device).repeat(len(runs) // max(experts, 1))
+    lengths = torch.tensor(runs, dtype=torch.int64).to(device, non_blocking=True)
+    return ids.repeat_interleave(lengths, output_size=sum(runs)).argsort(stable=True)

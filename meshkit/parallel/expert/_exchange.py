@@ -1,0 +1,144 @@
+"""Rows of unequal numbers between ranks, differentiable, in mirrored pairs.
+
+| forward                                          | backward             |
+|--------------------------------------------------|----------------------|
+| `exchange`: all-to-all, so many rows to each     | the all-to-all back  |
+| `gather_rows`: everybody's rows, used differently| `scatter_sum_rows`   |
+| `scatter_sum_rows`: own rows of a sum            | `gather_rows`        |
+| `own_rows`: of rows that every rank has          | `join_rows`          |
+| `join_rows`: everybody's rows, used alike        | `own_rows`           |
+
+Numbers of rows are on the host. On a group of one rank each is the identity and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Outside autograd. Wire: one all-to-all of the rows."""
+    if group.size() == 1:
+        return rows
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def all_gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Outside autograd. Wire: one all-gather, of the largest number of rows from each rank."""
+    if group.size() == 1:
+        return rows
+    longest = max(sizes)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    out = rows.new_empty(longest * group.size(), *rows.shape[1:])
+    dist.all_gather_into_tensor(out, padded, group=group)
+    pieces = out.unflatten(0, (group.size(), longest)).unbind()
+    joined: Tensor = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+    return joined
+
+
+def reduce_scatter_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Outside autograd. Wire: one reduce-scatter, of the largest number of rows for each rank."""
+    if group.size() == 1:
+        return rows
+    longest = max(sizes)
+    padded = rows.new_zeros(group.size(), longest, *rows.shape[1:])
+    for piece, part, size in zip(padded, rows.split(list(sizes)), sizes, strict=True):
+        piece[:size] = part
+    out = rows.new_empty(longest, *rows.shape[1:])
+    dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=group)
+    own: Tensor = out[: sizes[dist.get_rank(group)]].clone()
+    return own
+
+
+def _own(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    own: Tensor = rows.split(list(sizes))[dist.get_rank(group)].clone()
+    return own
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.back = received, sent, group
+        return all_to_all_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_rows(grad, *ctx.back), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.where = sizes, group
+        return all_gather_rows(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_rows(grad, *ctx.where), None, None
+
+
+class _ScatterSumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.where = sizes, group
+        return reduce_scatter_rows(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_rows(grad, *ctx.where), None, None
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.where = sizes, group
+        return _own(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_rows(grad, *ctx.where), None, None
+
+
+class _JoinRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.where = sizes, group
+        return all_gather_rows(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own(grad, *ctx.where), None, None
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """sent[r] rows to rank r, in order; received[r] rows of rank r, in order. Wire: an all-to-all in each direction."""
+    return rows if group.size() == 1 else _Exchange.apply(rows, sent, received, group)
+
+
+def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """sizes[r] rows of rank r, joined. Wire: an all-gather; backward a reduce-scatter."""
+    return rows if group.size() == 1 else _GatherRows.apply(rows, sizes, group)
+
+
+def scatter_sum_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """A different summand on each rank in, own rows of the sum out. Wire: a reduce-scatter; backward an all-gather."""
+    return rows if group.size() == 1 else _ScatterSumRows.apply(rows, sizes, group)
+
+
+def own_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """The same rows on every rank in, own ones out. Wire: backward, an all-gather."""
+    return rows if group.size() == 1 else _OwnRows.apply(rows, sizes, group)
+
+
+def join_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Own rows in, all out, used the same by every rank. Wire: forward, an all-gather."""
+    return rows if group.size() == 1 else _JoinRows.apply(rows, sizes, group)

@@ -1,0 +1,120 @@
+"""meshkit's dispatchers conform, and the suite finds those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshkit as mk
+from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, OneRank
+from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
+from meshkit.routing import Routing
+from meshkit.sharding import chunk
+from tests.parity.cases import mesh_for
+from tests.world import RankError, pool, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def all_to_all(mesh: mk.Mesh, experts: int) -> AllToAll:
+    return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group())
+
+
+def held_on(mesh: mk.Mesh, experts: int) -> Held:
+    own = chunk(experts, mesh.spec.ep, mesh["ep"].get_local_rank())
+    return Held(range(own.start, own.stop), chunk(FEATURES, mesh.spec.etp, mesh["etp"].get_local_rank()))
+
+
+def conform(spec: str, change: Callable[[Dispatcher], Dispatcher] | None = None) -> int:
+    mesh = mesh_for(spec)
+
+    def make(experts: int) -> Dispatcher:
+        dispatcher = all_to_all(mesh, experts)
+        return dispatcher if change is None else change(dispatcher)
+
+    return check_dispatcher(make, partial(held_on, mesh), mesh.expert_ranks.get_group(), device=CPU)
+
+
+def one_rank_conforms() -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    return check_dispatcher(OneRank, lambda experts: Held(range(experts)), group, device=CPU)
+
+
+def test_one_rank_conforms() -> None:
+    assert pool(1).run(one_rank_conforms) == [8]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec"),
+    [
+        (2, "dp_shard=2 ep=2"),
+        (2, "dp_shard=2 etp=2"),
+        (3, "dp_shard=3 ep=3"),
+        (4, "dp_shard=4 ep=4"),
+        (4, "dp_shard=4 ep=2"),
+        (4, "dp_shard=4 ep=2 etp=2"),
+        (4, "dp_shard=4 etp=4"),
+    ],
+)
+def test_all_to_all_conforms(ranks: int, spec: str) -> None:
+    assert pool(ranks).run(conform, spec) == [8] * ranks
+
+
+class _Wrong:
+    def __init__(self, inner: Dispatcher) -> None:
+        self.inner = inner
+
+
+class ForgetsToScaleGradients(_Wrong):
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Callable) -> Tensor:
+        return self.inner(x_NC, Routing(routing.experts_NK, routing.weights_NK.detach()), compute) * 1.0
+
+
+class ReadsPastTheEnd(_Wrong):
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Callable) -> Tensor:
+        def padded(rows: Tensor, counts: list[int]) -> Tensor:
+            more = torch.cat([rows, rows.new_empty(1, rows.shape[1])])
+            return (compute(rows, counts) + 0 * more.sum()) if len(rows) else compute(rows, counts)
+
+        return self.inner(x_NC, routing, padded)
+
+
+@pytest.mark.parametrize("change", [ForgetsToScaleGradients, ReadsPastTheEnd])
+def test_a_dispatcher_that_is_wrong_is_found(change: type) -> None:
+    with pytest.raises(RankError, match=r"(is None|is off by)"):
+        run_ranks(2, conform, "dp_shard=2 ep=2", change)
+
+
+def dropped(drop: str) -> list[Tensor]:
+    """Six tokens of which the first expert is chosen by all, and may take 1.0 * 6 * 1 / 3 = 2."""
+    x = torch.arange(6.0).unsqueeze(1) + 1
+    weights = torch.tensor([[0.1], [0.9], [0.2], [0.8], [0.3], [0.7]])
+    routing = Routing(torch.zeros(6, 1, dtype=torch.int64), weights)
+    dispatcher = OneRank(3, Capacity(factor=1.0, drop=drop))  # type: ignore[arg-type]
+    seen: list[list[int]] = []
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        seen.append(counts)
+        return rows * 10
+
+    out = dispatcher(x, routing, compute)
+    assert seen == [[2, 0, 0]]
+    return out.flatten().tolist()
+
+
+def test_capacity_drops_by_probability_or_by_position() -> None:
+    assert dropped("probability") == pytest.approx([0, 18, 0, 32, 0, 0])
+    assert dropped("position") == pytest.approx([1, 18, 0, 0, 0, 0])
+
+
+def test_capacity_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(mk.PlanError, match=r"Capacity: factor=0 leaves no room\. 1\.0 is the even share"):
+        Capacity(factor=0)
+    with pytest.raises(mk.PlanError, match=r"drop='last' is not known\. Use probability or position"):
+        Capacity(factor=1, drop="last")  # type: ignore[arg-type]
