@@ -30,19 +30,26 @@ class Style:
     head_dim: str = "head_dim"
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    group: int = 1
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
 
 
-def column(*, optional: bool = False) -> Style:
-    """Linear: each rank holds a part of the output features, and computes only those."""
-    return Style("column", optional)
+def column(*, group: int = 1, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the output features, and computes only those.
+
+    group: features that stay together, those of a head; then the axis must divide the number of groups.
+    """
+    return Style("column", optional, group=group)
 
 
-def row(*, optional: bool = False) -> Style:
-    """Linear: each rank holds a part of the input features; the partial outputs are summed over the axis."""
-    return Style("row", optional)
+def row(*, group: int = 1, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the input features; the partial outputs are summed over the axis.
+
+    group: as for column().
+    """
+    return Style("row", optional, group=group)
 
 
 def vocab(*, optional: bool = False) -> Style:

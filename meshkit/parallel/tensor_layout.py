@@ -117,6 +117,8 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
         layout.calls.append(Call(module=name, kind="leave_whole" if splits else "leave", width=module.embedding_dim))
         return
     linear = _linear(name, module, style.kind)
+    if style.group > 1:
+        _refuse_split_groups(layout, name, linear, style)
     if style.kind == "row":
         layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
         if linear.bias is not None:  # added once, after the sum
@@ -131,6 +133,16 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
         layout.calls.append(Call(module=name, kind="enter", width=linear.in_features))
 
 
+def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
+    features = linear.in_features if style.kind == "row" else linear.out_features
+    groups = features // style.group
+    if features % style.group or groups % layout.size:
+        raise PlanError(
+            f"plan: {name!r} has {features} features in groups of {style.group}, and tp={layout.size} does not divide the "
+            f"{groups} groups. Choose a tp that divides {groups}."
+        )
+
+
 def _add_container(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
@@ -142,8 +154,10 @@ def _add_container(
     if not columns:
         raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
     layout.shared_entry.update(dict.fromkeys(columns, name))
-    width = _linear(columns[0], modules[columns[0]], "column").in_features
-    layout.calls.append(Call(module=name, kind="enter", width=width))
+    # What enters is what the first linear layer reads: a projection that is whole on every rank may come before the columns.
+    inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
+    first = next(child for child in inside if isinstance(modules[child], nn.Linear))
+    layout.calls.append(Call(module=name, kind="enter", width=_linear(first, modules[first], "column").in_features))
     if style.kind == "attention":
         _split_heads(layout, name, module, style, modules)
 

@@ -16,7 +16,7 @@ from meshkit.auxiliary import AuxiliaryLosses, collect, update_bias
 from meshkit.models.experts import MoE
 from meshkit.models.llama import Attention, Decoder, DecoderLayer, Llama, LlamaConfig, dense_layer
 from meshkit.models.llama_plan import LLAMA_PLAN
-from meshkit.models.moe_plan import moe_plan
+from meshkit.models.moe_plan import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
@@ -128,7 +128,7 @@ def _layers(config: LlamaConfig, moe: Moe) -> Iterator[DecoderLayer]:
 def plan_of(cell: Cell) -> mk.Plan:
     if cell.moe is None:
         return LLAMA_PLAN
-    return moe_plan(cell.layers, dense=[0], shared=cell.moe.shared is not None)
+    return decoder_plan(cell.layers, dense=[0], shared=cell.moe.shared is not None)
 
 
 def batches(cell: Cell) -> list[dict[str, Tensor]]:

@@ -166,3 +166,31 @@ def losses_of_evaluation_first() -> float:
 
 def test_training_after_evaluation_has_the_same_loss() -> None:
     assert max(pool(4).run(losses_of_evaluation_first)) <= TOL
+
+
+class LooksTwice(torch.nn.Module):
+    """Adds its embedding to what comes out of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.head = torch.nn.Linear(4, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.embed(ids))
+
+
+def look_twice() -> None:
+    torch.manual_seed(0)
+    run = mk.parallelize(LooksTwice(), mesh_for("pp=2"), plan=mk.Plan(blocks=("blocks.*",)))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    run.forward_backward({"input_ids": ids, "labels": ids})
+
+
+def test_an_embedding_that_is_looked_up_again_is_refused() -> None:
+    with pytest.raises(RankError, match="PlanError: pipeline: the model looks up its embedding a second time"):
+        run_ranks(2, look_twice)

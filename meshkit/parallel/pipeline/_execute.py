@@ -51,7 +51,13 @@ class _StageModel:
             output = model(*args, **kwargs)
         if self.stage == self.staged.stages.count - 1:
             return output
-        raise _Done(getattr(output, "logits", output))
+        hidden = getattr(output, "logits", output)
+        if not isinstance(hidden, Tensor):
+            raise PlanError(
+                f"pipeline: stage {self.stage} ends in a {type(hidden).__name__}, not in one hidden state. A model on pp returns "
+                "logits, plain or as `.logits`; one that predicts further ahead needs a mesh without pp."
+            )
+        raise _Done(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.staged.model, name)

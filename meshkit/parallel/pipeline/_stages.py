@@ -146,9 +146,15 @@ class AbsentEmbedding(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.width, self.dtype = width, dtype
+        self.width, self.dtype, self.called = width, dtype, False
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.called:
+            raise PlanError(
+                "pipeline: the model looks up its embedding a second time, as modules that predict further ahead "
+                "do, but only the first stage has it. Use a mesh without pp, or a model without them."
+            )
+        self.called = True
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
@@ -185,6 +191,9 @@ class StagedModel:
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[nn.Module]:
         """Inside, the model is this stage; `hidden` is what it received, None for the first."""
         shown = set(self.stages.modules_of(stage))
+        for module in self._absent.values():
+            if isinstance(module, AbsentEmbedding):
+                module.called = False
         swapped: dict[str, nn.Module] = {}
         for other in self.own:
             for name in self.stages.modules_of(other):
