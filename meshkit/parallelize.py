@@ -17,7 +17,7 @@ from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, zero_stage
-from meshkit.parallel.expert import Capacity, MakeDispatcher, expert_parallel, share_counts
+from meshkit.parallel.expert import Capacity, MakeDispatcher, expert_layouts, expert_parallel, share_counts
 from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
@@ -86,6 +86,7 @@ def parallelize(
         multiple=mesh.spec.tp if sequence else 1,
         dtype=compute,
     )
+    routed = expert_layouts(model, plan.tensor, ep=mesh.spec.ep)
     experts = expert_parallel(
         model, mesh, plan=plan.tensor, sequence=sequence, capacity=capacity, dispatcher=dispatcher
     )
@@ -98,8 +99,9 @@ def parallelize(
         experts = [name for name in experts if cut.runs(name, pipeline.rank)]
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
-        for name in blocks:
-            names[name].compile(fullgraph=True, backend="inductor" if compile is True else compile)
+        for name in blocks:  # tokens go to their experts outside of graphs
+            one_graph = not any(other.startswith(f"{name}.") for other in routed)
+            names[name].compile(fullgraph=one_graph, backend="inductor" if compile is True else compile)
     keep = kept_units(blocks, units)
     for name in experts:
         fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision)

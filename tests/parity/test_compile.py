@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshkit as mk
-from tests.parity.cases import Cell, Outcome, run_cell
+from tests.parity.cases import Cell, Moe, Outcome, run_cell
 from tests.world import run_ranks
 
 TOL_FP64 = 1e-10
@@ -32,6 +32,10 @@ def run_compiled_cell(cell: Cell) -> Outcome:
         (2, Cell(mesh="pp=2", compile="aot_eager", schedule="zb-h1", microbatches=3, layers=3, documents=True)),
         (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, recompute="full")),
         (4, Cell(mesh="cp=2 tp=2", compile="aot_eager", window=5, recompute="selective")),
+        (2, Cell(mesh="dp_shard=2", compile="aot_eager", layers=3, moe=Moe(shared=24, balance=0.1))),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=2", compile="aot_eager", layers=3, moe=Moe(z=0.1), sequence=True)),
+        (4, Cell(mesh="dp_shard=4 ep=4", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="full")),
+        (4, Cell(mesh="dp_shard=4 ep=2", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="selective")),
         (4, Cell(mesh="cp=4", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),
     ],
     ids=str,

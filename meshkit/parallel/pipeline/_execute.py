@@ -54,8 +54,8 @@ class _StageModel:
         hidden = getattr(output, "logits", output)
         if not isinstance(hidden, Tensor):
             raise PlanError(
-                f"pipeline: stage {self.stage} ends in a {type(hidden).__name__}, not in one hidden state. A model on pp returns "
-                "logits, plain or as `.logits`; one that predicts further ahead needs a mesh without pp."
+                f"pipeline: stage {self.stage} ends in a {type(hidden).__name__}, not in one hidden state. A model on pp "
+                "returns logits, plain or as `.logits`; one that predicts further ahead needs a mesh without pp."
             )
         raise _Done(hidden)
 
