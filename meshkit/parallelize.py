@@ -17,7 +17,7 @@ from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, zero_stage
-from meshkit.parallel.expert import Capacity, MakeDispatcher, expert_layouts, expert_parallel, share_counts
+from meshkit.parallel.expert import ExpertPolicy, expert_layouts, expert_parallel, share_counts
 from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
@@ -35,8 +35,7 @@ def parallelize(
     zero: int | None = None,
     sequence: bool = False,
     context: ContextPolicy | None = None,
-    capacity: Capacity | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    experts: ExpertPolicy | None = None,
     schedule: Generator | Schedule | str = "1f1b",
     stages: Sequence[int] | None = None,
     compile: bool | str = False,
@@ -47,7 +46,7 @@ def parallelize(
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     plan: what each module does; None asks `auto_plan`. memory: recompute and precision. zero: the ZeRO stage on dp_shard:
     3, or with pp 1, since many microbatches are in flight between gathering parameters and reducing gradients.
-    capacity: at most so many tokens for each expert; dispatcher: another way of tokens to experts; see `expert_parallel`.
+    experts: capacity, copies of busy experts, another dispatcher; see `ExpertPolicy`.
     sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens are split and
     attention comes together. schedule: with pp, a name of `meshkit.schedules`, a function (ranks, microbatches) -> Schedule,
     or a table of yours; stages: blocks of each stage, default by parameters. compile: torch.compile each block; a string is
@@ -87,23 +86,21 @@ def parallelize(
         dtype=compute,
     )
     routed = expert_layouts(model, plan.tensor, ep=mesh.spec.ep)
-    experts = expert_parallel(
-        model, mesh, plan=plan.tensor, sequence=sequence, capacity=capacity, dispatcher=dispatcher
-    )
+    apart = expert_parallel(model, mesh, plan=plan.tensor, sequence=sequence, policy=experts)
     share_counts(model, mesh, sequence=sequence)
     pipeline = None
     if cut is not None:
         pipeline = pipeline_parallel(model, mesh["pp"], cut, dtype=compute, parts=mesh.spec.tp if sequence else 1)
         held = set(pipeline.modules)
         blocks, units = [name for name in blocks if name in held], [name for name in units if name in held]
-        experts = [name for name in experts if cut.runs(name, pipeline.rank)]
+        apart = [name for name in apart if cut.runs(name, pipeline.rank)]
     recompute(model, blocks=blocks, mode=memory.recompute)
     if compile:
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)
             names[name].compile(fullgraph=one_graph, backend="inductor" if compile is True else compile)
     keep = kept_units(blocks, units)
-    for name in experts:
+    for name in apart:
         fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision)
         for block in blocks:
             if name.startswith(f"{block}."):
@@ -113,7 +110,7 @@ def parallelize(
         mesh.data,
         units=[*blocks, *units],
         keep=keep,
-        apart=experts,
+        apart=apart,
         zero=zero,
         precision=memory.precision,
     )
@@ -126,6 +123,7 @@ def parallelize(
         zero=zero,
         sequence=sequence,
         context=context,
+        experts=experts or ExpertPolicy(),
         blocks=blocks,
         schedule=schedule,
         stages=stages,

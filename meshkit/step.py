@@ -20,7 +20,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
-from meshkit.parallel.expert import step_counts, step_losses, update_biases
+from meshkit.parallel.expert import ExpertPolicy, note_counts, step_counts, step_losses, update_biases
 from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
 from meshkit.plan import Plan
 from meshkit.whole import copies_of
@@ -57,6 +57,7 @@ class Run:
     zero: int
     sequence: bool
     context: ContextPolicy
+    experts: ExpertPolicy = field(default_factory=ExpertPolicy)
     blocks: list[str] = field(default_factory=list)
     schedule: Generator | Schedule | str = "1f1b"
     stages: Sequence[int] | None = None
@@ -82,6 +83,7 @@ class Run:
             "zero": self.zero,
             "sequence": self.sequence,
             "context": self.context,
+            "experts": self.experts,
             "schedule": self.schedule,
             "stages": self.stages,
         }
@@ -130,6 +132,7 @@ class Run:
                 noted.append((found, weight))
         self.local_loss = total
         self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
+        note_counts(self.model, self.expert_counts)
         self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.sequence)
         return self._sum_over_tokens(total) / tokens
 
@@ -139,6 +142,21 @@ class Run:
         For routers with a bias; see `meshkit.auxiliary.update_bias`. Wire: nothing.
         """
         update_biases(self.model, self.expert_counts, speed=speed)
+
+    def routing_of_stages(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(`expert_counts`, `auxiliary`) of the routers of all stages, the same on every rank. Every rank must call it.
+
+        Wire: with pp, an all-gather of them over it as objects; without, nothing.
+        """
+        if self.pipeline is None:
+            return self.expert_counts, self.auxiliary
+        own = [{name: value.cpu() for name, value in values.items()} for values in (self.expert_counts, self.auxiliary)]
+        found: list[Any] = [None] * self.mesh["pp"].size()
+        dist.all_gather_object(found, own, group=self.mesh["pp"].get_group())
+        counts = {name: value for theirs, _ in found for name, value in theirs.items()}
+        kinds = dict.fromkeys(kind for _, theirs in found for kind in theirs)
+        losses = {kind: torch.stack([theirs[kind] for _, theirs in found if kind in theirs]).sum() for kind in kinds}
+        return {name: counts[name] for name, _ in self.whole.named_modules() if name in counts}, losses
 
     @torch.no_grad()
     def evaluate(

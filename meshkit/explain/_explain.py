@@ -26,7 +26,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import ContextPolicy, attention_shape, choose_for_rows, model_window
 from meshkit.parallel.data import zero_stage
-from meshkit.parallel.expert import expert_layouts
+from meshkit.parallel.expert import ExpertPolicy, expert_layouts
 from meshkit.parallel.pipeline import Checked, Cut, Generator, Schedule, check, plan_pipeline, simulate
 from meshkit.parallel.tensor_layout import tensor_layout, widest_heads
 from meshkit.plan import Plan, match_names
@@ -45,6 +45,7 @@ def explain(
     zero: int | None = None,
     sequence: bool = False,
     context: ContextPolicy | None = None,
+    experts: ExpertPolicy | None = None,
     schedule: Generator | Schedule | str = "1f1b",
     stages: Sequence[int] | None = None,
     mask: Mask | Sequence[Mask] | None = None,
@@ -102,7 +103,7 @@ def explain(
         add_experts(ledger, held, part)
     add_balance(ledger, held, parts)
     if held.experts:
-        notes += expert_notes(held)
+        notes += expert_notes(held, experts or ExpertPolicy())
     add_data(ledger, held, microbatches)
     if cut is not None:
         checked = check(cut.generate(spec.pp, microbatches))

@@ -16,7 +16,7 @@ from meshkit.explain._explanation import Message
 from meshkit.explain._held import Held, Local, Part
 from meshkit.parallel.context import attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
-from meshkit.parallel.expert import dispatch_traffic, even_routing, in_expert_view
+from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic, even_routing, in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
 from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads
 from meshkit.sharding import even_part
@@ -241,12 +241,18 @@ def add_balance(ledger: Ledger, held: Held, parts: list[Part]) -> None:
         ledger.add(axis, "all_reduce", len(kinds) * 8, "auxiliary losses")
 
 
-def expert_notes(held: Held) -> list[str]:
+def expert_notes(held: Held, policy: ExpertPolicy) -> list[str]:
     """How the experts are computed, and that their messages depend on the routing."""
     first: Any = held.model.get_submodule(next(iter(held.experts)))
     notes = [f"experts: {first.kernel_text(held.compute)}"] if hasattr(first, "kernel_text") else []
     if held.spec.ep * held.spec.etp > 1:
         notes.append("experts: what is sent on ep and etp is what it would be if tokens chose all experts alike")
+    if policy.hot:
+        notes.append(f"experts: {policy.hot} of each layer are copied to all ranks of ep, which is not counted above")
+    if policy.capacity is not None:
+        notes.append(
+            f"experts: more than {policy.capacity.factor} of the even share is dropped, which is not counted above"
+        )
     return notes
 
 

@@ -18,6 +18,7 @@ from meshkit.models.llama import Attention, Decoder, DecoderLayer, Llama, LlamaC
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.models.moe_plan import decoder_plan
 from meshkit.models.router import RouterConfig
+from meshkit.parallel.expert import ExpertPolicy
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
 
@@ -36,6 +37,7 @@ class Moe:
     normalise: bool = True
     groups: int = 1
     bias: bool = False
+    locality: float = 0.0
     balance: float = 0.0
     per: str = "sequence"
     z: float = 0.0
@@ -49,6 +51,7 @@ class Moe:
             groups=self.groups,
             top_groups=max(1, self.groups - 1),
             bias=self.bias,
+            locality=self.locality,
             losses=AuxiliaryLosses(balance=self.balance, per=self.per, z=self.z),  # type: ignore[arg-type]
         )
 
@@ -75,6 +78,7 @@ class Cell:
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
+    hot: int = 0
     context: mk.ContextPolicy = field(default_factory=mk.ContextPolicy)
 
 
@@ -193,7 +197,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         context=cell.context,
         schedule=cell.schedule,
         stages=cell.stages,
-        **options,
+        **{"experts": ExpertPolicy(hot=cell.hot), **options},
     )
 
 

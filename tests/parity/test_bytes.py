@@ -15,7 +15,7 @@ from meshkit.explain import Message, explain
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.observe import observe
-from meshkit.parallel.expert import AllToAll, Sent, dispatch_traffic
+from meshkit.parallel.expert import AllToAll, ExpertPolicy, Sent, dispatch_traffic
 from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
@@ -115,8 +115,8 @@ class Noting(AllToAll):
 
     plans: list[Sent] = field(default_factory=list)
 
-    def _plan(self, counts_E: Tensor) -> Sent:
-        self.plans.append(super()._plan(counts_E))
+    def plan(self, counts_E: Tensor) -> Sent:
+        self.plans.append(super().plan(counts_E))
         return self.plans[-1]
 
 
@@ -131,7 +131,7 @@ def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Cou
         return made[-1]
 
     folded = mesh.spec.ep * mesh.spec.etp > 1
-    run = start(cell, dispatcher=make if folded else None)
+    run = start(cell, experts=ExpertPolicy(dispatcher=make if folded else None))
     local = own_rows(batches(cell)[0], mesh)
     with observe(mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshkit.errors import PlanError
+from meshkit.explain import Message
 from meshkit.mesh import MeshSpec
-from tests.parity.cases import Cell, Moe
+from meshkit.observe import observe
+from meshkit.parallel.expert import ExpertPolicy, OneRank
+from meshkit.parallel.expert._hot import hot_of
+from tests.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.parity.test_parity import check, draws
+from tests.world import RankError, pool, run_ranks
 
 FOLDINGS = [
     (ranks, f"{dense} {folded}")
@@ -66,3 +77,79 @@ def test_every_folding_equals_one_device(ranks: int, mesh: str, router: dict, da
         schedule=data.draw(st.sampled_from(["1f1b", "zb-h1"])),
     )
     check(ranks, cell)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        (2, Cell(mesh="dp_shard=2 ep=2", hot=2, moe=Moe(experts=8))),
+        (4, Cell(mesh="dp_shard=4 ep=4", hot=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
+        (4, Cell(mesh="dp_shard=4 ep=2", hot=8, moe=Moe(experts=8), recompute="full")),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=4", hot=2, moe=Moe(experts=8, shared=24), recompute="selective")),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=2", hot=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
+        (4, Cell(mesh="pp=2 cp=2 ep=2", hot=2, moe=Moe(experts=8), microbatches=3)),
+    ],
+    ids=str,
+)
+def test_copies_of_busy_experts_change_nothing(ranks: int, cell: Cell) -> None:
+    check(ranks, replace(cell, layers=3))
+
+
+def copied(cell: Cell) -> tuple[list[list[int]], list[int], Counter[Message]]:
+    """(experts copied in each of three steps, counts of the first, what the third sends)."""
+    run = start(cell)
+    hot = hot_of(run.model.get_submodule("layers.1.mlp.experts"))
+    assert hot is not None
+    chosen: list[list[int]] = []
+    first: list[int] = []
+    for batch in batches(cell):
+        chosen.append(hot.chosen)
+        with observe(run.mesh) as seen:
+            run.forward_backward(own_rows(batch, run.mesh))
+        first = first or run.expert_counts["layers.1.mlp.gate"].tolist()
+    return chosen, first, seen
+
+
+def test_the_busiest_experts_are_copied_and_their_tokens_stay() -> None:
+    cell = Cell(mesh="dp_shard=2 ep=2", layers=2, moe=Moe(experts=8), hot=3)
+    for chosen, counts, seen in pool(2).run(copied, cell):
+        assert chosen[0] == []
+        assert chosen[1] == sorted(sorted(range(8), key=lambda expert: (-counts[expert], expert))[:3])
+        assert any(message.op == "all_to_all" for message in seen)
+    for _, _, seen in pool(2).run(copied, replace(cell, hot=8)):
+        assert not any(message.op == "all_to_all" for message in seen)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ("dp_shard=2", "hot=1 copies experts between ranks of ep that hold them whole, but the mesh has ep=1 etp=1"),
+        ("dp_shard=2 etp=2", "but the mesh has ep=1 etp=2. Use ep > 1 and etp=1, or hot=0."),
+    ],
+)
+def test_copies_are_refused_where_nobody_shares_experts(mesh: str, text: str) -> None:
+    with pytest.raises(RankError, match=re.escape(text)):
+        run_ranks(2, start, Cell(mesh=mesh, layers=2, moe=Moe(), hot=1))
+
+
+def test_policies_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"hot=-1 experts by the last history=5 steps\. Use hot of at least 0"):
+        ExpertPolicy(hot=-1)
+    with pytest.raises(PlanError, match=r"hot and capacity are of meshkit's own dispatcher"):
+        ExpertPolicy(hot=1, dispatcher=lambda experts, mesh: OneRank(experts))
+
+
+def sent_between_nodes(locality: float) -> tuple[int, list[int]]:
+    """(bytes to other ranks' experts, counts) where every rank is a node of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    run = start(Cell(mesh="dp_shard=2 ep=2", layers=2, moe=Moe(experts=8, locality=locality)))
+    del os.environ["LOCAL_WORLD_SIZE"]
+    with observe(run.mesh) as seen:
+        run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
+    sent = sum(message.size * times for message, times in seen.items() if message.op == "all_to_all")
+    return sent, run.expert_counts["layers.1.mlp.gate"].tolist()
+
+
+def test_locality_keeps_tokens_on_their_node() -> None:
+    far, some, near = ([sent for sent, _ in pool(2).run(sent_between_nodes, value)] for value in (0.0, 0.2, 10.0))
+    assert sum(near) == 0 < sum(some) < sum(far)

@@ -1,10 +1,13 @@
 """Expert parallelism: experts on other ranks than the tokens that choose them."""
 
-from ._apply import MakeDispatcher as MakeDispatcher
 from ._apply import expert_layouts as expert_layouts
 from ._apply import expert_parallel as expert_parallel
 from ._apply import in_expert_view as in_expert_view
 from ._capacity import Capacity as Capacity
+from ._policy import ExpertPolicy as ExpertPolicy
+from ._policy import MakeDispatcher as MakeDispatcher
+from ._hot import HotExperts as HotExperts
+from ._hot import note_counts as note_counts
 from ._dispatch import AllToAll as AllToAll
 from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher

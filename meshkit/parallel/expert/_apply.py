@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,13 +16,12 @@ from meshkit.mesh import Mesh, MeshSpec
 from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, own_rows
+from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
+from meshkit.parallel.expert._policy import ExpertPolicy
 from meshkit.parallel.tensor import compute_with
 from meshkit.plan import Style, match_table
 from meshkit.routing import Routing
 from meshkit.sharding import chunk, even_part
-
-MakeDispatcher = Callable[[int, Mesh], Dispatcher]
-"""(number of experts, mesh) to what brings tokens to them"""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ def expert_parallel(
     *,
     plan: Mapping[str, Style],
     sequence: bool = False,
-    capacity: Capacity | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    policy: ExpertPolicy | None = None,
 ) -> list[str]:
     """Share the experts of every `experts()` module of the plan over `ep`, and their features over `etp`, in place.
 
@@ -81,7 +78,7 @@ def expert_parallel(
     compute(rows [M, C], counts: list[int]) that runs the experts it holds on rows sorted by expert.
     Ranks of `ep` and `etp` may be any ranks of dp_shard x cp x tp: each brings its own tokens. With tp, and without
     sequence=True, its ranks have the same tokens and each brings a part of them.
-    capacity: at most so many tokens for each expert; None drops nothing. dispatcher: another way there and back.
+    policy: capacity of experts, copies of busy ones, another dispatcher.
     Gradients are sums over all tokens, as everywhere: the copies of an expert on edp add up, nothing is divided.
     Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction.
     Raises: PlanError if there are no experts but ep or etp > 1, or if a rank of ep would have none.
@@ -96,8 +93,10 @@ def expert_parallel(
                 "stacked experts, or leave ep and etp away."
             )
         return []
+    policy = policy or ExpertPolicy()
+    policy.refuse_misfit(mesh)
     for name, layout in found.items():
-        _share(module.get_submodule(name), layout, mesh, sequence, capacity, dispatcher)
+        _share(module.get_submodule(name), layout, mesh, sequence, policy)
     return list(found) if in_expert_view(spec) else []
 
 
@@ -106,31 +105,27 @@ def in_expert_view(spec: MeshSpec) -> bool:
     return spec.ep * spec.etp * spec.tp > 1
 
 
-def _share(
-    module: nn.Module,
-    layout: ExpertLayout,
-    mesh: Mesh,
-    sequence: bool,
-    capacity: Capacity | None,
-    dispatcher: MakeDispatcher | None,
-) -> None:
+def _share(module: nn.Module, layout: ExpertLayout, mesh: Mesh, sequence: bool, policy: ExpertPolicy) -> None:
     spec = mesh.spec
     held = dict(module.named_parameters(recurse=False))
-    if not in_expert_view(spec) and capacity is None and dispatcher is None:
+    if not in_expert_view(spec) and policy == ExpertPolicy():
         return
-    make = dispatcher or partial(_default_dispatcher, capacity=capacity)
+    if policy.dispatcher is not None:
+        dispatcher = policy.dispatcher(layout.experts, mesh)
+    else:
+        dispatcher = _dispatcher(layout.experts, mesh, policy.capacity)
+    if policy.hot and isinstance(dispatcher, AllToAll):
+        set_hot(module, HotExperts(module, dispatcher, policy.hot, policy.history))
     axes = tuple(axis for axis in ("ep", "etp") if getattr(spec, axis) > 1)
     if axes:
         for key, param in held.items():
-            module._parameters[key] = nn.Parameter(
-                _shard(param, mesh[axes], [0 if axis == "ep" else layout.dims[key] for axis in axes]),
-                param.requires_grad,
-            )
+            dims = [0 if axis == "ep" else layout.dims[key] for axis in axes]
+            module._parameters[key] = nn.Parameter(_shard(param, mesh[axes], dims), param.requires_grad)
     split = mesh["tp"] if spec.tp > 1 and not sequence else None
-    compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(make(layout.experts, mesh), split))
+    compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(dispatcher, split))
 
 
-def _default_dispatcher(experts: int, mesh: Mesh, *, capacity: Capacity | None) -> Dispatcher:
+def _dispatcher(experts: int, mesh: Mesh, capacity: Capacity | None) -> Dispatcher:
     if mesh.spec.ep * mesh.spec.etp == 1:
         return OneRank(experts, capacity)
     return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group(), capacity)
@@ -153,13 +148,19 @@ def _local(param: nn.Parameter | None) -> Tensor:
 
 
 def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
+    def through(self: Any, x_NC: Tensor, routing: Routing) -> Tensor:
+        hot = hot_of(self)
+        if hot is not None:
+            return hot.run(self, x_NC, routing, self.compute).to(x_NC.dtype)
+        return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
+
     def forward(self: Any, x_NC: Tensor, routing: Routing) -> Tensor:
         if split is None:
-            return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
+            return through(self, x_NC, routing)
         group, ranks = split.get_group(), split.size()
         sizes = [len(even_part(len(x_NC), ranks, rank)) for rank in range(ranks)]
-        own = Routing(routing.experts_NK.split(sizes)[dist.get_rank(group)], own_rows(routing.weights_NK, sizes, group))
-        out = dispatcher(own_rows(x_NC, sizes, group), own, self.compute)
-        return join_rows(out.to(x_NC.dtype), sizes, group)
+        chosen = routing.experts_NK.split(sizes)[dist.get_rank(group)]
+        own = Routing(chosen, own_rows(routing.weights_NK, sizes, group))
+        return join_rows(through(self, own_rows(x_NC, sizes, group), own), sizes, group)
 
     return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,6 +14,8 @@ from torch.distributed import ProcessGroup
 from meshkit.auxiliary import Collected, update_bias
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
+from meshkit.parallel.expert._apply import in_expert_view
+from meshkit.sharding import chunk
 
 Noted = Sequence[tuple[Collected, float]]
 """What each forward of a step reported, and what its loss counts: 0 for a row of zeros that stands for no rows."""
@@ -26,6 +29,8 @@ def token_groups(mesh: Mesh, *, sequence: bool) -> list[ProcessGroup]:
 
 def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
     """Let routers balance the tokens of all ranks, in place: those that have `reduce_counts`, as `meshkit.models.Router`.
+
+    Tell them also which experts are near: on the node of this rank.
 
     Wire, per forward of a router with a balance loss: per="sequence": an all-reduce of [B, E] counts over tp, with
     sequence=True; per="batch": one of E counts over each axis with other tokens; per="global": nothing.
@@ -44,6 +49,23 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []
         router.reduce_counts = partial(_sum, groups=groups)
+        router.near = _near(router.config.experts, mesh)
+
+
+def _near(experts: int, mesh: Mesh) -> list[bool] | None:
+    """For each expert: is the rank of ep that holds it on this node? None if all are."""
+    ep = mesh["ep"] if in_expert_view(mesh.spec) else None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.spec.world_size))
+    if ep is None or ep.size() == 1:
+        return None
+    nodes = [rank // per_node for rank in dist.get_process_group_ranks(ep.get_group())]
+    owners = {expert: rank for rank in range(ep.size()) for expert in _range(chunk(experts, ep.size(), rank))}
+    near = [nodes[owners[expert]] == nodes[ep.get_local_rank()] for expert in range(experts)]
+    return None if all(near) else near
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
 
 
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:

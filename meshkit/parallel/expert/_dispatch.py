@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class OneRank:
     capacity: Capacity | None = None
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
-        order_M, counts_E = _kept(routing, self.experts, self.capacity)
+        order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         return combine(compute(rows_MC, counts_E.tolist()), order_M, routing.weights_NK)
 
@@ -82,6 +82,15 @@ class Sent:
         experts = self.experts_of(self.place[0])
         return [source[j][expert] for j in range(self.ranks[1]) for source in self.counts for expert in experts]
 
+    def without(self, experts: Iterable[int]) -> Sent:
+        """As if nobody sent anything to these experts."""
+        apart = set(experts)
+        kept = [
+            [[0 if expert in apart else count for expert, count in enumerate(own)] for own in sources]
+            for sources in self.counts
+        ]
+        return Sent(kept, self.place)
+
     def per_expert(self) -> list[int]:
         """Rows of each of our experts."""
         experts = self.experts_of(self.place[0])
@@ -105,27 +114,31 @@ class AllToAll:
     capacity: Capacity | None = None
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
-        order_M, counts_E = _kept(routing, self.experts, self.capacity)
-        plan = self._plan(counts_E)
-        rows = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
+        rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        return combine(self.through(rows_MC, self.plan(counts_E), compute), order_M, routing.weights_NK)
+
+    def through(self, rows: Tensor, plan: Sent, compute: Compute) -> Tensor:
+        """Rows of this rank, sorted by expert, to their experts and back."""
         rows = exchange(rows, plan.sent(), plan.received(), self.ep)
         rows = gather_rows(rows, plan.gathered(), self.etp)
         order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
         out = compute(rows.index_select(0, order), plan.per_expert())
         out = out.index_select(0, order.argsort())
         out = scatter_sum_rows(out, plan.gathered(), self.etp)
-        out = exchange(out, plan.received(), plan.sent(), self.ep)
-        return combine(out, order_M, routing.weights_NK)
+        return exchange(out, plan.received(), plan.sent(), self.ep)
 
-    def _plan(self, counts_E: Tensor) -> Sent:
+    def plan(self, counts_E: Tensor) -> Sent:
+        """Wire: an all-gather of E counts. The one time that the host waits."""
         ep, etp = self.ep.size(), self.etp.size()
         everybody = counts_E.new_empty(ep * etp, self.experts)
         dist.all_gather_into_tensor(everybody, counts_E.unsqueeze(0), group=self.both)
         place = divmod(dist.get_rank(self.both), etp)
-        return Sent(everybody.unflatten(0, (ep, etp)).tolist(), place)  # the one time the host waits
+        return Sent(everybody.unflatten(0, (ep, etp)).tolist(), place)
 
 
-def _kept(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
+def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
+    """(pairs that stay, in the order of their experts, how many of each expert)."""
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     return (order_M, counts_E) if capacity is None else capacity.kept(routing, order_M, counts_E)
 
