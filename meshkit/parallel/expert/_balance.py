@@ -68,6 +68,7 @@ def _range(part: slice) -> range:
     return range(part.start, part.stop)
 
 
+@torch.compiler.disable
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
     counts = counts.clone()
     for group in groups:
