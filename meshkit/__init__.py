@@ -2,6 +2,7 @@
 
 from meshkit import models as models
 from meshkit.auto_plan import auto_plan as auto_plan
+from meshkit.auxiliary import AuxiliaryLosses as AuxiliaryLosses
 from meshkit.checkpoint import Checkpointer as Checkpointer
 from meshkit.checkpoint import SaveOnSignal as SaveOnSignal
 from meshkit.errors import CheckpointError as CheckpointError
@@ -28,6 +29,9 @@ from meshkit.parallel.context import SplitMask as SplitMask
 from meshkit.parallel.context import context_parallel as context_parallel
 from meshkit.parallel.context import split_batch as split_batch
 from meshkit.parallel.data import fully_shard as fully_shard
+from meshkit.parallel.expert import Capacity as Capacity
+from meshkit.parallel.expert import ExpertPolicy as ExpertPolicy
+from meshkit.parallel.expert import expert_parallel as expert_parallel
 from meshkit.parallel.pipeline import schedules as schedules
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
 from meshkit.parallelize import parallelize as parallelize
@@ -35,6 +39,7 @@ from meshkit.plan import Plan as Plan
 from meshkit.plan import attention as attention
 from meshkit.plan import column as column
 from meshkit.plan import enter as enter
+from meshkit.plan import experts as experts
 from meshkit.plan import per_head as per_head
 from meshkit.plan import replicate as replicate
 from meshkit.plan import row as row

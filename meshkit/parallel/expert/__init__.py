@@ -1,22 +1,22 @@
 """Expert parallelism: experts on other ranks than the tokens that choose them."""
 
+from ._apply import ExpertLayout as ExpertLayout
 from ._apply import expert_layouts as expert_layouts
 from ._apply import expert_parallel as expert_parallel
 from ._apply import in_expert_view as in_expert_view
+from ._balance import share_counts as share_counts
+from ._balance import step_counts as step_counts
+from ._balance import step_losses as step_losses
+from ._balance import update_biases as update_biases
 from ._capacity import Capacity as Capacity
-from ._policy import ExpertPolicy as ExpertPolicy
-from ._policy import MakeDispatcher as MakeDispatcher
-from ._hot import HotExperts as HotExperts
-from ._hot import note_counts as note_counts
 from ._dispatch import AllToAll as AllToAll
 from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
 from ._dispatch import OneRank as OneRank
 from ._dispatch import Sent as Sent
-from ._balance import share_counts as share_counts
-from ._balance import step_counts as step_counts
-from ._balance import step_losses as step_losses
-from ._balance import update_biases as update_biases
+from ._hot import HotExperts as HotExperts
+from ._hot import note_counts as note_counts
+from ._policy import ExpertPolicy as ExpertPolicy
+from ._policy import MakeDispatcher as MakeDispatcher
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing
-from ._apply import ExpertLayout as ExpertLayout

@@ -48,7 +48,7 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
         groups = token_groups(mesh, sequence=sequence)
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []
-        router.reduce_counts = partial(_sum, groups=groups)
+        router.reduce_counts = torch.compiler.disable(partial(_sum, groups=groups))  # a message, outside of graphs
         router.near = _near(router.config.experts, mesh)
 
 
@@ -68,7 +68,6 @@ def _range(part: slice) -> range:
     return range(part.start, part.stop)
 
 
-@torch.compiler.disable
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
     counts = counts.clone()
     for group in groups:
