@@ -33,7 +33,12 @@ def run_compiled_cell(cell: Cell) -> Outcome:
         (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, recompute="full")),
         (4, Cell(mesh="cp=2 tp=2", compile="aot_eager", window=5, recompute="selective")),
         (2, Cell(mesh="dp_shard=2", compile="aot_eager", layers=3, moe=Moe(shared=24, balance=0.1))),
-        (4, Cell(mesh="dp_shard=2 tp=2 ep=2", compile="aot_eager", layers=3, moe=Moe(z=0.1, balance=0.1), sequence=True)),
+        (
+            4,
+            Cell(
+                mesh="dp_shard=2 tp=2 ep=2", compile="aot_eager", layers=3, moe=Moe(z=0.1, balance=0.1), sequence=True
+            ),
+        ),
         (4, Cell(mesh="dp_shard=4 ep=4", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="full")),
         (4, Cell(mesh="dp_shard=4 ep=2", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="selective")),
         (4, Cell(mesh="cp=4", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),

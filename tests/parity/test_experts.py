@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.explain import Message
 from meshkit.mesh import MeshSpec
 from meshkit.observe import observe
-from meshkit.parallel.expert import ExpertPolicy, OneRank
+from meshkit.parallel.expert import Capacity, ExpertPolicy, OneRank
 from meshkit.parallel.expert._hot import hot_of
 from tests.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.parity.test_parity import check, draws
@@ -153,3 +154,22 @@ def sent_between_nodes(locality: float) -> tuple[int, list[int]]:
 def test_locality_keeps_tokens_on_their_node() -> None:
     far, some, near = ([sent for sent, _ in pool(2).run(sent_between_nodes, value)] for value in (0.0, 0.2, 10.0))
     assert sum(near) == 0 < sum(some) < sum(far)
+
+
+def norms_with(cell: Cell, factors: list[float | None]) -> list[float]:
+    """The gradient norm of the first step for each capacity."""
+    norms = []
+    for factor in factors:
+        policy = ExpertPolicy(capacity=None if factor is None else Capacity(factor=factor))
+        run = start(cell, experts=policy)
+        run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)
+        norms.append(float(mk.grad_norm(run)))
+    return norms
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2 ep=2", "dp_shard=2 etp=2", "tp=2 ep=2", "tp=2", "dp_shard=2"])
+def test_capacity_that_suffices_drops_nothing_and_less_drops(mesh: str) -> None:
+    cell = Cell(mesh=mesh, layers=2, moe=Moe(experts=8, chosen=2))
+    for unlimited, enough, little in pool(2).run(norms_with, cell, [None, 8.0, 0.25]):
+        assert abs(enough - unlimited) <= 1e-12 * unlimited
+        assert abs(little - unlimited) > 1e-6 * unlimited
