@@ -24,10 +24,13 @@ from meshkit.errors import PlanError
 
 @dataclass(frozen=True)
 class Collected:
-    """losses: each kind summed over the layers. counts: [E] int64 for each router, summed over its calls."""
+    """losses: each kind summed over the layers. counts: [E] int64 for each router, summed over its calls. dropped: (token,
+    choice) pairs beyond the capacity of their expert, and all pairs, for each call of a layer with a capacity.
+    """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
+    dropped: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def total(self) -> Tensor | float:
         """All losses in one; 0.0 if there are none."""
@@ -65,6 +68,13 @@ def report(router: nn.Module, counts_E: Tensor, losses: Mapping[str, Tensor]) ->
     collected.counts[router] = counts_E if before is None else before + counts_E
     for name, loss in losses.items():
         collected.losses[name] = collected.losses[name] + loss if name in collected.losses else loss
+
+
+def report_dropped(dropped: Tensor, pairs: int) -> None:
+    """What experts with a capacity call, once in each forward."""
+    collected = _collected.get()
+    if collected is not None and not _torch.in_backward():
+        collected.dropped.append((dropped, pairs))
 
 
 # ---------------------------------------------------------------------------------------------------------- losses
@@ -119,8 +129,11 @@ def update_bias(bias_E: Tensor, counts_E: Tensor, *, speed: float) -> None:
     counts: of the whole step, over all ranks. The change's own mean is taken off, as torchtitan does: a constant moves no
     choice, and so the mean of the bias stays what it is (0, or what a folder gave) in however many steps. Centring the bias
     itself would change a loaded one at the first step.
+    Raises: PlanError for a negative speed.
     Source: Wang et al. 2024 (auxiliary-loss-free), algorithm 1; DeepSeek-V3 2024, section 2.1.2, has speed=1e-3.
     """
+    if speed < 0:
+        raise PlanError(f"update_bias: speed={speed} moves tokens to the experts that have most. Use at least 0.")
     counts = counts_E.to(bias_E.dtype)
     change = speed * (counts.mean() - counts).sign()
     bias_E += change - change.mean()

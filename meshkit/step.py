@@ -20,7 +20,7 @@ from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
-from meshkit.parallel.expert import ExpertPolicy, note_counts, step_counts, step_losses, update_biases
+from meshkit.parallel.expert import ExpertPolicy, note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
 from meshkit.plan import Plan
 from meshkit.whole import copies_of
@@ -67,6 +67,7 @@ class Run:
     expert_counts: dict[str, Tensor] = field(
         default_factory=dict
     )  # tokens per expert of the last step, by router of this rank
+    dropped_share: Tensor | None = None  # of the last step's choices, where experts have a capacity
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 
     @property
@@ -133,6 +134,7 @@ class Run:
         self.local_loss = total
         self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
         note_counts(self.model, self.expert_counts)
+        self.dropped_share = step_dropped(noted, self.mesh)
         self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.sequence)
         return self._sum_over_tokens(total) / tokens
 

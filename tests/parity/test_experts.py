@@ -156,20 +156,24 @@ def test_locality_keeps_tokens_on_their_node() -> None:
     assert sum(near) == 0 < sum(some) < sum(far)
 
 
-def norms_with(cell: Cell, factors: list[float | None]) -> list[float]:
-    """The gradient norm of the first step for each capacity."""
-    norms = []
+def norms_with(cell: Cell, factors: list[float | None]) -> list[tuple[float, float | None]]:
+    """The gradient norm of the first step and the share that was dropped, for each capacity."""
+    norms: list[tuple[float, float | None]] = []
     for factor in factors:
         policy = ExpertPolicy(capacity=None if factor is None else Capacity(factor=factor))
         run = start(cell, experts=policy)
         run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)
-        norms.append(float(mk.grad_norm(run)))
+        share = run.dropped_share
+        norms.append((float(mk.grad_norm(run)), None if share is None else float(share)))
     return norms
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2 ep=2", "dp_shard=2 etp=2", "tp=2 ep=2", "tp=2", "dp_shard=2"])
 def test_capacity_that_suffices_drops_nothing_and_less_drops(mesh: str) -> None:
     cell = Cell(mesh=mesh, layers=2, moe=Moe(experts=8, chosen=2))
-    for unlimited, enough, little in pool(2).run(norms_with, cell, [None, 8.0, 0.25]):
+    found = pool(2).run(norms_with, cell, [None, 8.0, 0.25])
+    for (unlimited, no_share), (enough, none_dropped), (little, dropped) in found:
         assert abs(enough - unlimited) <= 1e-12 * unlimited
         assert abs(little - unlimited) > 1e-6 * unlimited
+        assert no_share is None and none_dropped == 0
+        assert dropped == found[0][2][1] and 0.7 < dropped < 1  # a quarter of the even share stays, or less

@@ -6,6 +6,7 @@ from ._apply import expert_parallel as expert_parallel
 from ._apply import in_expert_view as in_expert_view
 from ._balance import share_counts as share_counts
 from ._balance import step_counts as step_counts
+from ._balance import step_dropped as step_dropped
 from ._balance import step_losses as step_losses
 from ._balance import update_biases as update_biases
 from ._capacity import Capacity as Capacity

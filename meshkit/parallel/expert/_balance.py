@@ -111,6 +111,20 @@ def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> 
     return dict(zip(sums, values, strict=True))
 
 
+def step_dropped(noted: Noted, mesh: Mesh) -> Tensor | None:
+    """The share of (token, choice) pairs that were dropped in a step, over all ranks of a stage; None without capacities.
+
+    Wire: an all-reduce of two numbers over each axis with other tokens.
+    """
+    calls = [call for found, weight in noted if weight for call in found.dropped]
+    if not any(found.dropped for found, _ in noted):
+        return None
+    dropped = torch.stack([dropped for dropped, _ in calls]).sum() if calls else torch.zeros(()).to(mesh.device)
+    sums = torch.stack([dropped.double(), torch.full_like(dropped, sum(pairs for _, pairs in calls)).double()])
+    sums = _sum(sums, token_groups(mesh, sequence=mesh.spec.tp > 1))
+    return sums[0] / sums[1].clamp(min=1)
+
+
 def update_biases(model: nn.Module, counts: dict[str, Tensor], *, speed: float) -> None:
     """Move the bias of every router that has one towards the experts that got fewer tokens; see `update_bias`."""
     for name, router in model.named_modules():

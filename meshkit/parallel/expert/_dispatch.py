@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshkit.auxiliary import report_dropped
 from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
 from meshkit.routing import Routing, combine, sort_by_expert, take_rows
@@ -140,7 +141,11 @@ class AllToAll:
 def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
     """(pairs that stay, in the order of their experts, how many of each expert)."""
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
-    return (order_M, counts_E) if capacity is None else capacity.kept(routing, order_M, counts_E)
+    if capacity is None:
+        return order_M, counts_E
+    kept_M, kept_E = capacity.kept(routing, order_M, counts_E)
+    report_dropped(len(order_M) - kept_E.sum(), len(order_M))
+    return kept_M, kept_E
 
 
 def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:
