@@ -16,7 +16,6 @@ time to expect.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +25,18 @@ import torch
 import tyro
 
 import meshkit as mk
+from meshkit.algos.evaluation import bits_per_byte
 from meshkit.algos.generation import generate
 from meshkit.data import (
     Loader,
-    evaluation_batches,
     find_corpus,
     load_tokenizer,
     prepare,
     prepare_tokenizer,
     standard_library,
-    token_bytes,
 )
 from meshkit.explain import explain
 from meshkit.launch import run_main
-from meshkit.memory.loss import IGNORED
 from meshkit.metrics import Logger, Meter, ModelFlops, Progress, peak_flops_per_s, profile
 from meshkit.models import (
     LLAMA3_8B,
@@ -230,7 +227,15 @@ def main() -> None:
             reading = meter.step(config.global_batch * config.seq_len, flops_per_token=flops)
             with meter.paused():
                 if step % config.eval_every == 0 or step == config.steps:
-                    held_out = bits_per_byte(run, splits.held_out, tokenizer, config)
+                    held_out = bits_per_byte(
+                        run,
+                        splits.held_out,
+                        tokenizer,
+                        seq_len=config.seq_len,
+                        rows=rows,
+                        batches=config.eval_batches,
+                        documents=config.documents,
+                    )
                     scalars["held_out_bits_per_byte"] = held_out
                 logger.log(step, {**scalars, **reading.scalars()})
                 leaving = signals.should_stop(mesh)
@@ -250,30 +255,6 @@ def main() -> None:
     text = generate(run, ids, new_tokens=config.sample_tokens, context=config.seq_len, seed=config.seed)
     say(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")
     say(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode(text)}\n{'─' * 50}")
-
-
-def bits_per_byte(run: mk.Run, tokens, tokenizer, config: Config) -> float:
-    """Over the first `eval_batches` of the held-out half: independent of the tokenizer, so runs compare."""
-    sizes = token_bytes(tokenizer).to(run.mesh.device)
-
-    def count_bytes(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = batch["labels"]
-        return sizes[labels.clamp(min=0)].masked_fill(labels == IGNORED, 0).sum()
-
-    rows = max(1, config.global_batch // run.mesh.data_ranks)
-    batches = evaluation_batches(
-        tokens,
-        seq_len=config.seq_len,
-        batch=rows,
-        rank=run.mesh.data_rank,
-        ranks=run.mesh.data_ranks,
-        documents=config.documents,
-    )
-    nats = total = 0.0
-    for _, batch in zip(range(config.eval_batches), batches, strict=False):
-        loss, size = run.evaluate(batch, count=count_bytes)
-        nats, total = nats + loss.item(), total + size.item()
-    return nats / math.log(2) / max(total, 1)
 
 
 if __name__ == "__main__":

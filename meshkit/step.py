@@ -134,7 +134,7 @@ class Run:
         self.local_loss = total
         self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
         note_counts(self.model, self.expert_counts)
-        self.dropped_share = step_dropped(noted, self.mesh)
+        self.dropped_share = step_dropped(noted, self.mesh) if self.experts.capacity is not None else None
         self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.sequence)
         return self._sum_over_tokens(total) / tokens
 

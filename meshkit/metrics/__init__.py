@@ -1,5 +1,7 @@
 """What a run tells its user: speed, MFU, memory, logs, a live line, traces. Importing it needs only torch."""
 
+from ._experts import load_picture as load_picture
+from ._experts import load_scalars as load_scalars
 from ._flops import FlopsPerToken as FlopsPerToken
 from ._flops import ModelFlops as ModelFlops
 from ._flops import document_lengths as document_lengths

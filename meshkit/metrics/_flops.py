@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from meshkit.errors import MeshkitError
 
-# The families whose block is q, k, v, o and a gated MLP of three matrices, and nothing else.
-_KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# The families whose block is q, k, v, o and a gated MLP of three matrices, or experts like it, and nothing else.
+_KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -105,9 +105,10 @@ class ModelFlops:
 
     @staticmethod
     def from_config(config: DecoderConfig) -> ModelFlops:
-        """Count a decoder from its configuration: Llama 2/3, Mistral, Qwen2, Qwen3, or one built like them.
+        """Count a decoder from its configuration: Llama 2/3, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, or one like them.
 
-        Raises: MeshkitError for a family with other matrices (count the module instead) and for experts.
+        With experts, those that a token chooses count, and the router.
+        Raises: MeshkitError for a family with other matrices (count the module instead) and for DeepSeek's experts.
         """
         family = getattr(config, "model_type", None)
         if family is not None and family not in _KNOWN_FAMILIES:
@@ -115,12 +116,7 @@ class ModelFlops:
                 f"model_type={family!r}: only {', '.join(_KNOWN_FAMILIES)} are counted from their configuration. "
                 "Use ModelFlops.from_module(model, layers=..., q_heads=..., head_dim=...)."
             )
-        for field in _EXPERT_FIELDS:
-            if experts := getattr(config, field, None):
-                raise MeshkitError(
-                    f"{field}={experts}: a token does not visit every expert, so this is no dense decoder. "
-                    "Build ModelFlops(matmul_params=<active parameters>, ...)."
-                )
+        feed_forwards = _feed_forward_params(config)
         layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
         head_dim = getattr(config, "head_dim", None) or hidden // heads
         attention = 2 * hidden * heads * head_dim + 2 * hidden * config.num_key_value_heads * head_dim
@@ -134,7 +130,7 @@ class ModelFlops:
                 "Build ModelFlops(...) by hand."
             )
         return ModelFlops(
-            matmul_params=layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size,
+            matmul_params=layers * attention + feed_forwards + hidden * config.vocab_size,
             layers=layers,
             q_heads=heads,
             head_dim=head_dim,
@@ -192,3 +188,23 @@ class ModelFlops:
             )
         ]
         return FlopsPerToken(full=sum(part.full for part in parts), causal=sum(part.causal for part in parts))
+
+
+def _feed_forward_params(config: DecoderConfig) -> int:
+    """Of all layers, what one token is multiplied with. Raises: MeshkitError for experts that are not counted."""
+    layers, expert_layers = config.num_hidden_layers, 0
+    width = config.intermediate_size
+    in_expert_layer = 0
+    for field in _EXPERT_FIELDS:
+        if not (experts := getattr(config, field, None)):
+            continue
+        chosen = getattr(config, "num_experts_per_tok", None)
+        if chosen is None or field == "n_routed_experts":
+            raise MeshkitError(
+                f"{field}={experts}: a token does not visit every expert, so this is no dense decoder. "
+                "Build ModelFlops(matmul_params=<active parameters>, ...)."
+            )
+        every, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+        expert_layers = sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers))
+        in_expert_layer = experts + 3 * chosen * (getattr(config, "moe_intermediate_size", None) or width)
+    return config.hidden_size * (expert_layers * in_expert_layer + (layers - expert_layers) * 3 * width)

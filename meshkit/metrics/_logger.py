@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import Tensor
+
 from meshkit.errors import MeshkitError
 
 if TYPE_CHECKING:
@@ -68,6 +70,11 @@ class Logger:
                 self._board.add_scalar(name, value, step)
         for sink in self._also:
             sink(step, values)
+
+    def image(self, step: int, name: str, image_CHW: Tensor) -> None:
+        """Add a picture to TensorBoard, uint8 [3, H, W]; the other places of scalars have none for it."""
+        if self._board is not None:
+            self._board.add_image(name, image_CHW, step)
 
     def close(self) -> None:
         """Flush and close the files. Leaving the `with` block calls it."""

@@ -330,7 +330,11 @@ def _model_type(config: ModelConfig) -> str:
 
 def _moe_type(config: MixtralConfig | Qwen3MoeConfig) -> str:
     mixtral = isinstance(config, MixtralConfig)
-    fixed = {"qk_norm": not mixtral, "attention_output_bias": not mixtral and config.attention_bias}
+    fixed = {
+        "qk_norm": not mixtral,
+        "attention_output_bias": not mixtral and config.attention_bias,
+        "router_bias": False,
+    }
     fixed |= {"attention_bias": False} if mixtral else {}
     for name, value in fixed.items():
         if getattr(config, name) != value:

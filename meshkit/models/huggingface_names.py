@@ -17,7 +17,8 @@ from meshkit.whole import whole_of, whole_state
 
 MIXTRAL_WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_proj|up_proj|down_proj)")
-OF_LAST_STEP = ".last_counts"  # a router's state of training, which these files have no place for
+# A router's state of training, which these files have no place for; its bias they have for DeepSeek alone.
+OF_TRAINING = (".last_counts", ".e_score_correction_bias")
 
 
 class Piece(NamedTuple):
@@ -73,7 +74,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
     pieces = {
         key: piece
         for name, tensor in own.items()
-        if not name.endswith(OF_LAST_STEP)
+        if not name.endswith(OF_TRAINING[:1] if isinstance(model, DeepseekV3) else OF_TRAINING)
         for key, piece in _in_files(model, name, tensor)
     }
     return pieces | _shared_copies(model)

@@ -19,11 +19,13 @@ from meshkit.models.router import RouterConfig
 class MixtralConfig(LlamaConfig):
     """The shape of a Mixtral, under the field names of config.json; intermediate_size is that of an expert.
 
-    router_losses: what training adds, which config.json does not say.
+    router_bias: choices are balanced by a bias, which no Mixtral of transformers has. router_losses: what training adds.
+    config.json says neither.
     """
 
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
+    router_bias: bool = False
     router_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     def __post_init__(self) -> None:
@@ -33,7 +35,11 @@ class MixtralConfig(LlamaConfig):
     def router(self) -> RouterConfig:
         """Raises: PlanError for numbers of experts that do not fit."""
         return RouterConfig(
-            experts=self.num_local_experts, chosen=self.num_experts_per_tok, normalise=True, losses=self.router_losses
+            experts=self.num_local_experts,
+            chosen=self.num_experts_per_tok,
+            normalise=True,
+            bias=self.router_bias,
+            losses=self.router_losses,
         )
 
 
@@ -49,7 +55,8 @@ class Qwen3MoeConfig(LlamaConfig):
     """The shape of a Qwen3-MoE, under the field names of config.json; intermediate_size is that of dense layers.
 
     Layer i has experts if i + 1 is a multiple of decoder_sparse_step and i is not one of mlp_only_layers.
-    norm_topk_prob: the weights of a token's experts are divided by their sum. router_losses: what training adds.
+    norm_topk_prob: the weights of a token's experts are divided by their sum. router_bias, router_losses: as in
+    `MixtralConfig`.
     """
 
     num_experts: int = 128
@@ -59,6 +66,7 @@ class Qwen3MoeConfig(LlamaConfig):
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
     qk_norm: bool = True
+    router_bias: bool = False
     router_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     def __post_init__(self) -> None:
@@ -76,6 +84,7 @@ class Qwen3MoeConfig(LlamaConfig):
             experts=self.num_experts,
             chosen=self.num_experts_per_tok,
             normalise=self.norm_topk_prob,
+            bias=self.router_bias,
             losses=self.router_losses,
         )
 

@@ -10,10 +10,13 @@ from transformers import (
     MixtralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
+from meshkit import models
 from meshkit.errors import MeshkitError
 from meshkit.metrics import ModelFlops, document_lengths, peak_flops_of, peak_flops_per_s, train_flops_per_token
 
@@ -137,6 +140,29 @@ def test_causal_attention_counts_the_entries_that_the_mask_keeps(lengths, window
     assert flops.full / 2 <= flops.causal <= flops.full
 
 
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (models.QWEN3_30B_A3B, 3.04),
+        (models.MIXTRAL_8X7B, 12.75),
+    ],  # published active parameters: 3.3 and 12.9, with embedding
+)
+def test_of_experts_those_that_a_token_chooses_count(config, billions):
+    assert ModelFlops.from_config(config).matmul_params == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_a_configuration_of_transformers_with_experts_counts_as_ours():
+    theirs = Qwen3MoeConfig(**TINY, head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+    theirs.mlp_only_layers = [1]
+    sizes = {**TINY, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    ours = models.Qwen3MoeConfig(**sizes, mlp_only_layers=(1,))
+    by_hand = 3 * 2 * (48 * 48 + 48 * 16) + 2 * (48 * 6 + 2 * 3 * 48 * 20) + 3 * 48 * 80 + 48 * 101
+    assert ModelFlops.from_config(theirs) == ModelFlops.from_config(ours)
+    assert ModelFlops.from_config(ours).matmul_params == by_hand
+    mixtral = ModelFlops.from_config(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=3))
+    assert mixtral.matmul_params == 3 * (2 * (48 * 48 + 48 * 16) + 48 * 4 + 9 * 48 * 80) + 48 * 101
+
+
 def test_layers_with_and_without_a_window_are_priced_apart():
     config = Qwen2Config(**TINY, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
@@ -168,7 +194,7 @@ def test_a_module_says_what_it_does_not_count():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: ModelFlops.from_config(MixtralConfig(**TINY)), "model_type='mixtral': only llama"),
+        (lambda: ModelFlops.from_config(Qwen2MoeConfig(**TINY)), "model_type='qwen2_moe': only llama"),
         (lambda: ModelFlops.from_config(LlamaConfig(**TINY, num_experts=4)), "num_experts=4: a token does not visit"),
         (
             lambda: ModelFlops.from_config(LlamaConfig(**TINY, layer_types=["linear_attention"] * 3)),

@@ -277,6 +277,18 @@ def test_the_state_of_a_global_balance_loss_is_not_part_of_a_folder(tmp_path: Pa
     load_pretrained(model, tmp_path / "out")
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_a_bias_starts_at_zero_over_a_folder_and_is_not_written_into_one(model_type: str, tmp_path: Path) -> None:
+    oracle = transformers_model(model_type)
+    oracle.save_pretrained(tmp_path / "in")
+    config = dataclasses.replace(config_from_pretrained(tmp_path / "in"), router_bias=True)
+    model = build_model(config)
+    load_pretrained(model, tmp_path / "in")
+    assert relative_error(model(token_ids()), logits_of(oracle, token_ids(), None)) <= TOL_FP32
+    with pytest.raises(PlanError, match=f"transformers' {model_type} has router_bias=False, but the config has True"):
+        save_pretrained(model, config, tmp_path / "out")
+
+
 # --------------------------------------------------------------------------------------------------------- presets
 
 

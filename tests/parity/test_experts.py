@@ -168,7 +168,7 @@ def norms_with(cell: Cell, factors: list[float | None]) -> list[tuple[float, flo
     return norms
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2 ep=2", "dp_shard=2 etp=2", "tp=2 ep=2", "tp=2", "dp_shard=2"])
+@pytest.mark.parametrize("mesh", ["dp_shard=2 ep=2", "dp_shard=2 etp=2", "tp=2 ep=2", "tp=2", "dp_shard=2", "pp=2"])
 def test_capacity_that_suffices_drops_nothing_and_less_drops(mesh: str) -> None:
     cell = Cell(mesh=mesh, layers=2, moe=Moe(experts=8, chosen=2))
     found = pool(2).run(norms_with, cell, [None, 8.0, 0.25])

@@ -223,6 +223,11 @@ def test_the_bias_rises_where_tokens_lack_and_keeps_its_mean() -> None:
     assert torch.equal(bias, before)
 
 
+def test_a_speed_that_rewards_imbalance_is_refused() -> None:
+    with pytest.raises(PlanError, match="speed=-0.1 moves tokens to the experts that have most"):
+        update_bias(torch.zeros(2), torch.tensor([1, 2]), speed=-0.1)
+
+
 def test_the_bias_evens_out_a_router() -> None:
     module = router(AuxiliaryLosses(), score="sigmoid", bias=True)
     x = hidden(rows=40)

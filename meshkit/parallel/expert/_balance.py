@@ -111,17 +111,16 @@ def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> 
     return dict(zip(sums, values, strict=True))
 
 
-def step_dropped(noted: Noted, mesh: Mesh) -> Tensor | None:
-    """The share of (token, choice) pairs that were dropped in a step, over all ranks of a stage; None without capacities.
+def step_dropped(noted: Noted, mesh: Mesh) -> Tensor:
+    """The share of (token, choice) pairs that were dropped in a step, over all ranks and stages.
 
-    Wire: an all-reduce of two numbers over each axis with other tokens.
+    Wire: an all-reduce of two numbers over each axis with other tokens, over tp, whose ranks bring a part each, and over pp.
     """
     calls = [call for found, weight in noted if weight for call in found.dropped]
-    if not any(found.dropped for found, _ in noted):
-        return None
     dropped = torch.stack([dropped for dropped, _ in calls]).sum() if calls else torch.zeros(()).to(mesh.device)
     sums = torch.stack([dropped.double(), torch.full_like(dropped, sum(pairs for _, pairs in calls)).double()])
-    sums = _sum(sums, token_groups(mesh, sequence=mesh.spec.tp > 1))
+    stages = [mesh["pp"].get_group()] if mesh.spec.pp > 1 else []
+    sums = _sum(sums, [*token_groups(mesh, sequence=mesh.spec.tp > 1), *stages])
     return sums[0] / sums[1].clamp(min=1)
 
 
