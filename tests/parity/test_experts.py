@@ -86,6 +86,7 @@ def test_every_folding_equals_one_device(ranks: int, mesh: str, router: dict, da
         (2, Cell(mesh="dp_shard=2 ep=2", hot=2, moe=Moe(experts=8))),
         (4, Cell(mesh="dp_shard=4 ep=4", hot=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
         (4, Cell(mesh="dp_shard=4 ep=2", hot=8, moe=Moe(experts=8), recompute="full")),
+        (4, Cell(mesh="dp_shard=4 ep=2", hot=3, moe=Moe(experts=8), microbatches=2, zero=3)),
         (4, Cell(mesh="dp_shard=2 tp=2 ep=4", hot=2, moe=Moe(experts=8, shared=24), recompute="selective")),
         (4, Cell(mesh="dp_shard=2 tp=2 ep=2", hot=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
         (4, Cell(mesh="pp=2 cp=2 ep=2", hot=2, moe=Moe(experts=8), microbatches=3)),
