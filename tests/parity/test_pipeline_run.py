@@ -15,7 +15,7 @@ from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
 from meshkit.whole import copies_of
-from tests.parity.cases import Cell, batches, build, mesh_for, own_rows, start
+from tests.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
 TOL = 1e-10
@@ -57,6 +57,18 @@ def test_evaluation_and_generation_equal_one_device(mesh: str, schedule: str) ->
     ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, cell)
     found = pool(4).run(evaluated_and_generated, Cell(mesh=mesh, layers=8, documents=True, schedule=schedule))
     for loss, count, ids in found:
+        assert abs(loss - expected_loss) <= TOL * expected_loss
+        assert count == expected_count
+        assert ids == expected_ids
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"), [(4, "dp_shard=4 ep=2"), (4, "dp_shard=2 tp=2 ep=4"), (2, "cp=2 ep=2"), (2, "tp=2"), (2, "pp=2")]
+)
+def test_evaluation_and_generation_with_experts_equal_one_device(ranks: int, mesh: str) -> None:
+    cell = Cell(mesh="dp_shard=1", layers=4, documents=True, moe=Moe(experts=8))
+    ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, cell)
+    for loss, count, ids in pool(ranks).run(evaluated_and_generated, replace(cell, mesh=mesh)):
         assert abs(loss - expected_loss) <= TOL * expected_loss
         assert count == expected_count
         assert ids == expected_ids

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.sharding import full_tensor
-from tests.parity.cases import Cell, batches, own_rows, reference, start
+from tests.parity.cases import Cell, Moe, batches, own_rows, reference, start
 from tests.world import pool
 
 BF16_RATIO = 2.0  # law 1: at most twice the error of one bf16 device
@@ -36,6 +36,9 @@ def errors(cell: Cell) -> dict[str, float]:
         Cell(mesh="tp=4", dtype="float32", bf16=True, sequence=True, recompute="selective"),
         Cell(mesh="dp_shard=2 tp=2", dtype="float32", bf16=True, zero=1, tied=True, vocab=61, recompute="full"),
         Cell(mesh="dp_replicate=2 tp=2", dtype="float32", bf16=True, sequence=True, qwen=True, documents=True),
+        Cell(mesh="dp_shard=4 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6, shared=24)),
+        Cell(mesh="tp=4 ep=2 etp=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), recompute="full"),
+        Cell(mesh="dp_replicate=2 tp=2 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), sequence=True),
     ],
     ids=str,
 )
