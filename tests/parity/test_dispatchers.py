@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
-from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, OneRank
+from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank
 from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
 from meshkit.routing import Routing
 from meshkit.sharding import chunk
-from tests.parity.cases import mesh_for
+from tests.parity.cases import Cell, Moe, batches, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
 CPU = torch.device("cpu")
@@ -118,3 +121,46 @@ def test_capacity_that_leaves_no_room_is_refused() -> None:
         Capacity(factor=0)
     with pytest.raises(mk.PlanError, match=r"drop='last' is not known\. Use probability or position"):
         Capacity(factor=1, drop="last")  # type: ignore[arg-type]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for its device: values read, and results whose size the values decide."""
+
+    OPERATORS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition(".")[0]
+        by_mask = name == "aten::index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        unsized = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+        self.count += name in self.OPERATORS or by_mask or unsized
+        return func(*args, **kwargs)
+
+
+def waits(capacity: Capacity | None, hot: int) -> int:
+    """How often the host waits in one forward and backward of a layer of experts."""
+    run = start(Cell(mesh="tp=2 ep=2", layers=2, moe=Moe(experts=8)), experts=ExpertPolicy(capacity=capacity, hot=hot))
+    layer = run.model.get_submodule("layers.1.mlp")
+    if hot:
+        run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
+    torch.manual_seed(0)  # ranks of tp have the same tokens
+    x = torch.randn(2, 8, 32, dtype=torch.float64, requires_grad=True)
+    reads: list[int] = []
+    plain = Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        reads.append(tensor.numel())
+        return plain(tensor)
+
+    with patch.object(Tensor, "tolist", tolist), Waits() as others:
+        layer(x).square().sum().backward()
+    return len(reads) + others.count
+
+
+@pytest.mark.parametrize(("capacity", "hot"), [(None, 0), (Capacity(factor=0.5), 0), (None, 3)])
+def test_the_host_waits_once_in_a_layer(capacity: Capacity | None, hot: int) -> None:
+    assert pool(2).run(waits, capacity, hot) == [1, 1]

@@ -34,7 +34,10 @@ class Capacity:
             raise PlanError(f"Capacity: drop={self.drop!r} is not known. Use probability or position.")
 
     def kept(self, routing: Routing, order_M: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-        """(the pairs of `sort_by_expert` that stay, in its order, how many stay of each expert)."""
+        """(the pairs of `sort_by_expert` in its order, those that stay first, how many stay of each expert).
+
+        How many stay in all is in the counts: the host need not wait here.
+        """
         pairs, experts = len(order_M), len(counts_E)
         limit = ceil(self.factor * pairs / experts)
         place_M = torch.arange(pairs, device=order_M.device)
@@ -46,4 +49,4 @@ class Capacity:
             by_weight = weights_M.argsort(descending=True, stable=True)
             by_expert = by_weight[expert_M[by_weight].argsort(stable=True)]
             rank_M = torch.empty_like(place_M).scatter_(0, by_expert, rank_M)
-        return order_M[rank_M < limit], counts_E.clamp(max=limit)
+        return order_M[(rank_M >= limit).to(torch.uint8).argsort(stable=True)], counts_E.clamp(max=limit)

@@ -41,8 +41,10 @@ class OneRank:
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
+        counts = counts_E.tolist()
+        order_M = order_M[: sum(counts)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
-        return combine(compute(rows_MC, counts_E.tolist()), order_M, routing.weights_NK)
+        return combine(compute(rows_MC, counts), order_M, routing.weights_NK)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Sent:
     def ranks(self) -> tuple[int, int]:
         return len(self.counts), len(self.counts[0])
 
+    @property
+    def own(self) -> list[int]:
+        """Pairs of this rank that stay, for each expert."""
+        return self.counts[self.place[0]][self.place[1]]
+
     def experts_of(self, rank: int) -> range:
         """The experts of one place on ep, as DTensor shards them."""
         part = chunk(len(self.counts[0][0]), self.ranks[0], rank)
@@ -65,8 +72,7 @@ class Sent:
 
     def sent(self) -> list[int]:
         """Rows of this rank for each place on ep."""
-        own = self.counts[self.place[0]][self.place[1]]
-        return [sum(own[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
+        return [sum(self.own[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
 
     def received(self, etp: int | None = None) -> list[int]:
         """Rows that a rank of our place on ep gets from each place on ep; etp: which one, default this rank."""
@@ -116,8 +122,10 @@ class AllToAll:
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
+        plan = self.plan(counts_E)
+        order_M = order_M[: sum(plan.own)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
-        return combine(self.through(rows_MC, self.plan(counts_E), compute), order_M, routing.weights_NK)
+        return combine(self.through(rows_MC, plan, compute), order_M, routing.weights_NK)
 
     def through(self, rows: Tensor, plan: Sent, compute: Compute) -> Tensor:
         """Rows of this rank, sorted by expert, to their experts and back."""
@@ -139,13 +147,13 @@ class AllToAll:
 
 
 def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
-    """(pairs that stay, in the order of their experts, how many of each expert)."""
+    """(pairs in the order of their experts, those that stay first, how many stay of each expert)."""
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     if capacity is None:
         return order_M, counts_E
-    kept_M, kept_E = capacity.kept(routing, order_M, counts_E)
+    order_M, kept_E = capacity.kept(routing, order_M, counts_E)
     report_dropped(len(order_M) - kept_E.sum(), len(order_M))
-    return kept_M, kept_E
+    return order_M, kept_E
 
 
 def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:

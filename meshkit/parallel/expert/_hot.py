@@ -56,10 +56,11 @@ class HotExperts:
         hot = self.chosen
         order_M, counts_E = kept_pairs(routing, self.inner.experts, self.capacity)
         plan = self.inner.plan(counts_E)
+        own = plan.own
+        order_M = order_M[: sum(own)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         if not hot:
             return combine(self.inner.through(rows_MC, plan, compute), order_M, routing.weights_NK)
-        own = plan.counts[plan.place[0]][plan.place[1]]
         places = torch.arange(len(order_M), device=order_M.device).split(own)
         here = _joined([places[expert] for expert in hot], order_M)
         away = _joined([place for expert, place in enumerate(places) if expert not in hot], order_M)
