@@ -101,7 +101,8 @@ def parallelize(
             names[name].compile(fullgraph=one_graph, backend="inductor" if compile is True else compile)
     keep = kept_units(blocks, units)
     for name in apart:
-        fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision)
+        # Routing weights are in fp32 at least, and stay so.
+        fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision, cast_inputs=False)
         for block in blocks:
             if name.startswith(f"{block}."):
                 gather_around(names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep)

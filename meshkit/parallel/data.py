@@ -87,6 +87,7 @@ def fully_shard(
     apart: Iterable[str] = (),
     zero: int = 3,
     precision: Precision | None = None,
+    cast_inputs: bool = True,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over the mesh, in place; uneven sizes are fine.
 
@@ -96,6 +97,7 @@ def fully_shard(
     after forward since backward needs it first. keep: units kept after forward too, for the same reason (see `kept_units`).
     apart: names of submodules that are left as they are, for another call on another mesh, or for none.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
+    cast_inputs: units cast floating inputs to the compute dtype; not where some are wider on purpose.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
     with replicas an all-reduce of the gradient shard.
@@ -107,7 +109,9 @@ def fully_shard(
         return module
     policy = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=cast_inputs
+        )
     modules = dict(module.named_modules())
     units = list(units)
     for name in units:

@@ -6,12 +6,15 @@ import os
 import re
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshkit as mk
+from meshkit import routing
 from meshkit.errors import PlanError
 from meshkit.explain import Message
 from meshkit.mesh import MeshSpec
@@ -178,3 +181,24 @@ def test_capacity_that_suffices_drops_nothing_and_less_drops(mesh: str) -> None:
         assert abs(little - unlimited) > 1e-6 * unlimited
         assert no_share is None and none_dropped == 0
         assert dropped == found[0][2][1] and 0.7 < dropped < 1  # a quarter of the even share stays, or less
+
+
+def dtype_of_sums(cell: Cell) -> str:
+    """In which dtype outputs of experts are added up."""
+    seen: list[torch.dtype] = []
+
+    def combine(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = routing.combine(rows, order, weights)
+        seen.append(out.dtype)
+        return out
+
+    with patch("meshkit.parallel.expert._dispatch.combine", combine):
+        run = start(cell)
+        run.forward_backward(own_rows(batches(cell)[0], run.mesh))
+    return str(set(seen))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_outputs_of_experts_are_added_in_fp32_under_bf16(recompute: str) -> None:
+    cell = Cell(mesh="dp_shard=2 ep=2", layers=2, dtype="float32", bf16=True, moe=Moe(experts=8), recompute=recompute)
+    assert pool(2).run(dtype_of_sums, cell) == ["{torch.float32}"] * 2
