@@ -58,7 +58,7 @@ def collect() -> Iterator[Collected]:
         _collected.reset(token)
 
 
-@torch.compiler.disable(reason="collecting changes Python objects")  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="collecting changes Python objects")  # type: ignore[untyped-decorator]  # torch's
 def report(router: nn.Module, counts_E: Tensor, losses: Mapping[str, Tensor]) -> None:
     """What a router calls, once in each forward. In a compiled block it is a graph break."""
     collected = _collected.get()

@@ -67,7 +67,7 @@ def parallelize(
     pipelined = mesh.spec.pp > 1
     sequence = sequence and mesh.spec.tp > 1
     zero = zero_stage(zero, pipelined=pipelined)
-    cut = whole = None
+    cut, whole = None, model
     if pipelined:
         whole = _on_meta(model)
         cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
@@ -118,6 +118,7 @@ def parallelize(
     _materialise(model, mesh.device)
     return Run(
         model=model,
+        whole=whole,
         mesh=mesh,
         plan=plan,
         memory=memory,
@@ -129,7 +130,6 @@ def parallelize(
         schedule=schedule,
         stages=stages,
         pipeline=pipeline,
-        stages_of=whole,
     )
 
 

@@ -51,6 +51,7 @@ class Run:
     """A model on a mesh, with the choices that put it there."""
 
     model: nn.Module
+    whole: nn.Module  # what `explain` takes: the model with the layers of all stages; with pp a copy on meta
     mesh: Mesh
     plan: Plan
     memory: MemoryPolicy
@@ -62,18 +63,12 @@ class Run:
     schedule: Generator | Schedule | str = "1f1b"
     stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
-    stages_of: nn.Module | None = None  # with pp the whole model, on meta
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
     expert_counts: dict[str, Tensor] = field(
         default_factory=dict
     )  # tokens per expert of the last step, by router of this rank
     dropped_share: Tensor | None = None  # of the last step's choices, where experts have a capacity
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
-
-    @property
-    def whole(self) -> nn.Module:
-        """What `explain` takes: the model with the layers of all stages. With pp it is a copy on meta."""
-        return self.stages_of if self.stages_of is not None else self.model
 
     @property
     def choices(self) -> dict[str, Any]:

@@ -247,6 +247,9 @@ def expert_notes(held: Held, policy: ExpertPolicy) -> list[str]:
     notes = [f"experts: {first.kernel_text(held.compute)}"] if hasattr(first, "kernel_text") else []
     if held.spec.ep * held.spec.etp > 1:
         notes.append("experts: what is sent on ep and etp is what it would be if tokens chose all experts alike")
+    around = {name.rpartition(".")[0] for name, _ in _routers(held)}
+    if any(name.rpartition(".")[0] not in around for name in held.experts if held.runs(name)):
+        notes.append("experts: no router is known beside some of them, which are counted as if a token chose one")
     if policy.hot:
         notes.append(f"experts: {policy.hot} of each layer are copied to all ranks of ep, which is not counted above")
     if policy.capacity is not None:

@@ -290,7 +290,7 @@ def mtp_loss(model: nn.Module, batch: dict[str, Tensor], *, weight: float = 0.3)
     batch: as for `next_token_loss`, for a `DeepseekV3`; `look_ahead` is called on it, unless it has been already.
     Source: DeepSeek-V3 2024, equation 25; it has weight 0.3 and then 0.1.
     """
-    depth = len(model.mtp)  # type: ignore[arg-type]
+    depth = len(model.mtp)  # type: ignore[arg-type]  # a ModuleList; stubs: a Tensor or Module
     if not depth:
         raise PlanError(
             "mtp_loss: the model has no `mtp` modules. Build it with num_nextn_predict_layers of at least 1."

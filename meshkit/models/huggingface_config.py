@@ -181,7 +181,7 @@ def _deepseek_from(raw: dict[str, Any], family: _Family, path: Path) -> Deepseek
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     return DeepseekV3Config(
         **{name: raw[name] for name in SIZES},
-        **{name: raw.get(name, default) for name, default in DEEPSEEK_DEFAULTS.items()},  # type: ignore[arg-type]
+        **{name: raw.get(name, default) for name, default in DEEPSEEK_DEFAULTS.items()},  # type: ignore[arg-type]  # the config checks
         rms_norm_eps=raw.get("rms_norm_eps", family.rms_norm_eps),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         max_position_embeddings=max_positions,

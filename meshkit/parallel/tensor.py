@@ -78,14 +78,20 @@ def inside_forward(module: nn.Module, key: str) -> Tensor:
         module._computing = False  # type: ignore[assignment]
 
 
-def shard_parameter(param: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> DTensor:
-    """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta."""
+def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replicate) -> DTensor:
+    """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta.
+
+    placements: one for each axis of the mesh, different dims.
+    """
     local = param.detach()
-    if isinstance(placement, Shard):
-        part = chunk(param.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-        local = local.narrow(placement.dim, part.start, part.stop - part.start).clone()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            part = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(placement.dim, part.start, part.stop - part.start)
+    if any(isinstance(placement, Shard) for placement in placements):
+        local = local.clone()
     return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=param.shape, stride=param.contiguous().stride()
+        local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
     )
 
 

@@ -144,7 +144,8 @@ def test_rotary_frequencies_of_old_files_are_passed_over(tmp_path: Path) -> None
     file = tmp_path / "out" / "model.safetensors"
     old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(2)}
     save_file({**load_file(file), **old}, file)
-    load_pretrained(Llama(model.config), tmp_path / "out")
+    read = load_pretrained(Llama(model.config), tmp_path / "out")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in read.state_dict().items())
 
 
 def test_a_persistent_buffer_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -46,13 +46,13 @@ class Moe:
         return RouterConfig(
             experts=self.experts,
             chosen=self.chosen,
-            score=self.score,  # type: ignore[arg-type]
+            score=self.score,  # type: ignore[arg-type]  # the config checks it
             normalise=self.normalise,
             groups=self.groups,
             top_groups=max(1, self.groups - 1),
             bias=self.bias,
             locality=self.locality,
-            losses=AuxiliaryLosses(balance=self.balance, per=self.per, z=self.z),  # type: ignore[arg-type]
+            losses=AuxiliaryLosses(balance=self.balance, per=self.per, z=self.z),  # type: ignore[arg-type]  # same
         )
 
 

@@ -181,7 +181,8 @@ def test_a_table_without_any_one_of_its_rows_is_refused(
 ) -> None:
     schedule = named(name)(ranks, microbatches)
     row = data.draw(st.sampled_from(list(schedule.rows())))
-    refusal(replace(schedule, ranks=tuple(tuple(other for other in rank if other != row) for rank in schedule.ranks)))
+    without = replace(schedule, ranks=tuple(tuple(other for other in rank if other != row) for rank in schedule.ranks))
+    assert refusal(without).startswith(f"schedule {schedule.name!r}: ")
 
 
 @draws
@@ -192,7 +193,7 @@ def test_a_table_with_any_row_twice_is_refused(data: st.DataObject, name: str, r
     at = data.draw(st.integers(0, len(schedule.ranks[row.rank])))
     lines = [list(rank) for rank in schedule.ranks]
     lines[row.rank].insert(at, row)
-    refusal(replace(schedule, ranks=tuple(map(tuple, lines))))
+    assert refusal(replace(schedule, ranks=tuple(map(tuple, lines)))).startswith(f"schedule {schedule.name!r}: ")
 
 
 @settings(draws, max_examples=150)

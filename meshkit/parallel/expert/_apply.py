@@ -19,10 +19,10 @@ from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, own_rows
 from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
 from meshkit.parallel.expert._policy import ExpertPolicy
-from meshkit.parallel.tensor import compute_with
+from meshkit.parallel.tensor import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
 from meshkit.routing import Routing
-from meshkit.sharding import chunk, even_part
+from meshkit.sharding import even_part
 from meshkit.swap import swap_class
 
 
@@ -121,8 +121,8 @@ def _share(module: nn.Module, layout: ExpertLayout, mesh: Mesh, sequence: bool, 
     axes = tuple(axis for axis in ("ep", "etp") if getattr(spec, axis) > 1)
     if axes:
         for key, param in held.items():
-            dims = [0 if axis == "ep" else layout.dims[key] for axis in axes]
-            module._parameters[key] = nn.Parameter(_shard(param, mesh[axes], dims), param.requires_grad)
+            placements = [Shard(0 if axis == "ep" else layout.dims[key]) for axis in axes]
+            module._parameters[key] = nn.Parameter(shard_parameter(param, mesh[axes], *placements), param.requires_grad)
     split = mesh["tp"] if spec.tp > 1 and not sequence else None
     compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(dispatcher, split))
     # Rows in numbers that the host learns on the way: outside of compiled graphs.
@@ -133,17 +133,6 @@ def _dispatcher(experts: int, mesh: Mesh, capacity: Capacity | None) -> Dispatch
     if mesh.spec.ep * mesh.spec.etp == 1:
         return OneRank(experts, capacity)
     return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group(), capacity)
-
-
-def _shard(param: Tensor, mesh: DeviceMesh, dims: list[int]) -> DTensor:
-    """This rank's part of a value that every rank has. No communication; meta stays meta."""
-    local = param.detach()
-    for axis, dim in enumerate(dims):
-        part = chunk(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-        local = local.narrow(dim, part.start, part.stop - part.start)
-    placements = [Shard(dim) for dim in dims]
-    stride = param.contiguous().stride()
-    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=param.shape, stride=stride)
 
 
 def _local(param: nn.Parameter | None) -> Tensor:

@@ -15,7 +15,7 @@ from meshkit.auxiliary import Collected, update_bias
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
 from meshkit.parallel.expert._apply import in_expert_view
-from meshkit.sharding import chunk
+from meshkit.parallel.expert._dispatch import experts_of
 
 Noted = Sequence[tuple[Collected, float]]
 """What each forward of a step reported, and what its loss counts: 0 for a row of zeros that stands for no rows."""
@@ -59,13 +59,9 @@ def _near(experts: int, mesh: Mesh) -> list[bool] | None:
     if ep is None or ep.size() == 1:
         return None
     nodes = [rank // per_node for rank in dist.get_process_group_ranks(ep.get_group())]
-    owners = {expert: rank for rank in range(ep.size()) for expert in _range(chunk(experts, ep.size(), rank))}
+    owners = {expert: rank for rank in range(ep.size()) for expert in experts_of(experts, ep.size(), rank)}
     near = [nodes[owners[expert]] == nodes[ep.get_local_rank()] for expert in range(experts)]
     return None if all(near) else near
-
-
-def _range(part: slice) -> range:
-    return range(part.start, part.stop)
 
 
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:

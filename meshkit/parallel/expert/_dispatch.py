@@ -47,6 +47,12 @@ class OneRank:
         return combine(compute(rows_MC, counts), order_M, routing.weights_NK)
 
 
+def experts_of(experts: int, ranks: int, rank: int) -> range:
+    """The experts of one of the ranks that share them, as DTensor shards them."""
+    part = chunk(experts, ranks, rank)
+    return range(part.start, part.stop)
+
+
 @dataclass(frozen=True)
 class Sent:
     """How many rows go where, known on every rank of ep x etp once their counts are. counts[i][j][e] are the pairs of
@@ -66,9 +72,8 @@ class Sent:
         return self.counts[self.place[0]][self.place[1]]
 
     def experts_of(self, rank: int) -> range:
-        """The experts of one place on ep, as DTensor shards them."""
-        part = chunk(len(self.counts[0][0]), self.ranks[0], rank)
-        return range(part.start, part.stop)
+        """The experts of one place on ep."""
+        return experts_of(len(self.counts[0][0]), self.ranks[0], rank)
 
     def sent(self) -> list[int]:
         """Rows of this rank for each place on ep."""

@@ -13,13 +13,16 @@ Numbers of rows are on the host. On a group of one rank each is the identity and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+Move = Callable[[Tensor], Tensor]
 
 
 def all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
@@ -64,81 +67,58 @@ def _own(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     return own
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.back = received, sent, group
-        return all_to_all_rows(rows, sent, received, group)
+class _Mirrored(torch.autograd.Function):
+    """Forward one way, backward the other."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_rows(grad, *ctx.back), None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.where = sizes, group
-        return all_gather_rows(rows, sizes, group)
+    def forward(ctx: Any, rows: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter_rows(grad, *ctx.where), None, None
-
-
-class _ScatterSumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.where = sizes, group
-        return reduce_scatter_rows(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_rows(grad, *ctx.where), None, None
-
-
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.where = sizes, group
-        return _own(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_rows(grad, *ctx.where), None, None
-
-
-class _JoinRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.where = sizes, group
-        return all_gather_rows(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own(grad, *ctx.where), None, None
+        return ctx.back(grad), None, None
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     """sent[r] rows to rank r, in order; received[r] rows of rank r, in order. Wire: an all-to-all in each direction."""
-    return rows if group.size() == 1 else _Exchange.apply(rows, sent, received, group)
+    if group.size() == 1:
+        return rows
+    there = partial(all_to_all_rows, sent=sent, received=received, group=group)
+    back = partial(all_to_all_rows, sent=received, received=sent, group=group)
+    moved: Tensor = _Mirrored.apply(rows, there, back)
+    return moved
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """sizes[r] rows of rank r, joined. Wire: an all-gather; backward a reduce-scatter."""
-    return rows if group.size() == 1 else _GatherRows.apply(rows, sizes, group)
+    return _mirrored(all_gather_rows, reduce_scatter_rows, rows, sizes, group)
 
 
 def scatter_sum_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """A different summand on each rank in, own rows of the sum out. Wire: a reduce-scatter; backward an all-gather."""
-    return rows if group.size() == 1 else _ScatterSumRows.apply(rows, sizes, group)
+    return _mirrored(reduce_scatter_rows, all_gather_rows, rows, sizes, group)
 
 
 def own_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """The same rows on every rank in, own ones out. Wire: backward, an all-gather."""
-    return rows if group.size() == 1 else _OwnRows.apply(rows, sizes, group)
+    return _mirrored(_own, all_gather_rows, rows, sizes, group)
 
 
 def join_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """Own rows in, all out, used the same by every rank. Wire: forward, an all-gather."""
-    return rows if group.size() == 1 else _JoinRows.apply(rows, sizes, group)
+    return _mirrored(all_gather_rows, _own, rows, sizes, group)
+
+
+def _mirrored(
+    there: Callable[..., Tensor],
+    back: Callable[..., Tensor],
+    rows: Tensor,
+    sizes: Sequence[int],
+    group: ProcessGroup,
+) -> Tensor:
+    if group.size() == 1:
+        return rows
+    where = {"sizes": sizes, "group": group}
+    moved: Tensor = _Mirrored.apply(rows, partial(there, **where), partial(back, **where))
+    return moved

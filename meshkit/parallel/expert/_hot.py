@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshkit.parallel.expert._capacity import Capacity
-from meshkit.parallel.expert._dispatch import AllToAll, Compute, kept_pairs
+from meshkit.parallel.expert._dispatch import AllToAll, Compute, experts_of, kept_pairs
 from meshkit.parallel.expert._exchange import gather_rows
 from meshkit.routing import Routing, combine, take_rows
-from meshkit.sharding import chunk
 
 _KEY = "_hot_experts"
 
@@ -90,8 +89,9 @@ class HotExperts:
 
     def _shares(self, hot: list[int]) -> list[list[int]]:
         """Of each rank of ep: which of its own experts are copied, counted from its first."""
-        parts = [chunk(self.inner.experts, self.inner.ep.size(), rank) for rank in range(self.inner.ep.size())]
-        return [[expert - part.start for expert in hot if part.start <= expert < part.stop] for part in parts]
+        ranks = self.inner.ep.size()
+        held = [experts_of(self.inner.experts, ranks, rank) for rank in range(ranks)]
+        return [[expert - own.start for expert in hot if expert in own] for own in held]
 
 
 def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:

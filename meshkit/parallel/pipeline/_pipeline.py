@@ -188,12 +188,10 @@ class Pipeline:
     @cached_property
     def _forwards(self) -> Schedule:
         """One microbatch through all stages."""
-        placement = self.cut.placement
         ranks = tuple(
-            tuple(Row(rank, stage, "F", 0) for stage, owner in enumerate(placement) if owner == rank)
-            for rank in range(self.axis.size())
+            tuple(Row(rank, stage, "F", 0) for stage in self.cut.stages_of(rank)) for rank in range(self.axis.size())
         )
-        return Schedule("forwards", 1, placement, ranks)
+        return Schedule("forwards", 1, self.cut.placement, ranks)
 
     def _mail(self, messages: Sequence[Message], parts: Sequence[Any]) -> Mail:
         shapes = {index: self._hidden_shape(part) for index, part in enumerate(parts)}
