@@ -5,6 +5,7 @@ Dims: N tokens, K experts that a token chooses, M rows: (token, choice) pairs, C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,22 @@ class Routing(NamedTuple):
 
     experts_NK: Tensor
     weights_NK: Tensor
+
+
+class Meanwhile:
+    """Work that needs no expert, for whoever moves rows to run while they travel. It runs once, at the latest when asked."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self._work = work
+        self._out: Tensor | None = None
+
+    def run(self) -> None:
+        self.result()
+
+    def result(self) -> Tensor:
+        if self._out is None:
+            self._out = self._work()
+        return self._out
 
 
 def count_experts(experts: Tensor, num_experts: int) -> Tensor:

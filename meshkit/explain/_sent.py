@@ -14,6 +14,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Message
 from meshkit.explain._held import Held, Local, Part
+from meshkit.models.experts import MoE
 from meshkit.parallel.context import attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic, even_routing, in_expert_view
@@ -149,8 +150,14 @@ def _repeated(call: Call, layout: TensorLayout, held: Held) -> bool:
     leaves = [other for other in layout.calls if other.kind == "leave" and other.module.startswith(f"{block}.")]
     if not leaves or call is not leaves[-1]:
         return True
-    around = [name.rpartition(".")[0] for name in held.experts if name.startswith(f"{block}.")]
-    return any(not call.module.startswith(f"{name}.") for name in around)  # experts come after it
+    experts = [name for name in held.experts if name.startswith(f"{block}.")]
+    # Do experts come after it?
+    return any(_overlaps(held, name) or not call.module.startswith(f"{name.rpartition('.')[0]}.") for name in experts)
+
+
+def _overlaps(held: Held, experts: str) -> bool:
+    """Do shared experts run while rows travel, and so before the experts?"""
+    return held.spec.ep > 1 and isinstance(held.model.get_submodule(experts.rpartition(".")[0]), MoE)
 
 
 def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
@@ -182,7 +189,7 @@ def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: 
     longest = max(len(even_part(part.rows * part.tokens, tp, rank)) for rank in range(tp)) * tp
     size = longest * width * held.compute.itemsize
     ledger.add("tp", "all_gather", size, "tokens of experts, forward")
-    if held.memory.recompute == "full" and _is_followed(held.model, name):
+    if held.memory.recompute == "full" and not _overlaps(held, name) and _is_followed(held.model, name):
         ledger.add("tp", "all_gather", size, "tokens of experts, recompute")
     ledger.add("tp", "all_gather", size, "tokens of experts, backward")
     weight = torch.promote_types(held.compute, torch.float32).itemsize

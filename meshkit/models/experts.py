@@ -7,6 +7,7 @@ Dims: N tokens, K experts that a token chooses, M rows (N * K here), C hidden_si
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.models.layers import GatedMLP
 from meshkit.models.router import Router, RouterConfig
-from meshkit.routing import Routing, combine, sort_by_expert, take_rows
+from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
 
 Kernel = Literal["grouped", "loop"]
 COMPILES_IN_BF16_ONLY = (
@@ -37,8 +38,14 @@ class MoE(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         routing = self.gate(x_BTC)
-        out: Tensor = self.experts(x_BTC.flatten(0, -2), routing).view_as(x_BTC)
-        return out if self.shared_experts is None else out + self.shared_experts(x_BTC)
+        if (
+            self.shared_experts is None or torch.compiler.is_compiling()
+        ):  # experts are outside of graphs, the rest inside
+            out: Tensor = self.experts(x_BTC.flatten(0, -2), routing).view_as(x_BTC)
+            return out if self.shared_experts is None else out + self.shared_experts(x_BTC)
+        shared = Meanwhile(partial(self.shared_experts, x_BTC))
+        out = self.experts(x_BTC.flatten(0, -2), routing, shared).view_as(x_BTC)
+        return out + shared.result()
 
 
 class Experts(nn.Module):
@@ -54,7 +61,8 @@ class Experts(nn.Module):
         self.up_proj = _stacked(num_experts, intermediate_size, hidden_size)
         self.down_proj = _stacked(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x_NC: Tensor, routing: Routing) -> Tensor:
+    def forward(self, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
+        """meanwhile: for experts on other ranks; here nothing travels, and it is left to the caller."""
         order_M, counts_E = sort_by_expert(routing.experts_NK, self.num_experts)
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         return combine(self.compute(rows_MC, counts_E), order_M, routing.weights_NK).to(x_NC.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
-from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank
+from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank, _exchange
 from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
 from meshkit.routing import Routing
 from meshkit.sharding import chunk
@@ -164,3 +164,31 @@ def waits(capacity: Capacity | None, hot: int) -> int:
 @pytest.mark.parametrize(("capacity", "hot"), [(None, 0), (Capacity(factor=0.5), 0), (None, 3)])
 def test_the_host_waits_once_in_a_layer(capacity: Capacity | None, hot: int) -> None:
     assert pool(2).run(waits, capacity, hot) == [1, 1]
+
+
+def order_of_events() -> list[str]:
+    """Of a step of a layer with shared experts."""
+    run = start(Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=24)))
+    layer = run.model.layers[1].mlp
+    events: list[str] = []
+    depart, arrive = _exchange._Way.depart, _exchange._Way.arrive
+
+    def departing(self: Any, *args: Any) -> Tensor:
+        events.append("depart")
+        return depart(self, *args)
+
+    def arriving(self: Any) -> None:
+        events.append("arrive")
+        arrive(self)
+
+    layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
+    layer.shared_experts.up_proj.register_full_backward_hook(lambda *_: events.append("shared"))
+    with patch.object(_exchange._Way, "depart", departing), patch.object(_exchange._Way, "arrive", arriving):
+        run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
+    return events
+
+
+def test_shared_experts_run_while_rows_travel_forward_and_backward() -> None:
+    there, back = ["depart", "shared", "arrive"], ["depart", "arrive"]
+    for events in pool(2).run(order_of_events):
+        assert events == [*there, *back, *back, *there]

@@ -21,7 +21,7 @@ from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
 from meshkit.parallel.expert._policy import ExpertPolicy
 from meshkit.parallel.tensor import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
-from meshkit.routing import Routing
+from meshkit.routing import Meanwhile, Routing
 from meshkit.sharding import even_part
 from meshkit.swap import swap_class
 
@@ -76,7 +76,8 @@ def expert_parallel(
     """Share the experts of every `experts()` module of the plan over `ep`, and their features over `etp`, in place.
 
     Returns the names of these modules, which `fully_shard` shards over `mesh.expert_data`.
-    Such a module's forward is (x [N, C], routing) -> [N, C], it has stacked parameters [E, ...], and a method
+    Such a module's forward is (x [N, C], routing, meanwhile=None) -> [N, C], where `meanwhile` is work that runs while rows
+    travel (shared experts), and may be left away. It has stacked parameters [E, ...], and a method
     compute(rows [M, C], counts: list[int]) that runs the experts it holds on rows sorted by expert.
     Ranks of `ep` and `etp` may be any ranks of dp_shard x cp x tp: each brings its own tokens. With tp, and without
     sequence=True, its ranks have the same tokens and each brings a part of them.
@@ -141,19 +142,21 @@ def _local(param: nn.Parameter | None) -> Tensor:
 
 
 def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
-    def through(self: Any, x_NC: Tensor, routing: Routing) -> Tensor:
+    def through(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None) -> Tensor:
         hot = hot_of(self)
         if hot is not None:
-            return hot.run(self, x_NC, routing, self.compute).to(x_NC.dtype)
+            return hot.run(self, x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
+        if isinstance(dispatcher, AllToAll):
+            return dispatcher(x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
         return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
 
-    def forward(self: Any, x_NC: Tensor, routing: Routing) -> Tensor:
+    def forward(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
         if split is None:
-            return through(self, x_NC, routing)
+            return through(self, x_NC, routing, meanwhile)
         group, ranks = split.get_group(), split.size()
         sizes = [len(even_part(len(x_NC), ranks, rank)) for rank in range(ranks)]
         chosen = routing.experts_NK.split(sizes)[dist.get_rank(group)]
         own = Routing(chosen, own_rows(routing.weights_NK, sizes, group))
-        return join_rows(through(self, own_rows(x_NC, sizes, group), own), sizes, group)
+        return join_rows(through(self, own_rows(x_NC, sizes, group), own, meanwhile), sizes, group)
 
     return forward

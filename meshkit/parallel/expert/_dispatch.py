@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from meshkit.auxiliary import report_dropped
 from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
-from meshkit.routing import Routing, combine, sort_by_expert, take_rows
+from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
 from meshkit.sharding import chunk
 
 Compute = Callable[[Tensor, list[int]], Tensor]
@@ -113,6 +113,7 @@ class Sent:
 class AllToAll:
     """Rows go to their experts over `ep`, and over `etp` to the ranks that hold the other features of those experts.
 
+    Shared experts run while rows are on their way there, and in backward while gradients are on their way back.
     Wire, per call: an all-gather of E counts from each rank, which the host waits for, once; the rows by all-to-all over ep,
     there and back, and over etp an all-gather and a reduce-scatter; backward the same without the counts.
     Source: Lepikhin et al. 2020, section 3; no capacity: Gale et al. 2022.
@@ -125,16 +126,16 @@ class AllToAll:
     etp: ProcessGroup
     capacity: Capacity | None = None
 
-    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
         plan = self.plan(counts_E)
         order_M = order_M[: sum(plan.own)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
-        return combine(self.through(rows_MC, plan, compute), order_M, routing.weights_NK)
+        return combine(self.through(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
 
-    def through(self, rows: Tensor, plan: Sent, compute: Compute) -> Tensor:
+    def through(self, rows: Tensor, plan: Sent, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
         """Rows of this rank, sorted by expert, to their experts and back."""
-        rows = exchange(rows, plan.sent(), plan.received(), self.ep)
+        rows = exchange(rows, plan.sent(), plan.received(), self.ep, meanwhile)
         rows = gather_rows(rows, plan.gathered(), self.etp)
         order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
         out = compute(rows.index_select(0, order), plan.per_expert())

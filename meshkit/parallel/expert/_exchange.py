@@ -22,16 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshkit.routing import Meanwhile
+
 Move = Callable[[Tensor], Tensor]
-
-
-def all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Outside autograd. Wire: one all-to-all of the rows."""
-    if group.size() == 1:
-        return rows
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
 
 
 def all_gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -80,14 +73,76 @@ class _Mirrored(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """sent[r] rows to rank r, in order; received[r] rows of rank r, in order. Wire: an all-to-all in each direction."""
+class _Way:
+    """One exchange of rows and, later, of their gradients. Owns what travels until it has arrived."""
+
+    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self._travelling: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def depart(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Where the rows will be after `arrive`."""
+        rows = rows.contiguous()
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(out, rows, received, sent, group=self.group, async_op=True)
+        assert work is not None
+        self._travelling = work, rows, out
+        return out
+
+    def arrive(self) -> Tensor:
+        assert self._travelling is not None, "nothing is on its way"
+        work, _, out = self._travelling
+        work.wait()
+        self._travelling = None
+        return out
+
+
+# [Note: departing and arriving are two nodes]
+# Backward runs nodes in the reverse order of forward. What ran between the two in forward is between them in backward too:
+# the gradients depart in `_Arrive`, the nodes of `meanwhile` run, and `_Depart` waits for them. Nobody else sees the tensor
+# that is being filled.
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.depart(rows, way.sent, way.received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.arrive(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.arrive()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.way.depart(grad, ctx.way.received, ctx.way.sent)
+        return grad, None  # of the right shape; `_Depart` has the rows that come
+
+
+def exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, meanwhile: Meanwhile | None = None
+) -> Tensor:
+    """sent[r] rows to rank r, in order; received[r] rows of rank r, in order.
+
+    meanwhile: runs while the rows travel, and its backward while their gradients do.
+    Wire: an all-to-all in each direction.
+    """
     if group.size() == 1:
         return rows
-    there = partial(all_to_all_rows, sent=sent, received=received, group=group)
-    back = partial(all_to_all_rows, sent=received, received=sent, group=group)
-    moved: Tensor = _Mirrored.apply(rows, there, back)
-    return moved
+    way = _Way(sent, received, group)
+    travelling: Tensor = _Depart.apply(rows, way)
+    if meanwhile is not None:
+        meanwhile.run()
+    arrived: Tensor = _Arrive.apply(travelling, way)
+    return arrived
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

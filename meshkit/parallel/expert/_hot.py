@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._dispatch import AllToAll, Compute, experts_of, kept_pairs
 from meshkit.parallel.expert._exchange import gather_rows
-from meshkit.routing import Routing, combine, take_rows
+from meshkit.routing import Meanwhile, Routing, combine, take_rows
 
 _KEY = "_hot_experts"
 
@@ -50,7 +50,9 @@ class HotExperts:
         busiest = sorted(range(len(totals)), key=lambda expert: (-totals[expert], expert))
         return sorted(expert for expert in busiest[: self.count] if totals[expert])
 
-    def run(self, module: nn.Module, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def run(
+        self, module: nn.Module, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Meanwhile | None
+    ) -> Tensor:
         """module: inside of its forward."""
         hot = self.chosen
         order_M, counts_E = kept_pairs(routing, self.inner.experts, self.capacity)
@@ -59,11 +61,11 @@ class HotExperts:
         order_M = order_M[: sum(own)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         if not hot:
-            return combine(self.inner.through(rows_MC, plan, compute), order_M, routing.weights_NK)
+            return combine(self.inner.through(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
         places = torch.arange(len(order_M), device=order_M.device).split(own)
         here = _joined([places[expert] for expert in hot], order_M)
         away = _joined([place for expert, place in enumerate(places) if expert not in hot], order_M)
-        sent = self.inner.through(rows_MC.index_select(0, away), plan.without(hot), compute)
+        sent = self.inner.through(rows_MC.index_select(0, away), plan.without(hot), compute, meanwhile)
         weights = {key: getattr(module, key) for key in module._parameters}
         kept: Tensor = checkpoint(
             self._run_copies, module, rows_MC.index_select(0, here), hot, own, weights, use_reentrant=False
