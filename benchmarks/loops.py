@@ -1,4 +1,4 @@
-"""One training step, written by several hands: meshkit, PyTorch alone, accelerate.
+"""One training step, written by several hands: meshkit, PyTorch alone, accelerate, torchtitan.
 
 Every loop starts from the weights that transformers draws for seed 0, clips the gradient norm at `MAX_NORM`, takes a
 step of fused AdamW with weight decay on matrices only, and returns the mean loss over all ranks. All labels count.
@@ -252,19 +252,32 @@ def accelerate(work: Work) -> Step:
     return step
 
 
+# ---------------------------------------------------------------------------------------------------- torchtitan
+
+
+def torchtitan(work: Work) -> Step:
+    """torchtitan's own decoder, sharded and trained by its own parts."""
+    from loops_torchtitan import torchtitan
+
+    return torchtitan(work)
+
+
 LOOPS: dict[str, Callable[[Work], Step]] = {
     "meshkit": meshkit_llama,
     "meshkit_transformers": meshkit_transformers,
     "plain": plain,
     "accelerate": accelerate,
+    "torchtitan": torchtitan,
 }
+
+# Loops named after a package of their own -> the module that imports it. A rank imports it before its memory is counted.
+PEERS = {"accelerate": "accelerate", "torchtitan": "loops_torchtitan"}
 
 
 def reason_to_skip(loop: str, work: Work) -> str | None:
     """Why this loop cannot do this work here; None if it can."""
-    if loop == "accelerate":
-        if importlib.util.find_spec("accelerate") is None:
-            return "accelerate is not installed"
-        if work.mesh.tp > 1 or work.mesh.dp_replicate > 1:
-            return "compared on dp_shard alone"
+    if loop in PEERS and importlib.util.find_spec(loop) is None:
+        return f"{loop} is not installed"
+    if loop == "accelerate" and (work.mesh.tp > 1 or work.mesh.dp_replicate > 1):
+        return "compared on dp_shard alone"
     return None

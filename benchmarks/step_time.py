@@ -12,6 +12,8 @@ and its median over rounds is printed with its quartiles.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from loops import LOOPS, Work, reason_to_skip
+from loops import LOOPS, PEERS, Work, reason_to_skip
 from rich.console import Console
 from rich.table import Column, Table
 from rows import Spread, environment, spread
@@ -85,7 +87,7 @@ class Settings:
     """Axes dp_replicate, dp_shard, tp; as many ranks as they multiply to are started here."""
     sequence: bool = False
     """Sequence parallelism on tp."""
-    loops: tuple[Literal["meshkit", "meshkit_transformers", "plain", "accelerate"], ...] = (
+    loops: tuple[Literal["meshkit", "meshkit_transformers", "plain", "accelerate", "torchtitan"], ...] = (
         "meshkit",
         "plain",
         "accelerate",
@@ -163,6 +165,8 @@ def world(loop: str, work: Work, settings: Settings) -> Iterator[Callable[[], Bl
 
 
 def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, pipes: list[Connection]) -> None:
+    if module := PEERS.get(loop):  # ranks of the others are not to hold it, nor is a fork to follow its threads
+        importlib.import_module(module)
     imported_bytes = resident_bytes()
     device = join_world(rank, work, folder)
     step = LOOPS[loop](work)
@@ -413,7 +417,8 @@ def main(settings: Settings) -> None:
         with RESULTS.open("a") as file:
             for other, found in ratios.items():
                 spreads = {name: dataclasses.asdict(one) for name, one in found.items()}
-                file.write(json.dumps({**common, **spreads, first: own[first], other: own[other]}) + "\n")
+                versions = {"peer_version": importlib.metadata.version(other)} if other in PEERS else {}
+                file.write(json.dumps({**common, **versions, **spreads, first: own[first], other: own[other]}) + "\n")
 
 
 if __name__ == "__main__":
