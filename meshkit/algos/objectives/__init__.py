@@ -1,0 +1,32 @@
+"""Objectives of post-training as pure functions of tensors: values for each token, pair or answer, which the caller sums."""
+
+from ._moving import update_reference as update_reference
+from ._pairs import Pairs as Pairs
+from ._pairs import PreferenceValues as PreferenceValues
+from ._preference import PREFERENCE_KINDS as PREFERENCE_KINDS
+from ._preference import PreferenceLoss as PreferenceLoss
+from ._preference import preference_loss as preference_loss
+from ._reward import RewardValues as RewardValues
+from ._reward import angular_similarity as angular_similarity
+from ._reward import bradley_terry as bradley_terry
+from ._reward import haf as haf
+from ._reward import length_ratio as length_ratio
+from ._reward import pcrm as pcrm
+from ._statistics import RunningMean as RunningMean
+from ._statistics import aot_partners as aot_partners
+from ._statistics import aot_unpaired_partners as aot_unpaired_partners
+from ._statistics import kto_kl as kto_kl
+from ._statistics import mean_of as mean_of
+from ._statistics import sum_and_count as sum_and_count
+from ._tokens import aligned_logps as aligned_logps
+from ._tokens import answer_positions as answer_positions
+from ._tokens import desensitised_logps as desensitised_logps
+from ._tokens import dft_losses as dft_losses
+from ._tokens import log_sum_squares as log_sum_squares
+from ._tokens import sequence_logps as sequence_logps
+from ._tokens import sft_losses as sft_losses
+from ._tokens import wpo_weights as wpo_weights
+from ._unpaired import UNPAIRED_KINDS as UNPAIRED_KINDS
+from ._unpaired import UnpairedLoss as UnpairedLoss
+from ._unpaired import UnpairedValues as UnpairedValues
+from ._unpaired import unpaired_loss as unpaired_loss

@@ -1,0 +1,94 @@
+"""From log-probabilities of tokens to losses of tokens and numbers of sequences.
+
+Dims: N sequences, T tokens, V vocabulary. A log-probability at t is that of the label at t. masks are True, or 1, on tokens
+of the answer; what is masked may be anything, even NaN, and gets no gradient. All sums over T are linear: with cp each rank
+has its part of them, and the sum over cp is that of the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshkit.errors import DataError, PlanError
+
+
+def sft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """-log pi(y_t), 0 where masked; [N, T]. The objective is their sum over the number of unmasked tokens of the step.
+
+    That is cross-entropy: `next_token_loss` computes the same from logits in less memory.
+    """
+    return -_masked(logps_NT, mask_NT)
+
+
+def dft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """-sg(pi(y_t)) log pi(y_t), 0 where masked; [N, T], where sg passes no gradient. Divided by tokens, as `sft_losses`.
+
+    Source: Wu et al. 2025 (2508.05629).
+    """
+    logps_NT = _masked(logps_NT, mask_NT)
+    return -logps_NT.detach().exp() * logps_NT
+
+
+def sequence_logps(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """log pi(y|x): the sum over unmasked tokens; [N]."""
+    return _masked(logps_NT, mask_NT).sum(1)
+
+
+def answer_positions(mask_NT: Tensor) -> Tensor:
+    """1 for the first token of each answer, 2 for the next, 0 where masked; [N, T] int64.
+
+    Of whole sequences: with cp compute it before the batch is split.
+    """
+    chosen_NT = mask_NT.bool()
+    return chosen_NT.cumsum(1) * chosen_NT
+
+
+def desensitised_logps(logps_NT: Tensor, positions_NT: Tensor, shared_N: Tensor, *, alpha: float) -> Tensor:
+    """LD-DPO's log-probability: tokens up to the length both answers share count 1, those beyond it alpha; [N].
+
+    positions: from `answer_positions`. shared: the shorter length of each sequence's pair, the same for both its sequences.
+    alpha in [0, 1]: 1 is the usual sum. Use it for the policy and for the reference.
+    Source: Liu et al. 2024 (2409.06411).
+    """
+    if not 0 <= alpha <= 1:
+        raise PlanError(f"desensitised_logps: alpha={alpha} is the share of what the longer answer adds. Use 0 to 1.")
+    logps_NT = _masked(logps_NT, positions_NT > 0)
+    return torch.where(positions_NT > shared_N.unsqueeze(1), alpha * logps_NT, logps_NT).sum(1)
+
+
+def log_sum_squares(logits_NTV: Tensor) -> Tensor:
+    """log sum_v pi(v)^2, without a gradient: what WPO compares a token's log-probability with; [N, T], fp32 at least.
+
+    Plain logits, not sharded over the vocabulary.
+    """
+    wide_NTV = logits_NTV.detach()
+    wide_NTV = wide_NTV if wide_NTV.dtype == torch.float64 else wide_NTV.float()
+    return (2 * wide_NTV).logsumexp(-1) - 2 * wide_NTV.logsumexp(-1)
+
+
+def aligned_logps(logps_NT: Tensor, log_sum_squares_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """Sum over unmasked tokens of log pi(y_t) - log sum_v pi(v)^2, without a gradient; [N]. See `wpo_weights`."""
+    return _masked((logps_NT - log_sum_squares_NT).detach(), mask_NT).sum(1)
+
+
+def wpo_weights(
+    aligned_chosen_N: Tensor, chosen_tokens_N: Tensor, aligned_rejected_N: Tensor, rejected_tokens_N: Tensor
+) -> Tensor:
+    """How likely the policy is to write each pair: exp of the mean aligned log-probability, chosen times rejected; [N].
+
+    aligned: from `aligned_logps`, of whole sequences. tokens: of the answers. It is what `Pairs.weights` takes.
+    Source: Zhou et al. 2024 (2406.11827), equation 2, with weights by sampled alignment.
+    """
+    chosen_N = aligned_chosen_N.double() / chosen_tokens_N.clamp(min=1)
+    rejected_N = aligned_rejected_N.double() / rejected_tokens_N.clamp(min=1)
+    return (chosen_N + rejected_N).exp()
+
+
+def _masked(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    if values_NT.shape != mask_NT.shape:
+        raise DataError(
+            f"log-probabilities {tuple(values_NT.shape)} and mask {tuple(mask_NT.shape)} differ. Both are [N, T]."
+        )
+    wide_NT = values_NT if values_NT.dtype == torch.float64 else values_NT.float()
+    return torch.where(mask_NT.bool(), wide_NT, 0.0)
