@@ -97,5 +97,5 @@ def unpaired_loss(
     good_N = desirable_N.bool()
     signed_N = torch.where(good_N, centred_N, -centred_N)
     values_N = -F.logsigmoid(signed_N) if loss.kind == "bco_unpaired" else (-signed_N).sigmoid()
-    weights_N = torch.where(good_N, loss.desirable_weight, loss.undesirable_weight)
-    return UnpairedValues(weights_N * values_N, rewards_N.detach())
+    weighted_N = torch.where(good_N, loss.desirable_weight * values_N, loss.undesirable_weight * values_N)
+    return UnpairedValues(weighted_N, rewards_N.detach())
