@@ -32,7 +32,8 @@ from meshkit.algos.objectives import (
     wpo_weights,
 )
 
-TOL_TRL = 1e-6  # the issue's; fp64 cases agree to 1e-15, and one was computed in fp32
+TOL_FP64 = 1e-14  # the order of operations; losses up to 51
+TOL_FP32 = 1e-6  # for the one case that TRL can only compute in fp32
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl_preference.json").read_text())
 CASES: dict[str, Any] = GOLDEN["cases"]
 MASK = torch.tensor(GOLDEN["inputs"]["mask"])
@@ -109,12 +110,13 @@ def pairs_of(logps_NT: Tensor, args: dict[str, Any]) -> Pairs:
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("dpo/")])
 def test_loss_gradient_and_rewards_of_pairs_equal_trl(name: str) -> None:
     case, given = CASES[name], logps()
+    tolerance = TOL_FP32 if "fp32" in name else TOL_FP64
     values = preference_loss(pairs_of(given, case["args"]), *losses_of(case["args"]))
     loss = values.losses.sum() / 4
     loss.backward()
-    assert abs(loss.item() - case["loss"]) <= TOL_TRL
-    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= TOL_TRL
-    assert abs(values.margins.mean().item() - case["reward_margin"]) <= TOL_TRL
+    assert abs(loss.item() - case["loss"]) <= tolerance
+    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= tolerance
+    assert abs(values.margins.mean().item() - case["reward_margin"]) <= tolerance
     assert values.accuracies.mean().item() == case["reward_acc"]
 
 
@@ -132,16 +134,16 @@ def test_loss_and_gradient_of_answers_equal_trl(kind: str, point: float | None) 
         sequence_logps(given, MASK), sequence_logps(REF, MASK), desirable, loss, reference_point=point
     )
     values.losses.sum().div(8).backward()
-    assert abs(values.losses.mean().item() - case["loss"]) <= TOL_TRL
-    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= TOL_TRL
+    assert abs(values.losses.mean().item() - case["loss"]) <= TOL_FP64
+    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= TOL_FP64
 
 
 def test_sft_of_the_chosen_answers_equals_trl() -> None:
     case, given = CASES["dpo/sft"], logps()
     loss = sft_losses(given[:4], MASK[:4]).sum() / MASK[:4].sum()
     loss.backward()
-    assert abs(loss.item() - case["loss"]) <= TOL_TRL
-    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= TOL_TRL
+    assert abs(loss.item() - case["loss"]) <= TOL_FP64
+    assert (given.grad - torch.tensor(case["grad_logps"], dtype=torch.float64)).abs().max() <= TOL_FP64
 
 
 @pytest.mark.parametrize(

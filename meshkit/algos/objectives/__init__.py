@@ -23,8 +23,10 @@ from ._tokens import answer_positions as answer_positions
 from ._tokens import desensitised_logps as desensitised_logps
 from ._tokens import dft_losses as dft_losses
 from ._tokens import log_sum_squares as log_sum_squares
+from ._tokens import packed_logps as packed_logps
 from ._tokens import sequence_logps as sequence_logps
 from ._tokens import sft_losses as sft_losses
+from ._tokens import whole_sequences as whole_sequences
 from ._tokens import wpo_weights as wpo_weights
 from ._unpaired import UNPAIRED_KINDS as UNPAIRED_KINDS
 from ._unpaired import UnpairedLoss as UnpairedLoss

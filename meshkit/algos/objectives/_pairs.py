@@ -17,7 +17,7 @@ class Pairs:
     gradient. ref_chosen, ref_rejected: the same of the reference, live or stored with the data; treated as constants.
     chosen_tokens, rejected_tokens: lengths of the answers.
     weights: a constant factor for each pair, such as `wpo_weights`.
-    Of the whole step, see `meshkit.algos.objectives._statistics` for who adds up what:
+    What all parts of a step must share, from sums over all its microbatches and ranks (docs/objectives.md, two passes):
     partners: [N] from `aot_partners`, or [N, 2] from `aot_unpaired_partners`.
     reward_shift: for kind "bco", `RunningMean.mean`; 0 is TRL's bco_pair.
     tokens_per_pair: for kind "sft", the tokens of all chosen answers over the pairs of the step.

@@ -2,14 +2,16 @@
 
 Dims: N sequences, T tokens, V vocabulary. A log-probability at t is that of the label at t. masks are True, or 1, on tokens
 of the answer; what is masked may be anything, even NaN, and gets no gradient. All sums over T are linear: with cp each rank
-has its part of them, and the sum over cp is that of the sequence.
+has its part of them, which `whole_sequences` adds up.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.collectives import copy_to_axis, reduce_from_axis
 from meshkit.errors import DataError, PlanError
 
 
@@ -33,6 +35,26 @@ def dft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
 def sequence_logps(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """log pi(y|x): the sum over unmasked tokens; [N]."""
     return _masked(logps_NT, mask_NT).sum(1)
+
+
+def packed_logps(logps_NT: Tensor, mask_NT: Tensor, sequence_NT: Tensor, sequences: int) -> Tensor:
+    """log pi(y|x) of sequences whose tokens lie anywhere: packed into rows, or split over cp; [sequences].
+
+    sequence: for each token the number of its sequence, 0 to sequences - 1; where masked it may be anything.
+    """
+    summed = logps_NT.new_zeros(sequences, dtype=_wide(logps_NT).dtype)
+    index_NT = sequence_NT.masked_fill(~mask_NT.bool(), 0)
+    return summed.index_add(0, index_NT.flatten(), _masked(logps_NT, mask_NT).flatten())
+
+
+def whole_sequences(parts_N: Tensor, axis: DeviceMesh) -> Tensor:
+    """Sums over the tokens of this rank to sums over those of all ranks of `axis` (cp); [N], the same on each.
+
+    Every rank of the axis then computes the same losses: divide them by axis.size(), so that together they count once. The
+    gradient reaches the tokens of every rank.
+    Wire: forward and backward, one all-reduce of [N] each.
+    """
+    return copy_to_axis(reduce_from_axis(parts_N, axis), axis)
 
 
 def answer_positions(mask_NT: Tensor) -> Tensor:
@@ -62,8 +84,7 @@ def log_sum_squares(logits_NTV: Tensor) -> Tensor:
 
     Plain logits, not sharded over the vocabulary.
     """
-    wide_NTV = logits_NTV.detach()
-    wide_NTV = wide_NTV if wide_NTV.dtype == torch.float64 else wide_NTV.float()
+    wide_NTV = _wide(logits_NTV.detach())
     return (2 * wide_NTV).logsumexp(-1) - 2 * wide_NTV.logsumexp(-1)
 
 
@@ -90,5 +111,8 @@ def _masked(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
         raise DataError(
             f"log-probabilities {tuple(values_NT.shape)} and mask {tuple(mask_NT.shape)} differ. Both are [N, T]."
         )
-    wide_NT = values_NT if values_NT.dtype == torch.float64 else values_NT.float()
-    return torch.where(mask_NT.bool(), wide_NT, 0.0)
+    return torch.where(mask_NT.bool(), _wide(values_NT), 0.0)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
