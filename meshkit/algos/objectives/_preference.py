@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshkit.algos.objectives._pairs import Pairs, PreferenceValues
+from meshkit.algos.objectives._scores import DIVERGENCES, logistic, score
 from meshkit.errors import DataError, PlanError
-
-DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class PreferenceLoss:
 def preference_loss(pairs: Pairs, *losses: PreferenceLoss) -> PreferenceValues:
     """Loss and rewards of each pair; several losses are added by their weights (MPO, Wang et al. 2024, 2411.10442).
 
-    The sum of `losses` over any split of a step's pairs is that of all, if what `Pairs` calls "of the whole step" is.
+    The losses of any split of a step's pairs add up to those of all, if its parts share what `Pairs` says they must.
     Rewards have the beta of the first loss.
     Raises: DataError for what an objective needs and Pairs has not, PlanError without a loss, and for weights with AOT, whose
     sorted values belong to no pair.
@@ -118,38 +117,17 @@ def _rewards(pairs: Pairs, loss: PreferenceLoss) -> tuple[Tensor, Tensor]:
 
 def _scores(pairs: Pairs, loss: PreferenceLoss, *, average: bool | None = None) -> Tensor:
     """u, or what divergence and average make of it; [N]."""
-    scores = [_score(ratio, loss) for ratio in pairs.log_ratios(loss.kind)]
+    scores = [score(ratio, loss.divergence, loss.alpha) for ratio in pairs.log_ratios(loss.kind)]
     if loss.average if average is None else average:
-        scores = [score / tokens for score, tokens in zip(scores, pairs.lengths(loss.kind), strict=True)]
+        scores = [one / tokens for one, tokens in zip(scores, pairs.lengths(loss.kind), strict=True)]
     return scores[0] - scores[1]
-
-
-def _score(log_ratio: Tensor, loss: PreferenceLoss) -> Tensor:
-    """f'(pi / pi_ref), the reward over beta."""
-    if loss.divergence == "forward_kl":
-        return 1 - _exp(-log_ratio)
-    if loss.divergence == "js":
-        return math.log(2) + F.logsigmoid(log_ratio)
-    if loss.divergence == "alpha" and abs(loss.alpha - 1) > 1e-6:
-        return (_exp((loss.alpha - 1) * log_ratio) - 1) / (loss.alpha - 1)
-    return log_ratio
-
-
-def _exp(x: Tensor, limit: float = 30.0) -> Tensor:
-    """e^x, and its tangent beyond the limit: a gradient must fit into bf16 and fp32 even after squaring."""
-    return x.clamp(max=limit).exp() * (1 + (x - limit).clamp(min=0))
-
-
-def _logistic(x: Tensor, label_smoothing: float) -> Tensor:
-    losses = -F.logsigmoid(x)
-    return losses if not label_smoothing else (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-x)
 
 
 # ---------------------------------------------------------------------------------------------------------- kinds
 
 
 def _sigmoid(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
-    return _logistic(loss.beta * _scores(pairs, loss), loss.label_smoothing)
+    return logistic(loss.beta * _scores(pairs, loss), loss.label_smoothing)
 
 
 def _robust(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
@@ -193,7 +171,7 @@ def _sppo(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
 def _aot(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     partners = _partners(pairs, loss, 1, "aot_partners")
     margins = pairs.chosen.double() - pairs.rejected.double()
-    return _logistic(loss.beta * (margins - partners), loss.label_smoothing)
+    return logistic(loss.beta * (margins - partners), loss.label_smoothing)
 
 
 def _aot_unpaired(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
@@ -202,8 +180,8 @@ def _aot_unpaired(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     """
     partners = _partners(pairs, loss, 2, "aot_unpaired_partners")
     chosen, rejected = pairs.log_ratios(loss.kind)
-    terms = _logistic(loss.beta * (chosen - partners[:, 0]), loss.label_smoothing)
-    terms = terms + _logistic(loss.beta * (partners[:, 1] - rejected), loss.label_smoothing)
+    terms = logistic(loss.beta * (chosen - partners[:, 0]), loss.label_smoothing)
+    terms = terms + logistic(loss.beta * (partners[:, 1] - rejected), loss.label_smoothing)
     return terms - terms.detach() / 2
 
 
@@ -248,7 +226,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
 
 def _simpo(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     chosen, rejected = pairs.means(loss.kind)
-    return _logistic(loss.beta * (chosen - rejected) - loss.margin, loss.label_smoothing)
+    return logistic(loss.beta * (chosen - rejected) - loss.margin, loss.label_smoothing)
 
 
 def _nll(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
