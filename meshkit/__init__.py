@@ -16,8 +16,15 @@ from meshkit.initialize import init_weights as init_weights
 from meshkit.mask import Band as Band
 from meshkit.mask import Mask as Mask
 from meshkit.memory.loss import cross_entropy as cross_entropy
+from meshkit.memory.policy import ActivationOffload as ActivationOffload
+from meshkit.memory.policy import Budget as Budget
+from meshkit.memory.policy import ChunkedLoss as ChunkedLoss
+from meshkit.memory.policy import Fp8 as Fp8
 from meshkit.memory.policy import MemoryPolicy as MemoryPolicy
+from meshkit.memory.policy import OptimizerOffload as OptimizerOffload
+from meshkit.memory.policy import OptimizerPolicy as OptimizerPolicy
 from meshkit.memory.policy import Precision as Precision
+from meshkit.memory.policy import Recompute as Recompute
 from meshkit.memory.recompute import recompute as recompute
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec

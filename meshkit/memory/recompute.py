@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshkit import _torch
 from meshkit.errors import PlanError
-from meshkit.memory.policy import Recompute
+from meshkit.memory.policy import RecomputeMode
 from meshkit.swap import swap_class
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -36,7 +36,7 @@ SAVED_OPERATORS = frozenset(
 )
 
 
-def recompute(module: nn.Module, *, blocks: Iterable[str], mode: Recompute = "full") -> nn.Module:
+def recompute(module: nn.Module, *, blocks: Iterable[str], mode: RecomputeMode = "full") -> nn.Module:
     """Recompute the named blocks in backward, in place; names of parameters do not change.
 
     full keeps each block's input only; selective keeps also the results of `SAVED_OPERATORS`. The random state is
@@ -54,7 +54,7 @@ def recompute(module: nn.Module, *, blocks: Iterable[str], mode: Recompute = "fu
     return module
 
 
-def _recomputed(forward: Any, mode: Recompute) -> Any:
+def _recomputed(forward: Any, mode: RecomputeMode) -> Any:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         _torch.ignore_profiler_marks()

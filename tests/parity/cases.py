@@ -79,6 +79,7 @@ class Cell:
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
     hot: int = 0
+    memory: mk.MemoryPolicy | None = None  # in place of recompute and bf16
     context: mk.ContextPolicy = field(default_factory=mk.ContextPolicy)
 
 
@@ -190,7 +191,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         build(cell),
         mesh_for(cell.mesh),
         plan=plan_of(cell),
-        memory=mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision() if cell.bf16 else None),
+        memory=memory_of(cell),
         zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
         sequence=cell.sequence,
         compile=cell.compile or False,
@@ -199,6 +200,12 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         stages=cell.stages,
         **{"experts": ExpertPolicy(hot=cell.hot), **options},
     )
+
+
+def memory_of(cell: Cell) -> mk.MemoryPolicy:
+    if cell.memory is not None:
+        return cell.memory
+    return mk.MemoryPolicy(recompute=cell.recompute, precision=mk.Precision() if cell.bf16 else None)  # type: ignore[arg-type]
 
 
 def own_rows(batch: dict[str, Tensor], mesh: mk.Mesh) -> dict[str, Tensor]:
