@@ -15,6 +15,7 @@ from meshkit.explain import explain as explain
 from meshkit.initialize import init_weights as init_weights
 from meshkit.mask import Band as Band
 from meshkit.mask import Mask as Mask
+from meshkit.memory.linear_logits import LinearLogits as LinearLogits
 from meshkit.memory.loss import cross_entropy as cross_entropy
 from meshkit.memory.policy import ActivationOffload as ActivationOffload
 from meshkit.memory.policy import Budget as Budget
@@ -26,6 +27,8 @@ from meshkit.memory.policy import OptimizerPolicy as OptimizerPolicy
 from meshkit.memory.policy import Precision as Precision
 from meshkit.memory.policy import Recompute as Recompute
 from meshkit.memory.recompute import recompute as recompute
+from meshkit.memory.token_log_probs import TokenLogProbs as TokenLogProbs
+from meshkit.memory.token_log_probs import token_log_probs as token_log_probs
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh

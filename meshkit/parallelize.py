@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
+from meshkit.memory.linear_logits import chunk_head
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import recompute
 from meshkit.mesh import Mesh
@@ -67,6 +68,9 @@ def parallelize(
     pipelined = mesh.spec.pp > 1
     sequence = sequence and mesh.spec.tp > 1
     zero = zero_stage(zero, pipelined=pipelined)
+    head = None
+    if memory.loss is not None:
+        head = chunk_head(model, plan, memory.loss, tp=mesh.spec.tp, sequence=sequence, device=mesh.device)
     cut, whole = None, model
     if pipelined:
         whole = _on_meta(model)
@@ -99,7 +103,7 @@ def parallelize(
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)
             names[name].compile(fullgraph=one_graph, backend="inductor" if compile is True else compile)
-    keep = kept_units(blocks, units)
+    keep = kept_units(blocks, units, head)
     for name in apart:
         # Routing weights are in fp32 at least, and stay so.
         fully_shard(names[name], mesh.expert_data, zero=zero, precision=memory.precision, cast_inputs=False)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshkit.collectives import all_reduce
 from meshkit.errors import DataError
+from meshkit.memory.linear_logits import LinearLogits
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
@@ -74,8 +75,9 @@ def _logits_of_token(run: Run, ids_BT: torch.Tensor, token: int) -> torch.Tensor
 
     def following(model: Any, part: dict[str, Any]) -> torch.Tensor:
         output = model(**part)
-        chosen: torch.Tensor = getattr(output, "logits", output)[0, int(own_T.argmax())]
-        return chosen
+        chosen = getattr(output, "logits", output)[0, int(own_T.argmax())]
+        logits: torch.Tensor = chosen.to_logits() if isinstance(chosen, LinearLogits) else chosen
+        return logits
 
     logits_V = run.infer(part, following)
     if logits_V is None:

@@ -14,6 +14,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Message
 from meshkit.explain._held import Held, Local, Part
+from meshkit.memory.linear_logits import head_of
 from meshkit.models.experts import MoE
 from meshkit.parallel.context import attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
@@ -62,7 +63,8 @@ def add_data(ledger: Ledger, held: Held, microbatches: int) -> None:
     names = {name: param for name, param in held.model.named_parameters(remove_duplicate=False) if held.runs(name)}
     units = shard_units(names, [*held.blocks, *held.units])
     apart = [name for name in held.experts if held.runs(name) and in_expert_view(held.spec)]
-    kept = kept_units(held.blocks, held.units)
+    head = None if held.memory.loss is None else head_of(held.model, held.plan)
+    kept = kept_units(held.blocks, held.units, head)
     for unit, own in _unit_params(held.params, [*apart, *units]):
         if own:
             around = next((block for block in held.blocks if unit.startswith(f"{block}.")), unit)
@@ -125,8 +127,11 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and held.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
         width = 8 if held.compute == torch.float64 else 4
-        ledger.add("tp", "all_reduce", tokens * width, "loss: maximum")
-        ledger.add("tp", "all_reduce", 2 * tokens * width, "loss: sums")
+        size = tokens if held.memory.loss is None else held.memory.loss.tokens
+        for start in range(0, tokens, size):
+            chunk = min(size, tokens - start)
+            ledger.add("tp", "all_reduce", chunk * width, "loss: maximum")
+            ledger.add("tp", "all_reduce", 2 * chunk * width, "loss: sums")
 
 
 def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:

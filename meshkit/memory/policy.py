@@ -14,6 +14,7 @@ RecomputeMode = Literal["none", "full", "selective"]
 Kept = Literal["matmul", "attention", "collective"]
 States = Literal["fp32", "8bit", "4bit", "fp8"]
 Recipe = Literal["tensorwise", "rowwise"]
+LossBackend = Literal["torch", "liger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,19 @@ class ActivationOffload:
 class ChunkedLoss:
     """The head and the cross-entropy over `tokens` tokens at a time, so that whole logits never exist.
 
-    backend: "torch" is ours; "liger" is the kernel of liger-kernel, on GPUs without tp.
+    backend: "torch" is ours; "liger" is the kernel of liger-kernel, on GPUs without tp, which chooses its own chunks.
+    Raises: PlanError for no tokens, or an unknown backend.
     """
 
     tokens: int = 1024
-    backend: Literal["torch", "liger"] = "torch"
+    backend: LossBackend = "torch"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise PlanError(f"ChunkedLoss(tokens={self.tokens}): a chunk has at least one token. 1024 is the default.")
+        if self.backend not in get_args(LossBackend):
+            choices = " or ".join(repr(choice) for choice in get_args(LossBackend))
+            raise PlanError(f"ChunkedLoss(backend={self.backend!r}): choose {choices}.")
 
 
 @dataclass(frozen=True, kw_only=True)

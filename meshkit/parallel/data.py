@@ -153,9 +153,13 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
     block.register_forward_hook(after)
 
 
-def kept_units(blocks: Sequence[str], units: Sequence[str]) -> set[str]:
-    """The last block and the last further unit (the head): backward begins with them, so freeing them saves nothing."""
-    return {*blocks[-1:], *units[-1:]}
+def kept_units(blocks: Sequence[str], units: Sequence[str], head: str | None = None) -> set[str]:
+    """The last block and the last further unit (the head): backward begins with them, so freeing them saves nothing.
+
+    head: the head's name where a chunked loss uses its weight after the model's forward; the units around it are kept too.
+    """
+    around = [unit for unit in (*blocks, *units) if head is not None and f"{head}.".startswith(f"{unit}.")]
+    return {*blocks[-1:], *units[-1:], *around}
 
 
 def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:

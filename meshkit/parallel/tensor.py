@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
+from meshkit.memory.linear_logits import LinearLogits, as_logits
 from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, tensor_layout
 from meshkit.plan import Style, match_table
 from meshkit.sharding import chunk
@@ -203,7 +205,7 @@ def _communicate(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call
         if layout.styles[call.module].kind == "vocab":
             assert isinstance(module, nn.Linear)
             vocabulary = module.out_features
-            module.register_forward_hook(lambda module, args, out: _as_logits(out, mesh, vocabulary))
+            module.register_forward_hook(lambda module, args, out: _logits_over(out, mesh, vocabulary))
     elif call.kind == "split":
         _on_first_input(module, lambda x: split_dim(x, SEQUENCE_DIM, mesh))
     elif call.kind in ("leave", "leave_whole"):
@@ -234,8 +236,8 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _as_logits(local: Tensor, mesh: DeviceMesh, vocabulary: int) -> DTensor:
-    """Local logits [..., V/tp] as one DTensor [..., V] sharded on its last dim."""
-    shape = torch.Size([*local.shape[:-1], vocabulary])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride)
+def _logits_over(out: Tensor | LinearLogits, mesh: DeviceMesh, vocabulary: int) -> DTensor | LinearLogits:
+    """What the head returns, as logits whose vocabulary is shared over the axis."""
+    if isinstance(out, LinearLogits):
+        return replace(out, head=out.head.over(mesh))
+    return as_logits(out, mesh, vocabulary)

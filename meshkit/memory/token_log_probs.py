@@ -1,0 +1,133 @@
+"""What post-training asks of a model: the log-probability of each label, and the entropy of each prediction.
+
+Dims: N tokens, C features, V the vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshkit.errors import PlanError
+from meshkit.memory.chunked_loss import Gradients
+from meshkit.memory.linear_logits import LinearLogits, whole_weight
+from meshkit.memory.loss import refuse_other_labels, vocabulary_part
+from meshkit.memory.policy import ChunkedLoss
+from meshkit.memory.vocabulary import Labels, find_labels, subtract_peak_, sum_over, wide_dtype
+
+
+class TokenLogProbs(NamedTuple):
+    """log_probs: of each label; entropy: of each prediction, in nats. Both [...] in fp32 at least."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def token_log_probs(logits: Tensor | LinearLogits, labels: Tensor, *, temperature: float = 1.0) -> TokenLogProbs:
+    """The log-probability of every label and the entropy of every prediction, differentiable both; 0 where the label is -100.
+
+    logits: [..., V] in each of the forms that `cross_entropy` takes, divided by `temperature`. labels: [...] int64.
+    Logits of a chunked loss are made chunk by chunk, in forward and again in backward; whole ones are read chunk by chunk.
+    Wire, sharded logits only: forward, all-reduces of one maximum and three sums per label, in fp32. Backward: nothing.
+    Raises: PlanError as `cross_entropy` does, and for a temperature that is not positive.
+    """
+    refuse_other_labels("token_log_probs", logits, labels)
+    if not temperature > 0:
+        raise PlanError(
+            f"token_log_probs(temperature={temperature}): it divides the logits, so give a positive number."
+        )
+    size = ChunkedLoss().tokens
+    weight, bias, axis, first = None, None, None, 0
+    vocabulary = logits.shape[-1]
+    if isinstance(logits, LinearLogits):
+        head, hidden = logits.head, logits.hidden
+        weight, bias, axis, first, size = head.weight, head.bias, head.axis, head.first, head.loss.tokens
+    elif isinstance(logits, DTensor):
+        hidden, first, axis = vocabulary_part("token_log_probs", logits)
+    else:
+        hidden = logits
+    choices = _Choices(first, vocabulary, axis, size, temperature)
+    log_probs, entropy = _TokenLogProbs.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), choices)
+    return TokenLogProbs(log_probs.view(labels.shape), entropy.view(labels.shape))
+
+
+class _Choices(NamedTuple):
+    first: int
+    vocabulary: int
+    axis: DeviceMesh | None
+    size: int
+    temperature: float
+
+    def find(self, labels: Tensor, wide: Tensor) -> Labels:
+        return find_labels(labels, self.first, wide.shape[-1], self.vocabulary)
+
+    def chunks(self, tokens: int) -> list[slice]:
+        return [slice(start, start + self.size) for start in range(0, tokens, self.size)]
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """hidden: [N, C] with a weight, or the logits [N, V] without one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, choices: _Choices
+    ) -> tuple[Tensor, Tensor]:
+        # Zeros, since a rank without tokens runs no chunk.
+        log_probs, entropy, normaliser = hidden.new_zeros((3, len(labels)), dtype=wide_dtype(hidden.dtype))
+        for tokens in choices.chunks(len(labels)):
+            wide = _logits(hidden[tokens], weight, bias, choices)
+            found = choices.find(labels[tokens], wide)
+            peak = subtract_peak_(wide, choices.axis)
+            label_logit = found.of(wide)
+            weights = wide.exp()
+            # A logit of -inf has no weight, and 0 times -inf is not 0.
+            mean = wide.clamp_(min=torch.finfo(wide.dtype).min).mul_(weights).sum(-1)
+            total, mean, label_logit = sum_over(choices.axis, weights.sum(-1), mean, label_logit)
+            log_probs[tokens] = (label_logit - total.log()).masked_fill_(~found.valid, 0)
+            entropy[tokens] = (total.log() - mean / total).masked_fill_(~found.valid, 0)
+            normaliser[tokens] = peak + total.log()
+            del wide, weights
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        ctx.choices = choices
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        choices = ctx.choices
+        of_logits = torch.empty_like(hidden) if weight is None else None
+        grads = None if weight is None else Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        for tokens in choices.chunks(len(labels)):
+            wide = _logits(hidden[tokens], weight, bias, choices)
+            found = choices.find(labels[tokens], wide)
+            # With p the probabilities: d log p(label) = [label] - p, d entropy = -p (log p + entropy).
+            own_log_prob = d_log_probs[tokens].masked_fill(~found.valid, 0)
+            own_entropy = d_entropy[tokens].masked_fill(~found.valid, 0)
+            wide.sub_(normaliser[tokens].unsqueeze(-1))
+            weights = wide.exp()
+            wide.clamp_(min=torch.finfo(wide.dtype).min).add_(entropy[tokens].unsqueeze(-1))
+            wide.mul_(own_entropy.unsqueeze(-1)).add_(own_log_prob.unsqueeze(-1)).mul_(weights).neg_()
+            del weights
+            found.add_to_(wide, own_log_prob)
+            wide.div_(choices.temperature)
+            if of_logits is not None:
+                of_logits[tokens] = wide
+            elif grads is not None:
+                grads.add(tokens, wide.to(hidden.dtype))
+            del wide
+        return (of_logits, None, None, None, None) if grads is None else (*grads.finish(), None, None)
+
+
+def _logits(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, choices: _Choices) -> Tensor:
+    """A chunk's logits over the temperature, to be written over."""
+    dtype = wide_dtype(hidden.dtype)
+    if weight is None:
+        return hidden.to(dtype, copy=True).div_(choices.temperature)
+    return F.linear(hidden, whole_weight(weight), bias).to(dtype).div_(choices.temperature)
