@@ -21,6 +21,8 @@ from meshkit.memory.loss import refuse_other_labels, vocabulary_part
 from meshkit.memory.policy import ChunkedLoss
 from meshkit.memory.vocabulary import Labels, find_labels, subtract_peak_, sum_over, wide_dtype
 
+WEIGHTLESS = -1e4  # its exp is 0, in fp64 too: where a logit is -inf, so that 0 times it is 0
+
 
 class TokenLogProbs(NamedTuple):
     """log_probs: of each label; entropy: of each prediction, in nats. Both [...] in fp32 at least."""
@@ -86,8 +88,7 @@ class _TokenLogProbs(torch.autograd.Function):
             peak = subtract_peak_(wide, choices.axis)
             label_logit = found.of(wide)
             weights = wide.exp()
-            # A logit of -inf has no weight, and 0 times -inf is not 0.
-            mean = wide.clamp_(min=torch.finfo(wide.dtype).min).mul_(weights).sum(-1)
+            mean = wide.clamp_(min=WEIGHTLESS).mul_(weights).sum(-1)
             total, mean, label_logit = sum_over(choices.axis, weights.sum(-1), mean, label_logit)
             log_probs[tokens] = (label_logit - total.log()).masked_fill_(~found.valid, 0)
             entropy[tokens] = (total.log() - mean / total).masked_fill_(~found.valid, 0)
@@ -112,7 +113,7 @@ class _TokenLogProbs(torch.autograd.Function):
             own_entropy = d_entropy[tokens].masked_fill(~found.valid, 0)
             wide.sub_(normaliser[tokens].unsqueeze(-1))
             weights = wide.exp()
-            wide.clamp_(min=torch.finfo(wide.dtype).min).add_(entropy[tokens].unsqueeze(-1))
+            wide.clamp_(min=WEIGHTLESS).add_(entropy[tokens].unsqueeze(-1))
             wide.mul_(own_entropy.unsqueeze(-1)).add_(own_log_prob.unsqueeze(-1)).mul_(weights).neg_()
             del weights
             found.add_to_(wide, own_log_prob)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ TOL_FP64 = 1e-10  # only the order of sums over chunks differs
 BF16_RATIO = 2.0  # at most twice the error of whole logits
 
 
-def heads(features: int, vocabulary: int, *, bias: bool, tokens: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def heads(
+    features: int, vocabulary: int, *, bias: bool, tokens: int, dtype: torch.dtype
+) -> tuple[nn.Module, nn.Module]:
     """A model of one head, plain and chunked, with the same values."""
     torch.manual_seed(0)
     plain = nn.Sequential()
@@ -243,6 +246,9 @@ def test_liger_is_refused_with_the_reason() -> None:
         ask(1, "cpu")
     with pytest.raises(mk.PlanError, match="needs the whole vocabulary on each rank, but tp=2"):
         ask(2, "cuda")
+    if find_spec("liger_kernel") is None:
+        with pytest.raises(mk.PlanError, match="liger-kernel is not installed"):
+            ask(1, "cuda")
 
 
 def test_liger_gives_the_same_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

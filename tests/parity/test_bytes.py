@@ -19,6 +19,7 @@ from meshkit.parallel.expert import AllToAll, ExpertPolicy, Sent, dispatch_traff
 from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
+CHUNKED = mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5))
 CELLS = [
     Cell(mesh="dp_shard=4"),
     Cell(mesh="dp_shard=4", zero=2, microbatches=2),
@@ -50,6 +51,9 @@ CELLS = [
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=2, sequence=True, recompute="full", qwen=True, schedule="zb-h1"),
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=3, vocab=61, tied=True),
     Cell(mesh="pp=2 cp=2", layers=4, microbatches=2, documents=True, schedule="dualpipe-v"),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, vocab=61, microbatches=3, memory=CHUNKED),
+    Cell(mesh="pp=2 tp=2", layers=4, microbatches=2, tied=True, memory=CHUNKED),
+    Cell(mesh="dp_shard=2 cp=2", zero=3, memory=CHUNKED),
 ]
 
 

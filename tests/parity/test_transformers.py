@@ -40,7 +40,9 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tuple[float, float, float]:
+def errors(
+    family: str, mesh_text: str, sequence: bool, documents: bool, memory: mk.MemoryPolicy | None = None
+) -> tuple[float, float, float]:
     mesh = mesh_for(mesh_text)
     batch = batches(Cell(mesh=mesh_text, vocab=61, documents=documents))[0]
     positions = {"position_ids": batch["position_ids"]} if documents else {}
@@ -49,7 +51,7 @@ def errors(family: str, mesh_text: str, sequence: bool, documents: bool) -> tupl
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
     loss.backward()
     model = build(family)
-    run = mk.parallelize(model, mesh, plan=mk.auto_plan(model), sequence=sequence)
+    run = mk.parallelize(model, mesh, plan=mk.auto_plan(model), sequence=sequence, memory=memory)
     mean = run.forward_backward(own_rows(batch, mesh), microbatches=2)
     gradients = dict(one.named_parameters())
     worst = max(float((full_tensor(p.grad) - gradients[name].grad).abs().max()) for name, p in run.named_parameters())
@@ -73,4 +75,16 @@ def test_a_transformers_model_equals_itself_on_one_device(
     family: str, mesh: str, sequence: bool, documents: bool
 ) -> None:
     for found in pool(4).run(errors, family, mesh, sequence, documents):
+        assert max(found) <= TOL
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sequence"),
+    [("Llama", "dp_shard=2 tp=2", True), ("Qwen2", "dp_shard=4", False), ("Llama", "cp=2 tp=2", False)],
+)
+def test_a_transformers_model_with_a_chunked_loss_equals_itself_on_one_device(
+    family: str, mesh: str, sequence: bool
+) -> None:
+    memory = mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5))
+    for found in pool(4).run(errors, family, mesh, sequence, True, memory):
         assert max(found) <= TOL
