@@ -109,6 +109,8 @@ class Config:
     sequence: bool = True
     """with tp: shard activations along the sequence between regions"""
     recompute: Literal["none", "full", "selective"] = "none"
+    loss_chunk: int | None = None
+    """tokens whose logits exist at a time; default: all of them"""
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
 
@@ -162,7 +164,9 @@ def main() -> None:
         mesh,
         plan=LLAMA_PLAN,
         memory=mk.MemoryPolicy(
-            recompute=config.recompute, precision=mk.Precision() if config.precision == "bf16" else None
+            recompute=config.recompute,
+            precision=mk.Precision() if config.precision == "bf16" else None,
+            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
         ),
         sequence=config.sequence,
         context=mk.ContextPolicy(

@@ -131,6 +131,8 @@ class Config:
     sequence: bool = True
     """with tp: shard activations along the sequence between regions"""
     recompute: Literal["none", "full", "selective"] = "none"
+    loss_chunk: int | None = None
+    """tokens whose logits exist at a time; default: all of them"""
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
     schedule: str = "1f1b"
@@ -199,7 +201,9 @@ def main() -> None:
         mesh,
         plan=moe_plan(shape),
         memory=mk.MemoryPolicy(
-            recompute=config.recompute, precision=mk.Precision() if config.precision == "bf16" else None
+            recompute=config.recompute,
+            precision=mk.Precision() if config.precision == "bf16" else None,
+            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
         ),
         zero=config.zero,
         sequence=config.sequence,

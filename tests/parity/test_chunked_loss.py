@@ -15,7 +15,7 @@ from meshkit.algos.generation import generate
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config, mtp_loss
 from meshkit.models.moe_plan import moe_plan
 from meshkit.sharding import full_tensor
-from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, own_rows, run_cell, start
+from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, run_cell, start
 from tests.parity.test_parity import TOL_FP64, draws
 from tests.parity.test_precision import BF16_RATIO, errors
 from tests.world import RankError, pool
@@ -37,7 +37,6 @@ CELLS = [
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=3, schedule="zbv", vocab=61, memory=CHUNKED),
     Cell(mesh="pp=4", layers=4, microbatches=4, schedule="zb-h1", all_masked_microbatch=True, memory=CHUNKED),
     Cell(mesh="dp_shard=2 tp=2 ep=2", layers=2, moe=Moe(balance=0.1), sequence=True, memory=CHUNKED),
-    Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", memory=CHUNKED),
 ]
 
 
@@ -109,6 +108,29 @@ def test_evaluation_and_generation_are_those_of_whole_logits(mesh: str) -> None:
     (loss, counted), ids = pool(4).run(evaluations, cell)[0]
     for (own, own_counted), own_ids in pool(4).run(evaluations, replace(cell, memory=CHUNKED)):
         assert abs(own - loss) <= TOL_FP64 * loss and own_counted == counted and own_ids == ids
+
+
+def head_is_not_the_last_unit(zero: int) -> tuple[float, bool]:
+    """(difference from the usual order of units, is what was sent what was explained)"""
+    cell, found = Cell(mesh="dp_shard=4"), []
+    for units in (("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")):
+        plan = replace(mk.models.LLAMA_PLAN, units=units)
+        run = mk.parallelize(build(cell), mesh_for(cell.mesh), plan=plan, memory=CHUNKED, zero=zero)
+        batch = own_rows(batches(cell)[0], run.mesh)
+        with mk.observe(run.mesh) as seen:
+            found.append(run.forward_backward(batch, microbatches=2))
+            mk.clip_grad_norm(run, 1.0)
+    place = {"dp_shard": run.mesh.data_rank}
+    rows = len(batch["labels"])
+    said = mk.explain(
+        run.whole, run.mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=2, coordinate=place
+    )
+    return abs(float(found[0] - found[1])), seen == said.messages
+
+
+def test_a_head_that_is_not_the_last_unit_is_kept_too() -> None:
+    for difference, explained in pool(4).run(head_is_not_the_last_unit, 3):
+        assert difference <= TOL_FP64 and explained
 
 
 def freed_before_the_loss() -> None:

@@ -42,6 +42,7 @@ def run_compiled_cell(cell: Cell) -> Outcome:
         (4, Cell(mesh="dp_shard=4 ep=4", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="full")),
         (4, Cell(mesh="dp_shard=4 ep=2", compile="aot_eager", layers=3, moe=Moe(experts=8), recompute="selective")),
         (4, Cell(mesh="cp=4", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),
+        (2, Cell(mesh="tp=2", compile="aot_eager", memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5)))),
     ],
     ids=str,
 )
