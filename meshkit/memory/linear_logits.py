@@ -87,7 +87,7 @@ class LinearLogits:
 
 
 _torch.register_pytree(
-    LinearLogits, lambda x: ([x.hidden], x.head), lambda children, head: LinearLogits(*children, head)
+    LinearLogits, lambda x: ([x.hidden], x.head), lambda children, head: LinearLogits(children[0], head)
 )
 
 
@@ -130,7 +130,8 @@ def head_of(model: nn.Module, plan: Plan) -> str:
             f"{type(model).__name__}. Give the one linear layer that makes its logits the style vocab() in the plan's tensor "
             "table, or use loss=None."
         )
-    return found[0]
+    (name,) = found
+    return str(name)
 
 
 def chunk_head(

@@ -24,14 +24,14 @@ class Labels(NamedTuple):
     valid: Tensor
     unknown: Tensor
     here: Tensor
-    index: Tensor
+    place: Tensor
 
     def of(self, wide_NV: Tensor) -> Tensor:
         """What the labels pick [N], zero where they are another rank's, NaN where they are no tokens: no rank may wait for
         the device to say so, and none may miss it.
         """
         if wide_NV.shape[-1]:
-            picked = wide_NV.gather(-1, self.index.unsqueeze(-1)).squeeze(-1).masked_fill_(~self.here, 0)
+            picked = wide_NV.gather(-1, self.place.unsqueeze(-1)).squeeze(-1).masked_fill_(~self.here, 0)
         else:
             picked = wide_NV.new_zeros(wide_NV.shape[:1])
         return picked.masked_fill_(self.unknown, torch.nan)
@@ -40,7 +40,7 @@ class Labels(NamedTuple):
         """Add a number to what each label picks."""
         if wide_NV.shape[-1]:
             summand = torch.where(self.here & self.valid, summand_N, 0).to(wide_NV.dtype)
-            wide_NV.scatter_add_(-1, self.index.unsqueeze(-1), summand.unsqueeze(-1))
+            wide_NV.scatter_add_(-1, self.place.unsqueeze(-1), summand.unsqueeze(-1))
 
 
 def find_labels(labels_N: Tensor, first: int, own: int, vocabulary: int) -> Labels:

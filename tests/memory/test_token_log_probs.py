@@ -112,8 +112,8 @@ def test_the_peak_does_not_follow_the_logits() -> None:
 # ----------------------------------------------------------------------------------------- vocabulary over ranks
 
 
-def errors_over_ranks(vocabulary: int) -> tuple[float, float]:
-    """(of a chunked head, of whole logits), each rank with its part of the vocabulary, which may be none."""
+def errors_over_ranks(vocabulary: int) -> tuple[float, float, float]:
+    """(of a chunked head, of its cross-entropy, of whole logits), each rank with its part of the vocabulary, maybe none."""
     torch.manual_seed(1)
     axis = mesh_for("tp=4")["tp"]
     own = chunk(vocabulary, 4, axis.get_local_rank())
@@ -133,10 +133,22 @@ def errors_over_ranks(vocabulary: int) -> tuple[float, float]:
     grads = [whole[0].grad, whole[1].grad[own], whole[2].grad[own]]
     chunked = max(differences(list(found), list(expected)), _worst([tensor.grad for tensor in mine], grads))
 
+    for tensor in (*whole, *mine):
+        tensor.grad = None
+    expected_loss = nn.functional.cross_entropy(
+        nn.functional.linear(*whole).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    expected_loss.backward()
+    loss = mk.cross_entropy(LinearLogits(mine[0], head), labels)
+    loss.backward()
+    torch.distributed.all_reduce(mine[0].grad, group=axis.get_group())
+    grads = [whole[0].grad, whole[1].grad[own], whole[2].grad[own]]
+    summed = max(differences([loss], [expected_loss]), _worst([tensor.grad for tensor in mine], grads))
+
     split = shard_parameter(logits, axis, Shard(2)).requires_grad_()
     found = mk.token_log_probs(split, labels, temperature=0.8)
     weighted(found).backward()
-    return chunked, differences([*found, full_tensor(split.grad)], [*expected, logits.grad])
+    return chunked, summed, differences([*found, full_tensor(split.grad)], [*expected, logits.grad])
 
 
 def _worst(mine: list[Tensor], theirs: list[Tensor]) -> float:

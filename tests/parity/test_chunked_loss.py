@@ -29,7 +29,6 @@ CELLS = [
     Cell(mesh="dp_replicate=2 dp_shard=2", tied=True, memory=CHUNKED),
     Cell(mesh="tp=4", vocab=61, memory=CHUNKED),
     Cell(mesh="tp=4", sequence=True, tied=True, memory=CHUNKED),
-    Cell(mesh="tp=4", sequence=True, vocab=5, memory=CHUNKED),  # the last rank has none of the vocabulary
     Cell(mesh="dp_shard=2 tp=2", vocab=61, microbatches=2, memory=replace(CHUNKED, recompute="full")),
     Cell(mesh="cp=4", documents=True, microbatches=2, memory=CHUNKED),
     Cell(mesh="cp=2 tp=2", sequence=True, vocab=61, memory=CHUNKED),
