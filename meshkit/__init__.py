@@ -26,9 +26,11 @@ from meshkit.memory.policy import OptimizerOffload as OptimizerOffload
 from meshkit.memory.policy import OptimizerPolicy as OptimizerPolicy
 from meshkit.memory.policy import Precision as Precision
 from meshkit.memory.policy import Recompute as Recompute
+from meshkit.memory.policy import Rates as Rates
 from meshkit.memory.recompute import recompute as recompute
 from meshkit.memory.token_log_probs import TokenLogProbs as TokenLogProbs
 from meshkit.memory.token_log_probs import token_log_probs as token_log_probs
+from meshkit.memory.tiles import tile as tile
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh

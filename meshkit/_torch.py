@@ -112,6 +112,15 @@ def register_pytree(
     torch.utils._pytree.register_pytree_node(node, flatten, unflatten)  # type: ignore[arg-type]
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share memory, as long as one of them lives, on meta too.
+
+    2.11, 2.15: `_cdata`; the public `data_ptr` is 0 for every tensor on meta.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 def ignore_profiler_marks() -> None:
     """Let selective checkpoints look past `record_function`, which FSDP's hooks call more often the second time.
 

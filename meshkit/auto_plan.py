@@ -37,6 +37,7 @@ def auto_plan(model: nn.Module) -> Plan:
     modules = dict(model.named_modules(remove_duplicate=False))
     general = partial(_general, modules=modules)
     tensor: dict[str, Style] = {}
+    mlps: dict[str, None] = {}
     decoder = False
     for name, child in modules.items():
         held = dict(child.named_children())
@@ -49,6 +50,7 @@ def auto_plan(model: nn.Module) -> Plan:
                     _add(tensor, general(f"{name}.{key}"), style)
         elif GATED_MLP.keys() <= held.keys():
             _add(tensor, general(name), enter())
+            mlps[general(name)] = None
             for key, style in GATED_MLP.items():
                 _add(tensor, general(f"{name}.{key}"), style)
         else:
@@ -72,7 +74,7 @@ def auto_plan(model: nn.Module) -> Plan:
         tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
     blocks = tuple(dict.fromkeys(general(name) for name in layers))
     ends = tuple(name for name in modules if decoder and name.rpartition(".")[2] in ("embed_tokens", "lm_head"))
-    return Plan(tensor=tensor, blocks=blocks, units=ends)
+    return Plan(tensor=tensor, blocks=blocks, units=ends, mlps=tuple(mlps))
 
 
 def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:

@@ -87,7 +87,7 @@ class _GatherDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
         ctx.dim, ctx.axis = dim, axis
-        return all_gather(tensor, dim, axis)
+        return all_gather(tensor, dim, axis).contiguous()  # or each linear layer that reads it makes and keeps a copy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.memory.linear_logits import chunk_head
-from meshkit.memory.policy import MemoryPolicy
-from meshkit.memory.recompute import recompute
+from meshkit.memory.policy import Budget, MemoryPolicy
+from meshkit.memory.recompute import treat, treatments
+from meshkit.memory.regather import refuse_without_sequence, regions
+from meshkit.memory.tiles import refuse_tiles, tile
 from meshkit.mesh import Mesh
+from meshkit.parallel.budget import choose_for_blocks
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, zero_stage
 from meshkit.parallel.expert import ExpertPolicy, expert_layouts, expert_parallel, share_counts
@@ -61,24 +64,44 @@ def parallelize(
     names = dict(model.named_modules())
     blocks = match_names(plan.blocks, names, what="module")
     units = match_names(plan.units, names, what="module")
+    mlps = match_names(plan.mlps, names, what="module")
     _refuse_meta_buffers(model)
     _move(model, mesh)
     _refuse_different_values(model, mesh)
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
+    refuse_without_sequence(regather=memory.regather, sequence=sequence)
     sequence = sequence and mesh.spec.tp > 1
     zero = zero_stage(zero, pipelined=pipelined)
     head = None
     if memory.loss is not None:
         head = chunk_head(model, plan, memory.loss, tp=mesh.spec.tp, sequence=sequence, device=mesh.device)
-    cut, whole = None, model
+    budgeted = isinstance(memory.recompute, Budget)
+    cut, whole = None, _on_meta(model) if pipelined or budgeted else model
     if pipelined:
-        whole = _on_meta(model)
         cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
         if cut.splits_backward and not compile:  # a compiled block's backward is one piece
             split_linears(model)
 
-    tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence)
+    choice = None
+    if budgeted:
+        choice = choose_for_blocks(
+            whole,
+            mesh.spec,
+            plan=plan,
+            memory=memory,
+            blocks=blocks,
+            sequence=sequence,
+            compute=compute,
+            device=mesh.device.type,
+            cut=cut,
+            at=mesh["pp"].get_local_rank(),
+        )
+    treated = choice.treatments if choice is not None else treatments(memory, blocks)
+    regather = sequence and (memory.regather or any(each.regather for each in treated.values()))
+    tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=regather)
+    for region in regions(model):  # a choice is for blocks only
+        region.hooked = memory.regather
     context = context or ContextPolicy()
     context_parallel(
         model,
@@ -90,6 +113,14 @@ def parallelize(
         dtype=compute,
     )
     routed = expert_layouts(model, plan.tensor, ep=mesh.spec.ep)
+    refuse_tiles(
+        memory,
+        mlps=mlps,
+        experts=routed,
+        units=[*blocks, *units],
+        compiled=bool(compile),
+        splits_backward=cut is not None and cut.splits_backward,
+    )
     apart = expert_parallel(model, mesh, plan=plan.tensor, sequence=sequence, policy=experts)
     share_counts(model, mesh, sequence=sequence)
     pipeline = None
@@ -98,7 +129,10 @@ def parallelize(
         held = set(pipeline.modules)
         blocks, units = [name for name in blocks if name in held], [name for name in units if name in held]
         apart = [name for name in apart if cut.runs(name, pipeline.rank)]
-    recompute(model, blocks=blocks, mode=memory.recompute)
+    for name in blocks:
+        treat(names[name], treated[name], compiled=bool(compile))
+    present = dict(model.named_modules())  # with pp, those of this rank's stages
+    tile(model, mlps=[name for name in mlps if name in present], tiles=memory.tiles)
     if compile:
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)
@@ -134,6 +168,7 @@ def parallelize(
         schedule=schedule,
         stages=stages,
         pipeline=pipeline,
+        recompute_choice=choice,
     )
 
 

@@ -138,6 +138,7 @@ class Plan:
     units: patterns of further modules that fully_shard gathers and frees on their own (embedding, head).
     attention: patterns of modules that call F.scaled_dot_product_attention on their own, for cp; models that take a `mask`
     and transformers' need none.
+    mlps: patterns of feed-forwards, which treat every token alike: what `MemoryPolicy.tiles` runs in parts.
     init: parameter pattern -> initial value; what is not named is drawn as `initialize.default_init` says.
     """
 
@@ -145,13 +146,19 @@ class Plan:
     blocks: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
+    mlps: tuple[str, ...] = ()
     init: Mapping[str, Init] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = ["Plan"]
         for title, table in (("tensor", self.tensor), ("init", self.init)):
             lines += [f"  {title:7} {pattern:42} {value}" for pattern, value in table.items()]
-        for title, patterns in (("blocks", self.blocks), ("units", self.units), ("attends", self.attention)):
+        for title, patterns in (
+            ("blocks", self.blocks),
+            ("units", self.units),
+            ("attends", self.attention),
+            ("mlps", self.mlps),
+        ):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.auxiliary import Collected, collect
 from meshkit.errors import DataError, StepError
 from meshkit.mask import Mask
+from meshkit.memory.budget import Choice
 from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
@@ -51,7 +52,9 @@ class Run:
     """A model on a mesh, with the choices that put it there."""
 
     model: nn.Module
-    whole: nn.Module  # what `explain` takes: the model with the layers of all stages; with pp a copy on meta
+    whole: (
+        nn.Module
+    )  # what `explain` takes: the model with the layers of all stages; with pp or a Budget a copy on meta
     mesh: Mesh
     plan: Plan
     memory: MemoryPolicy
@@ -63,6 +66,7 @@ class Run:
     schedule: Generator | Schedule | str = "1f1b"
     stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
+    recompute_choice: Choice | None = None  # what a Budget came to; print it
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
     expert_counts: dict[str, Tensor] = field(
         default_factory=dict

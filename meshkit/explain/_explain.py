@@ -22,8 +22,12 @@ from meshkit.explain._sent import (
     expert_notes,
 )
 from meshkit.mask import Mask
-from meshkit.memory.policy import MemoryPolicy
+from meshkit.memory.policy import Budget, MemoryPolicy
+from meshkit.memory.recompute import treatments
+from meshkit.memory.regather import refuse_without_sequence
+from meshkit.memory.tiles import refuse_tiles
 from meshkit.mesh import MeshSpec
+from meshkit.parallel.budget import choose_for_blocks
 from meshkit.parallel.context import ContextPolicy, attention_shape, choose_for_rows, model_window
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import ExpertPolicy, expert_layouts
@@ -50,6 +54,7 @@ def explain(
     stages: Sequence[int] | None = None,
     mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """What `parallelize(model, mesh, plan=..., ...)` will hold and send, for one optimizer step of one rank.
 
@@ -58,6 +63,7 @@ def explain(
     mask: who sees whom, one for all rows or one for each, on which depends what context parallelism sends; default: causal.
     coordinate: the rank's place on each axis (stages differ between ranks, and so do sizes where shards are uneven);
     default 0 everywhere.
+    device: whose kernels a `Budget` asks; default: a GPU where there is one.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does.
     """
@@ -67,18 +73,35 @@ def explain(
             "before parallelize."
         )
     place = coordinate or {}
+    memory = memory or MemoryPolicy()
+    refuse_without_sequence(regather=memory.regather, sequence=sequence)
     sequence = sequence and spec.tp > 1
     layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
     names = dict(model.named_modules())
     blocks = match_names(plan.blocks, names, what="module")
     units = match_names(plan.units, names, what="module")
+    mlps = match_names(plan.mlps, names, what="module")
     cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
     at = place.get("pp", 0)
+    choice = None
+    if isinstance(memory.recompute, Budget):
+        choice = choose_for_blocks(
+            model,
+            spec,
+            plan=plan,
+            memory=memory,
+            blocks=blocks,
+            sequence=sequence,
+            compute=memory.precision.compute if memory.precision else next(model.parameters()).dtype,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            cut=cut,
+            at=at,
+        )
     held = Held(
         model=model,
         plan=plan,
         spec=spec,
-        memory=memory or MemoryPolicy(),
+        memory=memory,
         zero=zero_stage(zero, pipelined=cut is not None),
         sequence=sequence,
         context=context or ContextPolicy(),
@@ -88,6 +111,15 @@ def explain(
         blocks=[name for name in blocks if cut is None or cut.runs(name, at)],
         units=[name for name in units if cut is None or cut.runs(name, at)],
         experts=expert_layouts(model, plan.tensor, ep=spec.ep),
+        treated=choice.treatments if choice is not None else treatments(memory, blocks),
+        tiled=mlps if memory.tiles > 1 else [],
+    )
+    refuse_tiles(
+        memory,
+        mlps=mlps,
+        experts=held.experts,
+        units=[*blocks, *units],
+        splits_backward=cut is not None and cut.splits_backward,
     )
     ledger = Ledger()
     parts = [
@@ -102,6 +134,8 @@ def explain(
             add_tensor(ledger, held, layout, part)
         add_experts(ledger, held, part)
     add_balance(ledger, held, parts)
+    if choice is not None:
+        notes.append(str(choice))
     if held.experts:
         notes += expert_notes(held, experts or ExpertPolicy())
     add_data(ledger, held, microbatches)

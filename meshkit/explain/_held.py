@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from meshkit.explain._explanation import ParamRow
 from meshkit.mask import Mask
 from meshkit.memory.policy import MemoryPolicy
+from meshkit.memory.recompute import Treatment
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import ContextPolicy, Layout
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
@@ -69,6 +70,14 @@ class Held:
     blocks: list[str]
     units: list[str]
     experts: dict[str, ExpertLayout]
+    treated: dict[str, Treatment]
+    tiled: list[str]
+    """feed-forwards that run in parts"""
+
+    def treatment(self, module: str) -> Treatment:
+        """What is kept of the module, by the block it lies in."""
+        around = next((block for block in self.treated if module.startswith(f"{block}.")), "")
+        return self.treated.get(around, Treatment(regather=self.memory.regather))
 
     @cached_property
     def params(self) -> dict[str, Local]:

@@ -15,12 +15,13 @@ from meshkit.errors import PlanError
 from meshkit.explain._explanation import Message
 from meshkit.explain._held import Held, Local, Part
 from meshkit.memory.linear_logits import head_of
+from meshkit.memory.tiles import part_sizes
 from meshkit.models.experts import MoE
 from meshkit.parallel.context import attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic, even_routing, in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
-from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads
+from meshkit.parallel.tensor_layout import Call, TensorLayout, attention_heads, readers
 from meshkit.sharding import even_part
 
 
@@ -51,9 +52,11 @@ def add_context(ledger: Ledger, held: Held, part: Part) -> None:
             continue
         shape = replace(attention_shape(None, heads[held.at("tp")], held.compute), rows=part.rows)
         forward, backward = traffic(part.layout.windowed(window), held.at("cp"), shape)
+        chosen = held.treatment(module).recompute
+        again = not (chosen.keeps("attention") or chosen.keeps("collective"))
         for (op, size), count in forward.items():
             ledger.add("cp", op, size, "attention, forward", count)
-            ledger.add("cp", op, size, "attention, recompute", count * (held.memory.recompute == "full"))
+            ledger.add("cp", op, size, "attention, recompute", count * again)
         for (op, size), count in backward.items():
             ledger.add("cp", op, size, "attention, backward", count)
 
@@ -114,15 +117,22 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
             continue
         size = tokens * call.width * held.compute.itemsize
         forward, backward = _call_ops(call, layout.sequence)
-        again = held.memory.recompute == "full" and _repeated(call, layout, held)
+        again = not held.treatment(call.module).recompute.keeps("collective") and _repeated(call, layout, held)
+        if _is_tiled(held, call.module):
+            _add_tiles(ledger, held, call, part, forward, backward)
+            continue
         for op in forward:
             ledger.add("tp", op, size, "activations, forward", 1)
             ledger.add("tp", op, size, "activations, recompute", int(again))
         for op in backward:
             ledger.add("tp", op, size, "activations, backward", 1)
+        if call.kind == "enter" and layout.sequence and not again and _gathered_again(held, layout, call):
+            ledger.add("tp", "all_gather", size, "activations, gathered again")
+    parts = len(_tile_tokens(held, part))
     for name, param in held.params.items():
         if not param.expert and layout.params[name].gradient == "sum" and param.trains:
-            ledger.add("tp", "all_reduce", param.numel * held.compute.itemsize, "gradients of whole parameters")
+            size, tiled = param.numel * held.compute.itemsize, _is_tiled(held, name)
+            ledger.add("tp", "all_reduce", size, "gradients of whole parameters", parts if tiled else 1)
     modules = dict(held.model.named_modules())
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and held.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
@@ -132,6 +142,30 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
             chunk = min(size, tokens - start)
             ledger.add("tp", "all_reduce", chunk * width, "loss: maximum")
             ledger.add("tp", "all_reduce", 2 * chunk * width, "loss: sums")
+
+
+def _is_tiled(held: Held, name: str) -> bool:
+    return any(name == mlp or name.startswith(f"{mlp}.") for mlp in held.tiled)
+
+
+def _tile_tokens(held: Held, part: Part) -> list[int]:
+    """Tokens of a row in each part of a feed-forward, those of all ranks of tp together."""
+    ranks = held.spec.tp if held.sequence else 1
+    return [own * ranks for own in part_sizes(part.tokens // ranks, held.memory.tiles)]
+
+
+def _add_tiles(ledger: Ledger, held: Held, call: Call, part: Part, forward: list[str], backward: list[str]) -> None:
+    """A call inside of a feed-forward in parts: each runs again in backward, up to the sum that it ends with."""
+    full = held.treatment(call.module).recompute.mode == "full"
+    sizes = [part.rows * tokens * call.width * held.compute.itemsize for tokens in _tile_tokens(held, part)]
+    for index, size in enumerate(sizes):
+        # A block that runs again stops at the last that it saved: the input of the last part.
+        block_again = full and index < len(sizes) - 1
+        for op in forward:
+            ledger.add("tp", op, size, "activations, forward", 1)
+            ledger.add("tp", op, size, "activations, recompute", block_again + (call.kind != "leave"))
+        for op in backward:
+            ledger.add("tp", op, size, "activations, backward", 1)
 
 
 def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
@@ -145,6 +179,14 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
     if call.kind == "split":
         return [], ["all_gather"]
     return ["all_gather"], ["all_gather"]  # gather_split: the input forward, the output's gradient backward
+
+
+def _gathered_again(held: Held, layout: TensorLayout, call: Call) -> bool:
+    """Does a region that keeps its input sharded need the whole in backward? Weights that do not train do not."""
+    treatment = held.treatment(call.module)
+    modules = dict(held.model.named_modules())
+    trains = any(modules[name].weight.requires_grad for name in readers(modules, layout, call))
+    return treatment.regather and (trains or treatment.recompute.mode == "selective")
 
 
 def _repeated(call: Call, layout: TensorLayout, held: Held) -> bool:
@@ -171,10 +213,10 @@ def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
     own = part.rows * part.tokens
     if spec.tp > 1:
         own = own // spec.tp if held.sequence else len(even_part(own, spec.tp, held.at("tp")))
-    again = held.memory.recompute != "none"
     for name, layout in held.experts.items():
         if not held.runs(name):
             continue
+        again = held.treatment(name).recompute.mode != "none"
         chosen = _chosen(held, name)
         plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, place=held.expert_place)
         told = dispatch_traffic(plan, width=layout.width, itemsize=held.compute.itemsize)
@@ -194,7 +236,8 @@ def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: 
     longest = max(len(even_part(part.rows * part.tokens, tp, rank)) for rank in range(tp)) * tp
     size = longest * width * held.compute.itemsize
     ledger.add("tp", "all_gather", size, "tokens of experts, forward")
-    if held.memory.recompute == "full" and not _overlaps(held, name) and _is_followed(held.model, name):
+    again = not held.treatment(name).recompute.keeps("collective") and not _overlaps(held, name)
+    if again and _is_followed(held.model, name):
         ledger.add("tp", "all_gather", size, "tokens of experts, recompute")
     ledger.add("tp", "all_gather", size, "tokens of experts, backward")
     weight = torch.promote_types(held.compute, torch.float32).itemsize
@@ -233,8 +276,8 @@ def _token_axes(held: Held) -> list[str]:
 def add_balance(ledger: Ledger, held: Held, parts: list[Part]) -> None:
     """Counts of tokens per expert: for losses in each forward, and of the step."""
     routers = _routers(held)
-    again = held.memory.recompute != "none"
-    for _, router in routers:
+    for name, router in routers:
+        again = held.treatment(name).recompute.mode != "none"
         losses = router.config.losses
         if not losses.balance or losses.per == "global":
             continue

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from meshkit.errors import PlanError
 
-RecomputeMode = Literal["none", "full", "selective"]
-Kept = Literal["matmul", "attention", "collective"]
+RecomputeMode = Literal["none", "full", "selective", "activation"]
+Kept = Literal["matmul", "attention", "collective", "product"]
 States = Literal["fp32", "8bit", "4bit", "fp8"]
 Recipe = Literal["tensorwise", "rowwise"]
 LossBackend = Literal["torch", "liger"]
@@ -21,8 +21,10 @@ LossBackend = Literal["torch", "liger"]
 class Recompute:
     """What blocks run again in backward.
 
-    mode: "full" keeps a block's input; "selective" keeps also what `keep` names. every: of n blocks in a row, the first is
-    treated so and the others keep everything. keep: with "selective", the operations whose results are kept.
+    mode: "full" keeps a block's input; "selective" keeps also what `keep` names; "activation" keeps all but what lies between
+    the matrix products of gated feed-forwards, silu(gate) and its product with up. every: of n blocks in a row, the first is
+    treated so and the others keep everything. keep: with "selective", the operations whose results are kept; with
+    "activation", "product" keeps the product.
     every_second_matmul: with "selective", keep every second matrix product of a block only.
     """
 
@@ -31,17 +33,56 @@ class Recompute:
     keep: tuple[Kept, ...] = ("matmul", "attention", "collective")
     every_second_matmul: bool = False
 
+    def __post_init__(self) -> None:
+        _refuse_other(f"Recompute(mode={self.mode!r})", self.mode, RecomputeMode)
+        for kind in self.keep:
+            _refuse_other(f"Recompute(keep={self.keep!r}): {kind!r}", kind, Kept)
+        if not isinstance(self.every, int) or self.every < 1:
+            raise PlanError(f"Recompute(every={self.every!r}): every n-th block is treated, n at least 1.")
+        if self.every_second_matmul and (self.mode != "selective" or "matmul" not in self.keep):
+            raise PlanError(
+                f"Recompute(every_second_matmul=True) halves what is kept of matrix products, but mode={self.mode!r} with "
+                f"keep={self.keep!r} keeps none. Use mode='selective' with 'matmul' in keep."
+            )
+
+    def keeps(self, kind: Kept) -> bool:
+        """Is no operation of this kind run again?"""
+        if kind == "product":
+            return self.mode == "none" or (self.mode == "activation" and kind in self.keep)
+        return self.mode in ("none", "activation") or (self.mode == "selective" and kind in self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a rank computes, reads and writes its memory, and sends, by which the time of a choice is told.
+
+    Only their ratios matter to the choice. The defaults are about what one H100 achieves in bf16 inside of a node.
+    """
+
+    flops_per_s: float = 4e14
+    memory_bytes_per_s: float = 2.5e12
+    link_bytes_per_s: float = 2e11
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Choose for every block what is cheapest within `bytes` of activations a rank.
 
-    rows, seq_len: a microbatch of one rank, as `forward_backward` will run it.
+    rows, seq_len: a microbatch of one rank, as `forward_backward` will run it; seq_len before cp splits it. microbatches: of
+    a step, by which with pp several are held at a time.
     """
 
     bytes: int
     rows: int
     seq_len: int
+    microbatches: int = 1
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        for name, least in (("bytes", 0), ("rows", 1), ("seq_len", 1), ("microbatches", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise PlanError(f"Budget({name}={value!r}) must be a whole number of at least {least}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +171,11 @@ class MemoryPolicy:
     """What a step may keep, where, and in which dtype; `estimate` says what it comes to.
 
     recompute: "none" keeps every activation; "full" keeps each block's input and runs its forward again in backward;
-    "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; `Recompute`
-    says more, `Budget` chooses. offload: where kept activations wait. regather: with sequence=True, keep the sharded input
-    of a tensor-parallel region and gather it again in backward. tiles: feed-forwards run on so many parts of the tokens.
-    loss: None makes whole logits. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over fp32
-    masters. optimizer: what `adamw` builds.
+    "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; "activation"
+    runs only the elementwise middle of feed-forwards again. `Recompute` says more, `Budget` chooses. offload: where kept
+    activations wait. regather: with sequence=True, keep the sharded input of a tensor-parallel region and gather it again in
+    backward. tiles: feed-forwards run on so many parts of the tokens. loss: None makes whole logits. precision: None computes
+    in the parameters' own dtype; `Precision()` is bf16 over fp32 masters. optimizer: what `adamw` builds.
     """
 
     recompute: RecomputeMode | Recompute | Budget = "none"
@@ -146,6 +187,13 @@ class MemoryPolicy:
     optimizer: OptimizerPolicy = field(default_factory=OptimizerPolicy)
 
     def __post_init__(self) -> None:
-        if isinstance(self.recompute, str) and self.recompute not in get_args(RecomputeMode):
-            choices = ", ".join(repr(choice) for choice in get_args(RecomputeMode))
-            raise PlanError(f"MemoryPolicy(recompute={self.recompute!r}): choose one of {choices}.")
+        if isinstance(self.recompute, str):
+            _refuse_other(f"MemoryPolicy(recompute={self.recompute!r})", self.recompute, RecomputeMode)
+        if not isinstance(self.tiles, int) or self.tiles < 1:
+            raise PlanError(f"MemoryPolicy(tiles={self.tiles!r}): feed-forwards run on 1 part of the tokens, or more.")
+
+
+def _refuse_other(asked: str, value: str, allowed: Any) -> None:
+    if value not in get_args(allowed):
+        choices = ", ".join(repr(choice) for choice in get_args(allowed))
+        raise PlanError(f"{asked}: choose one of {choices}.")

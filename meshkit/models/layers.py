@@ -287,5 +287,13 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.finish(self.gate_proj(x), self.up_proj(x))
+
+    # In steps of their own, so that recompute can run these cheap ones again: see meshkit/memory/activation.py.
+
+    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.product(gate, up))
         return out
+
+    def product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up

@@ -19,4 +19,5 @@ LLAMA_PLAN = Plan(
     },
     blocks=("layers.*",),
     units=("embed_tokens", "lm_head"),
+    mlps=("layers.*.mlp",),
 )

@@ -26,7 +26,7 @@ def decoder_plan(layers: int, *, dense: Iterable[int] = (), shared: bool = False
     """
     kept = {name: style for name, style in LLAMA_PLAN.tensor.items() if not name.startswith("layers.*.mlp")}
     tensor = {**kept, **_feed_forwards(layers, set(dense), shared)}
-    return Plan(tensor=tensor, blocks=LLAMA_PLAN.blocks, units=LLAMA_PLAN.units)
+    return Plan(tensor=tensor, blocks=LLAMA_PLAN.blocks, units=LLAMA_PLAN.units, mlps=_dense_feed_forwards(tensor))
 
 
 def _deepseek_plan(config: DeepseekV3Config) -> Plan:
@@ -43,7 +43,7 @@ def _deepseek_plan(config: DeepseekV3Config) -> Plan:
         tensor |= _latent_layer("mtp.*.layer", config) | _experts("mtp.*.layer.mlp", shared)
         tensor["mtp.*.{enorm,hnorm,eh_proj,norm}"] = sequence()
         blocks = ("layers.*", "mtp.*")
-    return Plan(tensor=tensor, blocks=blocks, units=LLAMA_PLAN.units)
+    return Plan(tensor=tensor, blocks=blocks, units=LLAMA_PLAN.units, mlps=_dense_feed_forwards(tensor))
 
 
 def _latent_layer(layer: str, config: DeepseekV3Config) -> dict[str, Style]:
@@ -68,6 +68,11 @@ def _feed_forwards(layers: int, dense: set[int], shared: bool) -> dict[str, Styl
     if sparse := set(range(layers)) - dense:
         styles |= _experts(f"layers.{_choice(sparse)}.mlp", shared)
     return styles
+
+
+def _dense_feed_forwards(tensor: dict[str, Style]) -> tuple[str, ...]:
+    """Those without routed experts: of dense layers, and the experts that every token visits."""
+    return tuple(pattern for pattern in tensor if pattern.endswith((".mlp", ".shared_experts")))
 
 
 def _choice(numbers: set[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
 from meshkit.memory.linear_logits import LinearLogits, as_logits
-from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, tensor_layout
+from meshkit.memory.regather import Region, mark, refuse_without_sequence
+from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
 from meshkit.plan import Style, match_table
 from meshkit.sharding import chunk
 from meshkit.swap import swap_class
@@ -32,21 +34,29 @@ View = Callable[[nn.Parameter | None], Tensor | None]
 
 
 def tensor_parallel(
-    module: nn.Module, mesh: DeviceMesh, *, plan: Mapping[str, Style], sequence: bool = False
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Mapping[str, Style],
+    sequence: bool = False,
+    regather: bool = False,
 ) -> nn.Module:
     """Split the module over one mesh axis as `plan` says, in place.
 
     plan: module pattern -> style (`column()`, `row()`, ...); every module that holds parameters must be covered.
     sequence: hold the residual stream sharded along dim -2 between regions. Then inputs and outputs of the module are
     sharded that way too, unless an embedding or a head begins or ends it. Otherwise they are whole on every rank.
+    regather: with sequence=True, linear layers keep this rank's part of a region's input, which backward gathers again.
     Wire, per region and direction: one all-reduce of its input or output; with sequence=True an all-gather and a
-    reduce-scatter of the same size instead. Whole parameters used on parts add one all-reduce of their gradient.
+    reduce-scatter of the same size instead, and with regather one more all-gather in backward. Whole parameters used on parts
+    add one all-reduce of their gradient.
     Parameters keep their values, which must be the same on every rank; on meta they stay on meta.
     Raises: PlanError for a plan that does not fit the module or the axis.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if mesh.ndim != 1:
         raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
+    refuse_without_sequence(regather=regather, sequence=sequence)
     if mesh.size() == 1:
         match_table(
             plan, dict(module.named_modules(remove_duplicate=False)), what="module"
@@ -59,12 +69,56 @@ def tensor_parallel(
     modules = dict(module.named_modules())
     for call in layout.calls:
         if call.module in modules:
-            _communicate(modules[call.module], mesh, layout, call)
+            region = Region(SEQUENCE_DIM, mesh) if regather and call.kind == "enter" else None
+            _communicate(modules[call.module], mesh, layout, call, region)
+            if region is not None:
+                _keep_parts(modules, layout, call, region)
     for name, heads in layout.heads.items():
         if hasattr(modules[name], "num_key_value_groups"):  # transformers repeats key/value heads by this number
             own = heads[mesh.get_local_rank()]
             modules[name].num_key_value_groups = own.query // own.kv
     return module
+
+
+class Alone:
+    """An axis of which one rank is there, for tensors that have shapes and no values: nothing is sent."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def get_local_rank(self) -> int:
+        return self._rank
+
+    def get_group(self) -> Any:
+        return SimpleNamespace(group_name="alone")
+
+
+def alone(part: nn.Module, name: str, layout: TensorLayout, *, rank: int = 0, regather: bool = False) -> nn.Module:
+    """Let a part of a model, without values and of its own, compute as that of one tensor rank, in place.
+
+    name: the part's, in the model that the layout is of. It then tells what a rank keeps and computes, without ranks.
+    """
+    axis: Any = Alone(layout.size, rank)
+    modules = {f"{name}.{key}" if key else name: child for key, child in part.named_modules()}
+    for prefix, child in modules.items():
+        for key, param in list(child.named_parameters(recurse=False)):
+            placement = layout.params[f"{prefix}.{key}"].placement
+            if isinstance(placement, Shard):
+                own = chunk(param.shape[placement.dim], layout.size, rank)
+                shape = list(param.shape)
+                shape[placement.dim] = own.stop - own.start
+                child._parameters[key] = nn.Parameter(param.new_empty(shape), param.requires_grad)
+        _localize(child, prefix, axis, layout)
+    for call in layout.calls:
+        if call.module in modules:
+            region = Region(SEQUENCE_DIM, axis) if regather and call.kind == "enter" else None
+            _communicate(modules[call.module], axis, layout, call, region)
+            if region is not None:
+                _keep_parts(modules, layout, call, region)
+    return part
 
 
 def inside_forward(module: nn.Module, key: str) -> Tensor:
@@ -168,8 +222,8 @@ def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
     indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
 
     def view(param: nn.Parameter | None) -> Tensor:
-        assert isinstance(param, DTensor)
-        value = param.to_local()
+        assert param is not None
+        value = param.to_local() if isinstance(param, DTensor) else param  # a shard already: see `alone`
         if layout.gradient == "sum":
             value = copy_to_axis(value, mesh)
         return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
@@ -197,11 +251,16 @@ def _like(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "device": tensor.device}
 
 
-def _communicate(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call) -> None:
-    """Hook the collectives of one call onto the module."""
+def _communicate(
+    module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call, region: Region | None = None
+) -> None:
+    """Hook the collectives of one call onto the module. region: enters instead of a plain all-gather."""
     sequence = layout.sequence
-    if call.kind == "enter":
+    if region is not None:
+        _on_first_input(module, region.enter)
+    elif call.kind == "enter":
         _on_first_input(module, lambda x: gather_dim(x, SEQUENCE_DIM, mesh) if sequence else copy_to_axis(x, mesh))
+    if call.kind == "enter":
         if layout.styles[call.module].kind == "vocab":
             assert isinstance(module, nn.Linear)
             vocabulary = module.out_features
@@ -220,6 +279,14 @@ def _communicate(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call
     else:
         _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
         module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
+
+
+def _keep_parts(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:
+    """The linear layers that may read the input of the region keep this rank's part of it."""
+    for name in readers(modules, layout, call):
+        region.keep_part(modules[name])
+    modules[call.module].register_forward_hook(lambda module, args, out: region.leave(), always_call=True)
+    mark(modules[call.module], region)
 
 
 def _on_first_input(module: nn.Module, change: Any) -> None:

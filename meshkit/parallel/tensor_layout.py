@@ -248,6 +248,17 @@ def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
             )
 
 
+def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) -> list[str]:
+    """The linear layers that may read the input of a region: all inside of it but rows, which end it."""
+    return [
+        name
+        for name, child in modules.items()
+        if (name == call.module or name.startswith(call.module + "."))
+        and isinstance(child, nn.Linear)
+        and getattr(layout.styles.get(name), "kind", "row") != "row"
+    ]
+
+
 def shard_sizes(size: int, parts: int) -> list[int]:
     """Lengths of the parts of an uneven shard, as DTensor lays it out."""
     slices = [chunk(size, parts, index) for index in range(parts)]

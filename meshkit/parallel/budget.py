@@ -1,0 +1,216 @@
+"""What each treatment of a block would keep and cost on a rank: the block is run on tensors that have shapes and no values.
+
+No ranks are needed, and every rank that runs the same blocks finds the same, so that all of them choose alike: sizes are
+those of the first rank of tp, which has the largest parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshkit.errors import PlanError
+from meshkit.memory._knapsack import Option
+from meshkit.memory._work import Kept, Work
+from meshkit.memory.budget import Choice, Offer, choose
+from meshkit.memory.policy import Budget, MemoryPolicy, Recompute
+from meshkit.memory.recompute import Treatment, treat
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.pipeline import Cut, check
+from meshkit.parallel.tensor import SEQUENCE_DIM, alone
+from meshkit.parallel.tensor_layout import tensor_layout
+from meshkit.plan import Plan
+
+MODES = (Recompute(mode="none"), Recompute(mode="activation"), Recompute(mode="selective"), Recompute(mode="full"))
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def choose_for_blocks(
+    model: nn.Module,
+    spec: MeshSpec,
+    *,
+    plan: Plan,
+    memory: MemoryPolicy,
+    blocks: Sequence[str],
+    sequence: bool,
+    compute: torch.dtype,
+    device: str,
+    cut: Cut | None = None,
+    at: int = 0,
+) -> Choice:
+    """What becomes of the blocks that a rank runs, by `memory.recompute`, a Budget.
+
+    model: whole and before anything is done to it. blocks: of the whole model. device: whose kernels are asked what they
+    keep. at: the rank's place on pp.
+    Raises: PlanError for what cannot be told beforehand, and if nothing fits.
+    """
+    budget = memory.recompute
+    assert isinstance(budget, Budget)
+    held = [name for name in blocks if cut is None or cut.runs(name, at)]
+    if any(style.kind == "experts" for style in plan.tensor.values()):
+        raise PlanError(
+            "Budget: what routed experts keep depends on where tokens go. Use Recompute(mode=...) for models with experts."
+        )
+    layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
+    calls = _calls(model, held, budget, spec, compute, device)
+    live, stages = 1, 1
+    if cut is not None:
+        live = check(cut.generate(spec.pp, budget.microbatches)).peak_live[at]
+        stages = len(cut.stages_of(at))
+    regathers = (False, True) if sequence and spec.tp > 1 else (False,)
+    known: dict[Any, list[Offer]] = {}
+    offers: dict[str, list[Offer]] = {}
+    for name in held:
+        block = model.get_submodule(name)
+        alike = _signature(block, calls[name])
+        if alike not in known:
+
+            def build(regather: bool, on: str, name: str = name, block: nn.Module = block) -> nn.Module:
+                made = _without_values(block, on, compute)
+                return made if layout is None else alone(made, name, layout, regather=regather)
+
+            cutting = spec.tp if sequence and layout is not None else 1
+            known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device))
+        offers[name] = [
+            (Option(o.name, -(-o.bytes * live // stages), o.seconds * budget.microbatches, o.passing), treatment)
+            for o, treatment in known[alike]
+        ]
+    return choose(offers, budget.bytes)
+
+
+def _offers(
+    build: Callable[[bool, str], nn.Module],
+    call: Call,
+    cutting: int,
+    budget: Budget,
+    regathers: tuple[bool, ...],
+    device: str,
+) -> Iterator[Offer]:
+    """Every treatment, with what it keeps, and what it takes longer than keeping everything."""
+    everything, shortest = 0, 0.0
+    for regather in regathers:
+        for mode in MODES:
+            if regather and mode.mode == "full":
+                continue  # the same as without
+            try:
+                kept = _kept(build(regather, device), call, Treatment(mode, regather), cutting, device)
+                seconds = _seconds(build(regather, "cpu"), call, Treatment(mode, regather), cutting, budget)
+            except PlanError:
+                if mode.mode != "activation":
+                    raise
+                continue  # no feed-forward whose middle could be made again
+            if mode.mode == "none" and not regather:
+                everything, shortest = kept, seconds
+            name = mode.mode + (" + regather" if regather else "")
+            option = Option(name, kept, max(0.0, seconds - shortest), max(0, everything - kept))
+            yield option, Treatment(mode, regather)
+
+
+def _kept(block: nn.Module, call: Call, treatment: Treatment, cutting: int, device: str) -> int:
+    """Bytes that are alive after forward because backward will ask for them; what all blocks are given is not counted."""
+    with _no_values(), torch.device(device):
+        treat(block, treatment)
+        args, kwargs = _inputs(call, cutting, device)
+        kept = Kept(_tensors((args, kwargs, list(block.parameters()))))
+        with kept:
+            # The input counts where it is kept; so it may not be a leaf, which autograd holds in any case.
+            first = _tensors((args, kwargs))[0]
+            args, kwargs = tree_map(lambda value: value.clone() if value is first else value, (args, kwargs))
+            graph = _tensors(block(*args, **kwargs))[0].grad_fn
+        del args, kwargs
+    assert graph is not None
+    return kept.bytes
+
+
+def _seconds(block: nn.Module, call: Call, treatment: Treatment, cutting: int, budget: Budget) -> float:
+    with _no_values():
+        treat(block, treatment)
+        args, kwargs = _inputs(call, cutting, "cpu")
+        work = Work(budget.rates)
+        with work:
+            out = _tensors(block(*args, **kwargs))[0]
+            out.backward(torch.empty_like(out))
+    return work.seconds
+
+
+@functools.cache
+def _no_values() -> FakeTensorMode:
+    """One for all: tensors of another would be copied."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _without_values(module: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """A copy whose tensors have shapes only."""
+    with _no_values():
+        copies: dict[int, Any] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=kind, device=device)
+            copies[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            )
+        return copy.deepcopy(module, copies)
+
+
+def _calls(
+    model: nn.Module, blocks: Sequence[str], budget: Budget, spec: MeshSpec, dtype: torch.dtype, device: str
+) -> dict[str, Call]:
+    """How the model calls each block, for one rank's tokens of a microbatch."""
+    calls: dict[str, Call] = {}
+    whole = _without_values(model, device, dtype)
+    for name in blocks:
+
+        def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            calls[name] = tree_map(_described, (args, kwargs))
+
+        whole.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    tokens = -(-budget.seq_len // spec.cp)
+    tokens = -(-tokens // spec.tp) * spec.tp
+    with _no_values(), torch.no_grad():
+        whole(torch.empty(budget.rows, tokens, dtype=torch.int64, device=device))
+    return calls
+
+
+class _Shape:
+    """A tensor that is to be made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _described(value: Any) -> Any:
+    return _Shape(value) if isinstance(value, Tensor) else value
+
+
+def _inputs(call: Call, cutting: int, device: str) -> Call:
+    """Tensors for a call. The first is the hidden state, which is cut over the ranks of tp and has a gradient."""
+    first = next(leaf for leaf in tree_leaves(call) if isinstance(leaf, _Shape))
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, _Shape):
+            return value
+        shape = list(value.shape)
+        if value is first:
+            shape[SEQUENCE_DIM] //= cutting
+        return torch.empty(shape, dtype=value.dtype, device=device, requires_grad=value is first)
+
+    args, kwargs = tree_map(make, call)
+    return args, kwargs
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _signature(block: nn.Module, call: Call) -> Any:
+    """Blocks with the same one keep and do the same."""
+    params = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    inputs = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(call) if isinstance(leaf, _Shape))
+    return str(block), params, inputs
