@@ -106,6 +106,10 @@ class Config:
     loss_chunk: int | None = None
     """tokens whose logits exist at a time; default: all of them"""
     precision: Literal["fp32", "bf16"] = "fp32"
+    optimizer_offload: bool = False
+    """masters and optimizer state live on the host, and are updated there"""
+    adam_states: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
+    """how Adam's moments are stored"""
     compile: bool = False
     schedule: str = "1f1b"
     """with pp: a name of `python -m meshkit draw`, or a CSV file with a table of yours"""
@@ -168,6 +172,9 @@ def main() -> None:
             recompute=config.recompute,
             precision=mk.Precision() if config.precision == "bf16" else None,
             loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
+            optimizer=mk.OptimizerPolicy(
+                states=config.adam_states, offload=mk.OptimizerOffload() if config.optimizer_offload else None
+            ),
         ),
         zero=config.zero,
         sequence=config.sequence,

@@ -36,6 +36,7 @@ from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
 from meshkit.mesh import main_rank_first as main_rank_first
 from meshkit.observe import observe as observe
+from meshkit.optimizer import adamw as adamw
 from meshkit.parallel.context import ContextPolicy as ContextPolicy
 from meshkit.parallel.context import SplitMask as SplitMask
 from meshkit.parallel.context import context_parallel as context_parallel
@@ -59,6 +60,5 @@ from meshkit.plan import sequence as sequence
 from meshkit.plan import vocab as vocab
 from meshkit.step import NonFiniteGuard as NonFiniteGuard
 from meshkit.step import Run as Run
-from meshkit.step import adamw as adamw
 from meshkit.step import clip_grad_norm as clip_grad_norm
 from meshkit.step import grad_norm as grad_norm

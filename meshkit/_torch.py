@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _c10d = torch.ops._c10d_functional
@@ -28,6 +29,18 @@ def global_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def place_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = None) -> DTensor:
+    """`local`, where it is, as this rank's part of a tensor that is sharded as `param` is. shape: of the whole, if another.
+
+    2.11, 2.15: the constructor FSDP2 uses; `DTensor.from_local` would move a host tensor to the mesh's device.
+    """
+    whole = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
+    spec = DTensorSpec(
+        param.device_mesh, param.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), local.dtype)
+    )
+    return DTensor(local, spec, requires_grad=False)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -6,18 +6,15 @@ model, each rank draws only its own shard, and no seed checkpoint is needed.
 
 from __future__ import annotations
 
-import hashlib
 import math
 
-import torch
 from torch import Tensor, nn
 
+from meshkit.counter import indexed_parts, random_bits, stream_of
 from meshkit.errors import PlanError
 from meshkit.plan import Init, Plan, match_table
-from meshkit.sharding import local_slices, local_tensor
+from meshkit.sharding import local_tensor
 from meshkit.whole import copies_of
-
-CHUNK = 1 << 22  # elements drawn at a time: bounds the scratch memory to about 300 MiB
 
 
 def normal(std: float) -> Init:
@@ -66,22 +63,9 @@ def fill(param: Tensor, rule: Init, *, seed: int, name: str) -> None:
     if rule.kind == "constant":
         local.fill_(rule.scale)
         return
-    stream = _stream(seed, name)
-    rows = local_slices(param)
-    strides = torch.empty(param.shape, device="meta").stride()
-    index = torch.zeros((), dtype=torch.int64, device=local.device)
-    # Draw along dim 0 in chunks; the other dims whole.
-    for part, stride in list(zip(rows, strides, strict=True))[1:]:
-        index = index.unsqueeze(-1) + torch.arange(part.start, part.stop, device=local.device) * stride
-    if not rows:
-        local.copy_(_draw(index, stream, rule))
-        return
-    step = max(1, CHUNK // max(1, index.numel()))
-    for start in range(rows[0].start, rows[0].stop, step):
-        count = min(step, rows[0].stop - start)
-        first = torch.arange(start, start + count, device=local.device) * strides[0]
-        chunk_index = first.reshape(-1, *[1] * index.ndim) + index
-        local.narrow(0, start - rows[0].start, count).copy_(_draw(chunk_index, stream, rule))
+    stream = stream_of(seed, name)
+    for rows, index in indexed_parts(param):
+        local[rows if param.ndim else ...] = _draw(index, stream, rule)
 
 
 def _draw(index: Tensor, stream: int, rule: Init) -> Tensor:
@@ -95,22 +79,5 @@ def _draw(index: Tensor, stream: int, rule: Init) -> Tensor:
 
 
 def _uniform(counter: Tensor, stream: int) -> Tensor:
-    """Uniform in [0, 1) with 53 bits, by the finaliser of SplitMix64 (Steele et al. 2014) on stream + counter."""
-    z = counter * _signed(0x9E3779B97F4A7C15) + stream
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(z ^ _shift(z, 31), 11).double() * 2.0**-53
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _stream(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    """Uniform in [0, 1) with 53 bits."""
+    return random_bits(counter, stream, 53).double() * 2.0**-53

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
+from meshkit.memory.fp8 import fp8_linears
 from meshkit.memory.linear_logits import chunk_head
+from meshkit.memory.optimizer import refuse_rounding
 from meshkit.memory.policy import Budget, MemoryPolicy
 from meshkit.memory.recompute import treat, treatments
 from meshkit.memory.regather import refuse_without_sequence, regions
@@ -66,8 +68,14 @@ def parallelize(
     units = match_names(plan.units, names, what="module")
     mlps = match_names(plan.mlps, names, what="module")
     _refuse_meta_buffers(model)
+    named = dict(model.named_parameters())
+    refuse_rounding(named, named.values(), memory.optimizer.stochastic_rounding)
     _move(model, mesh)
     _refuse_different_values(model, mesh)
+    if memory.precision is not None and memory.precision.fp8 is not None:
+        _refuse_fp8(memory, mesh)
+        fp8_linears(model, blocks=blocks, policy=memory.precision.fp8, device=mesh.device, tp=mesh.spec.tp)
+        names = dict(model.named_modules())
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
     pipelined = mesh.spec.pp > 1
     refuse_without_sequence(regather=memory.regather, sequence=sequence)
@@ -170,6 +178,25 @@ def parallelize(
         pipeline=pipeline,
         recompute_choice=choice,
     )
+
+
+def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh) -> None:
+    assert memory.precision is not None and memory.precision.fp8 is not None
+    if mesh.spec.pp > 1:
+        raise PlanError(
+            f"Precision(fp8=...) with pp={mesh.spec.pp}: schedules that compute weights' gradients apart do not know fp8 "
+            "layers. Use pp=1, or leave fp8 away."
+        )
+    if memory.precision.fp8.gather and mesh.spec.tp > 1:
+        raise PlanError(
+            f"Fp8(gather=True) with tp={mesh.spec.tp}: a weight that is split twice would be scaled by parts. "
+            "Use gather=False."
+        )
+    if memory.precision.fp8.gather and memory.optimizer.offload is not None:
+        raise PlanError(
+            "Fp8(gather=True) with an optimizer on the host: writes into the wrapped weights would not be seen by their "
+            "masters. Use gather=False."
+        )
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

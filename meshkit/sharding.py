@@ -10,9 +10,14 @@ from meshkit import _torch
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing storage, outside autograd; a plain tensor is its own part."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, sharing storage, outside autograd; a plain tensor is its own part.
+
+    It shares the counter of writes in place too (`_version`), which the part of a detached DTensor does not.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "fsdp_pre_all_gather"):  # a weight that travels in another dtype wraps its values
+        local = local._tensor  # type: ignore[attr-defined]  # torchao's
+    return local.detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

@@ -16,6 +16,7 @@ from meshkit.auxiliary import Collected, collect
 from meshkit.errors import DataError, StepError
 from meshkit.mask import Mask
 from meshkit.memory.budget import Choice
+from meshkit.memory.gradient import gradient_of
 from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
@@ -264,10 +265,10 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
                     sharded = (*sharded, name)
                     axes.setdefault(name, grad.device_mesh[name])
         by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))
+    where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
     for sharded, grads in by_placement.items():
-        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, dtype=dtype)])
-        sums[sharded] = norms.square().sum()
+        squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
+        sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
     for axis in sorted(axes):
         over = {sharded: value for sharded, value in sums.items() if axis in sharded}
         reduced = torch.stack(list(over.values()))
@@ -291,27 +292,9 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     model = model if isinstance(model, (Run, nn.Module)) else list(model)
     norm = grad_norm(model)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [_local(grad) for grad in _gradients(model)]
-    if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    for grads in _by_device([_local(grad) for grad in _gradients(model)]):
+        torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
     return norm
-
-
-def adamw(
-    model: Run | nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-) -> torch.optim.AdamW:
-    """Fused AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [param for param in params if param.ndim > 1], "weight_decay": weight_decay},
-        {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
 @dataclass
@@ -349,9 +332,25 @@ class NonFiniteGuard:
 def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
     """counted: without copies of parameters that another rank of pp counts."""
     if not isinstance(model, (Run, nn.Module)):
-        return [param.grad for param in model if param.grad is not None]
-    copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
-    return [param.grad for name, param in model.named_parameters() if param.grad is not None and name not in copies]
+        found = [gradient_of(param) for param in model]
+    else:
+        copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
+        found = [gradient_of(param) for name, param in model.named_parameters() if name not in copies]
+    return [grad for grad in found if grad is not None]
+
+
+def _by_device(grads: list[Tensor]) -> list[list[Tensor]]:
+    """With part of the optimizer on the host, gradients are in two places."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault(grad.device, []).append(grad)
+    return list(found.values())
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, dtype=dtype)])
+    return norms.square().sum()
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from meshkit.checkpoint._dcp import Index, Part, Sum, read_index, read_into, wri
 from meshkit.checkpoint._state import (
     MODEL,
     ParameterFacts,
+    finish_update,
     model_tensors,
     optimizer_state,
     optimizer_targets,
@@ -262,6 +263,9 @@ class Checkpointer:
         # Before the tensors, since a loader may refuse.
         each(group, what, lambda: loader.load_state_dict(saved.state["loader"]) if loader is not None else None)
         read_into(targets, saved.path, group)
+        torch.autograd.graph.increment_version(
+            [*targets.values()]
+        )  # what follows parameters sees that they were written
         if optimizer is not None:
             read = {key: tensor for key, tensor in targets.items() if key.startswith("optimizer.")}
             set_optimizer(optimizer, parameter_names(run.model), read, saved.facts)
@@ -429,6 +433,8 @@ def _collect(
     config: Any,
     extra: Any,
 ) -> _Collected:
+    if optimizer is not None:
+        finish_update(optimizer)
     tensors = {f"{MODEL}{name}": tensor for name, tensor in model_tensors(run.model).items()}
     copied = set(copies_of(run.model).values())  # another rank writes them
     facts: dict[str, ParameterFacts] = {}
@@ -457,6 +463,8 @@ def _targets(
 
     Raises: CheckpointError for another model or optimizer, and for state that was not saved.
     """
+    if optimizer is not None:
+        finish_update(optimizer)
     for name, holder in holders.items():
         if holder is not None and saved.state[name] is None:
             raise CheckpointError(f"{saved.path} was saved without {name}=, so it has no state for this run's {name}.")

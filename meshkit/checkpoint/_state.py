@@ -101,6 +101,13 @@ def parameter_of(key: str) -> str:
     return key.removeprefix(MODEL) if key.startswith(MODEL) else key.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
+def finish_update(optimizer: Optimizer) -> None:
+    """Before its state is read or written: apply an update that is still being computed."""
+    finish = getattr(optimizer, "finish", None)
+    if finish is not None:
+        finish()
+
+
 def _optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
     """(name, parameter, its group) of all."""
     rows = []
@@ -177,6 +184,7 @@ def optimizer_targets(
                 f"{holder} optimizer holds {name!r}, but {other} does not. Build the optimizer over the same "
                 "parameters, or pass optimizer=None to load the model alone."
             )
+    _refuse_other_kind(rows, facts)
     _refuse_mixed_groups(optimizer, names, facts)
     keys: dict[str, list[str]] = {}
     for key in index.tensors:
@@ -189,6 +197,17 @@ def optimizer_targets(
             short = key.rpartition(".")[2]
             targets[key] = _target(name, short, *index.tensors[key], param, group, current.get(short))
     return targets
+
+
+def _refuse_other_kind(rows: list[tuple[str, Tensor, dict[str, Any]]], facts: Mapping[str, ParameterFacts]) -> None:
+    """Moments of few bits, or with masters beside them, mean nothing to another optimizer."""
+    for name, _, group in rows:
+        saved, ours = (options.get("state_kind", "plain") for options in (facts[name].options, group))
+        if saved != ours:
+            raise CheckpointError(
+                f"the optimizer state of {name!r} was saved as {saved!r}, and this run's optimizer holds it as {ours!r}. "
+                "Use the OptimizerPolicy of the saved run, or pass optimizer=None to load the model alone."
+            )
 
 
 def _refuse_mixed_groups(optimizer: Optimizer, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:

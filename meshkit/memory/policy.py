@@ -130,6 +130,15 @@ class OptimizerOffload:
     resident: float = 0.0
     delayed: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.resident <= 1:
+            raise PlanError(f"OptimizerOffload(resident={self.resident!r}): a share of the states, from 0 to 1.")
+        if self.delayed and self.resident:
+            raise PlanError(
+                f"OptimizerOffload(resident={self.resident}, delayed=True): what stays on the device would be updated at "
+                "once and the rest a step late. Choose one of them."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPolicy:
@@ -141,13 +150,37 @@ class OptimizerPolicy:
     stochastic_rounding: bool = False
     offload: OptimizerOffload | None = None
 
+    def __post_init__(self) -> None:
+        if self.states not in get_args(States):
+            choices = ", ".join(repr(choice) for choice in get_args(States))
+            raise PlanError(f"OptimizerPolicy(states={self.states!r}): choose one of {choices}.")
+        if self.offload is not None and (self.states != "fp32" or self.stochastic_rounding):
+            raise PlanError(
+                f"OptimizerPolicy(states={self.states!r}, stochastic_rounding={self.stochastic_rounding}, offload=...): the "
+                "host keeps fp32 masters and moments, so nothing is rounded or stored in few bits there. Leave those "
+                "away, or offload."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """Linear layers in fp8 by torchao. gather: parameters are all-gathered in fp8 too (tensorwise only)."""
+    """Linear layers of blocks in fp8 by torchao. gather: weights are all-gathered in fp8 too (tensorwise, without tp).
+
+    emulate: round as fp8 does and multiply wider, on any device; slower than no fp8, for tests.
+    """
 
     recipe: Recipe = "tensorwise"
-    gather: bool = True
+    gather: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe not in get_args(Recipe):
+            raise PlanError(f"Fp8(recipe={self.recipe!r}): choose one of 'tensorwise', 'rowwise'.")
+        if self.gather and self.recipe == "rowwise":
+            raise PlanError(
+                "Fp8(recipe='rowwise', gather=True): a rank's shard does not hold the scales that rows of the transposed "
+                "weight need. Use recipe='tensorwise', or gather=False."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

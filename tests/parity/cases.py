@@ -117,10 +117,10 @@ def build(cell: Cell) -> Decoder:
     )
     torch.manual_seed(3)
     model = Llama(config) if cell.moe is None else Decoder(config, _layers(config, cell.moe))
-    model = model.to(getattr(torch, cell.dtype))
+    model = model.double()  # drawn in fp64 whatever the dtype: torch draws other numbers in fp32
     for param in model.parameters():  # norms away from 1 and biases away from 0, or their errors would not show
         nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
-    return model
+    return model.to(getattr(torch, cell.dtype))
 
 
 def _layers(config: LlamaConfig, moe: Moe) -> Iterator[DecoderLayer]:

@@ -1,0 +1,63 @@
+"""The optimizer that a run's memory policy asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from meshkit.memory.optimizer import FewBitsAdamW, OffloadedAdamW
+from meshkit.memory.policy import OptimizerPolicy
+from meshkit.step import Run
+from meshkit.whole import copies_of
+
+
+def adamw(
+    model: Run | nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> Optimizer:
+    """AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed.
+
+    Of a run, as `run.memory.optimizer` has it: fused, on the host, or with moments of few bits; of a plain module, fused.
+    Raises: PlanError for parameters on meta, and for what `FewBitsAdamW` cannot hold.
+    """
+    policy = model.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in named.values() if param.ndim > 1], "weight_decay": weight_decay},
+        {"params": [param for param in named.values() if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if policy.offload is not None:
+        streams = not (
+            isinstance(model, Run) and model.pipeline is not None
+        )  # stages exchange gradients of tied weights
+        offload = policy.offload
+        return OffloadedAdamW(
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            resident=offload.resident,
+            delayed=offload.delayed,
+            stream=streams,
+        )
+    if policy.states != "fp32" or policy.stochastic_rounding:
+        copies = copies_of(model.model) if isinstance(model, Run) else {}
+        names = {param: copies.get(name, name) for name, param in named.items()}
+        for group in groups:
+            group["params"] = [(names[param], param) for param in group["params"]]
+        return FewBitsAdamW(
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            states=policy.states,
+            stochastic_rounding=policy.stochastic_rounding,
+        )
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
