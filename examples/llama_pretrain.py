@@ -7,6 +7,8 @@ one process     python examples/llama_pretrain.py
 8 GPUs          torchrun --nproc-per-node 8 examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=-1" \
                     --precision bf16 --compile --recompute selective ...
 several nodes   examples/slurm.sh
+will it fit?    python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8" \
+                    --precision bf16 --seq-len 8192 --global-batch 8 --device-memory 80GiB
 
 Without --data the corpus is the source of Python's own standard library. A run that finds a checkpoint in --out
 continues from it, on whatever mesh it is started; SIGTERM and SIGUSR1 save one and leave. README.md says what loss and
@@ -126,6 +128,32 @@ class Config:
     sample_tokens: int = 80
 
 
+def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
+    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    shape = MODELS[config.model] if config.pretrained is None else config_from_pretrained(config.pretrained)
+    if config.pretrained is None and vocab_size is not None:
+        shape = dataclasses.replace(shape, vocab_size=vocab_size)
+    with torch.device("meta"):
+        model = Llama(shape)
+    return mk.parallelize(
+        model,
+        mesh,
+        plan=LLAMA_PLAN,
+        memory=mk.MemoryPolicy(
+            recompute=config.recompute,
+            precision=mk.Precision() if config.precision == "bf16" else None,
+            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
+            optimizer=mk.OptimizerPolicy(
+                states=config.adam_states, offload=mk.OptimizerOffload() if config.optimizer_offload else None
+            ),
+        ),
+        zero=config.zero,
+        sequence=config.sequence,
+        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        compile=config.compile,
+    )
+
+
 def main() -> None:
     config = tyro.cli(Config)
 
@@ -158,29 +186,8 @@ def main() -> None:
     say(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
-    if config.pretrained is not None:
-        shape = config_from_pretrained(config.pretrained)
-    else:
-        shape = dataclasses.replace(MODELS[config.model], vocab_size=tokenizer.vocab_size)
-    with torch.device("meta"):
-        model = Llama(shape)
-    run = mk.parallelize(
-        model,
-        mesh,
-        plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(
-            recompute=config.recompute,
-            precision=mk.Precision() if config.precision == "bf16" else None,
-            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
-            optimizer=mk.OptimizerPolicy(
-                states=config.adam_states, offload=mk.OptimizerOffload() if config.optimizer_offload else None
-            ),
-        ),
-        zero=config.zero,
-        sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
-        compile=config.compile,
-    )
+    run = build(config, mesh, vocab_size=tokenizer.vocab_size)
+    shape = run.whole.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)

@@ -11,6 +11,8 @@ from meshkit.errors import MeshError as MeshError
 from meshkit.errors import MeshkitError as MeshkitError
 from meshkit.errors import PlanError as PlanError
 from meshkit.errors import StepError as StepError
+from meshkit.estimate import Estimate as Estimate
+from meshkit.estimate import estimate as estimate
 from meshkit.explain import explain as explain
 from meshkit.initialize import init_weights as init_weights
 from meshkit.mask import Band as Band

@@ -3,6 +3,7 @@
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
+python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshkitError, PlanError
+from meshkit.estimate._command import Memory, command
 from meshkit.parallel.pipeline._check import check
 from meshkit.parallel.pipeline._csv import read_csv, write_csv
 from meshkit.parallel.pipeline._simulate import PerStage, Times, overlap, simulate
@@ -141,9 +143,12 @@ def parse_times(words: str) -> Times:
 
 
 def main() -> None:
-    command = tyro.extras.subcommand_cli_from_dict
+    choose = tyro.extras.subcommand_cli_from_dict
     try:
-        draw(command({"draw": Draw}, prog="python -m meshkit", description=__doc__))
+        if sys.argv[1:2] == ["estimate"]:
+            command(sys.argv[2:])  # what it does not know are flags of the script
+        else:
+            draw(choose({"draw": Draw, "estimate": Memory}, prog="python -m meshkit", description=__doc__))
     except MeshkitError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

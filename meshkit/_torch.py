@@ -3,21 +3,27 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 _c10d = torch.ops._c10d_functional
 
@@ -145,13 +151,18 @@ def ignore_profiler_marks() -> None:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long an operation of the group may take. 2.11, 2.15: every backend has it, no public way to read it."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
+    """How long an operation of the group may take. 2.11, 2.15: every backend has it, no public way to read it.
+
+    The fake backend, whose operations take no time, has none.
+    """
+    options: Any = group._get_backend(group._device_types[0]).options
+    return timedelta(minutes=10) if options is None or is_fake_group(group) else options._timeout
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """2.15: public `torch.distributed.set_timeout`; 2.11: per backend."""
+    if is_fake_group(group):
+        return
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
 
@@ -170,3 +181,136 @@ def group_of_call(args: tuple[Any, ...]) -> ProcessGroup:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return ProcessGroup.unbox(arg)
     return process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
+
+
+# What `estimate` needs: a world without ranks, tensors without values, and a look into what FSDP allocates.
+
+
+def start_fake_world(world_size: int, rank: int) -> None:
+    """A default process group that sends nothing. 2.11, 2.15: the store is still in torch.testing._internal."""
+    from torch.distributed._tools import fake_collectives  # noqa: F401  # c10d operators on tensors without values
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def is_fake_group(group: ProcessGroup) -> bool:
+    """2.11, 2.15: "fake" is a registered backend."""
+    return dist.get_backend(group) == "fake"
+
+
+def forget_shardings() -> None:
+    """Drop what DTensor has learnt of meshes that are gone: a later mesh of the same shape equals them.
+
+    2.11, 2.15: the cache of the Python propagator is an lru_cache; the one in C++ has a private function.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for cached in (propagator.propagate_op_sharding, getattr(propagator, "_propagate_tensor_meta", None)):
+        cache: Any = cached if hasattr(cached, "cache_clear") else getattr(cached, "cache", None)
+        if hasattr(cache, "cache_clear"):
+            cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
+def fake_mode() -> Any:
+    """Tensors with shapes and no values. 2.11, 2.15: `torch._subclasses` is where torch.compile takes it from."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """A tensor without values. 2.11, 2.15: no public name."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def propagating_apart() -> Iterator[None]:
+    """Inside, no dispatch mode sees how DTensor works out shapes, which it does on tensors of the *global* shape.
+
+    2.11, 2.15: one private method does it; `_disable_current_modes` is what torch.compile uses.
+    """
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(self, *args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def while_resizing(resized: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `resized` hears of every storage whose size was changed from Python, as FSDP does to free parameters.
+
+    2.11, 2.15: it is no operator, so no dispatch mode sees it.
+    """
+    original = UntypedStorage.resize_
+
+    def resize(self: UntypedStorage, size: int) -> Any:
+        out = original(self, size)
+        resized(self)
+        return out
+
+    UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def while_sharding(
+    gathering: Callable[[], AbstractContextManager[None]],
+    reducing: Callable[[], AbstractContextManager[None]],
+    reduced: Callable[[list[Tensor]], None],
+) -> Iterator[None]:
+    """Inside, FSDP gathers parameters in `gathering()`, reduces gradients in `reducing()`, and then tells which it holds.
+
+    2.11, 2.15: the three methods have these names; there are no hooks around them.
+    """
+    originals = {
+        name: getattr(FSDPParamGroup, name)
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    }
+
+    def wrapped(name: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with around():
+                out = originals[name](self, *args, **kwargs)
+            if around is reducing:
+                reduced(list(_gradients_of(self)))
+            return out
+
+        return method
+
+    for name in originals:
+        setattr(FSDPParamGroup, name, wrapped(name, gathering if "unshard" in name else reducing))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+def _gradients_of(group: FSDPParamGroup) -> Iterator[Tensor]:
+    for param in group.fsdp_params:
+        kept = (param.unsharded_accumulated_grad, getattr(param, "_unsharded_param", None))
+        for grad in (param.sharded_param.grad, kept[0], None if kept[1] is None else kept[1].grad):
+            if grad is not None:
+                yield grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def is_fake_type(kind: type) -> bool:
+    """See `is_fake`."""
+    return issubclass(kind, FakeTensor)
+
+
+def wraps_tensors(kind: type) -> bool:
+    """A class that does operators by itself on tensors it is made of, as DTensor does."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,6 +258,31 @@ def init_mesh(
     for mesh in (dense, data, tokens):
         _take_timeout(mesh)
     return Mesh(spec=resolved, dense=dense, data=data, tokens=tokens)
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process believes to be one rank of a world of any size, whose collectives send nothing.
+
+    `init_mesh(..., device_type="cpu")` and what follows work as ever, and what comes out of a collective has the right
+    shape and no meaning. Afterwards there is no process group, as before.
+    Raises: MeshError where there is a world already, and for a rank that it would not have.
+    """
+    if dist.is_initialized():
+        raise MeshError(
+            f"fake_world({world_size}): this process is in a world of {dist.get_world_size()} ranks already. Call it before "
+            "init_mesh, or in a process of its own."
+        )
+    if not 0 <= rank < world_size:
+        raise MeshError(f"fake_world({world_size}): there is no rank {rank}. The ranks are 0 to {world_size - 1}.")
+    excepthook = sys.excepthook  # init_process_group puts one in front that names the rank
+    _torch.start_fake_world(world_size, rank)
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
+        dist.destroy_process_group()
+        _torch.forget_shardings()
 
 
 def _take_timeout(mesh: DeviceMesh) -> None:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshkit import _torch
+
 
 class Routing(NamedTuple):
     """experts: [N, K] int64, which ones a token chose. weights: [N, K], what each counts, in fp32 at least."""
@@ -36,7 +38,14 @@ class Meanwhile:
 
 
 def count_experts(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in the last dim: [..., n] to [..., E] int64. Nothing is read back from a device."""
+    """How often each expert occurs in the last dim: [..., n] to [..., E] int64. Nothing is read back from a device.
+
+    Of choices without values, as `estimate` has them, real counts as even as can be.
+    """
+    if not torch.compiler.is_compiling() and _torch.is_fake(experts):
+        least, rest = divmod(experts.shape[-1], num_experts)
+        even = torch.tensor([least + (expert < rest) for expert in range(num_experts)])
+        return even.expand(*experts.shape[:-1], num_experts).contiguous()
     counts = experts.new_zeros((*experts.shape[:-1], num_experts))
     return counts.scatter_add_(-1, experts, torch.ones_like(experts))
 

@@ -1,0 +1,190 @@
+"""Run a step of the real model, on a world and tensors that are not there, and count its bytes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshkit import _torch
+from meshkit.errors import PlanError
+from meshkit.estimate._kernels import cuda_kernels
+from meshkit.estimate._result import Estimate
+from meshkit.estimate._shapes import Shapes
+from meshkit.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
+from meshkit.memory.policy import MemoryPolicy
+from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, fake_world, init_mesh
+from meshkit.parallel.context import ContextPolicy
+from meshkit.parallel.expert import ExpertPolicy
+from meshkit.parallel.pipeline import Generator, Schedule
+from meshkit.parallelize import parallelize
+from meshkit.plan import Plan, match_names
+from meshkit.step import Run, adamw, clip_grad_norm
+
+Build = Callable[[Mesh], Run]
+MakeOptimizer = Callable[[Run], torch.optim.Optimizer]
+Kernels = Literal["cuda", "cpu"]
+
+CUDA_GRANULE = 512  # bytes; CUDACachingAllocator rounds every size up to a multiple of it
+
+
+def estimate(
+    model: nn.Module | Build,
+    spec: MeshSpec | str,
+    *,
+    rows: int,
+    seq_len: int,
+    microbatches: int = 1,
+    world_size: int | None = None,
+    coordinate: dict[str, int] | None = None,
+    kernels: Kernels = "cuda",
+    optimizer: MakeOptimizer | None = None,
+    plan: Plan | None = None,
+    memory: MemoryPolicy | None = None,
+    zero: int | None = None,
+    sequence: bool = False,
+    context: ContextPolicy | None = None,
+    experts: ExpertPolicy | None = None,
+    schedule: Generator | Schedule | str = "1f1b",
+    stages: Sequence[int] | None = None,
+) -> Estimate:
+    """The bytes one rank will hold in an optimizer step, before anything runs: by kind, and the peak and where it is.
+
+    model: what `parallelize` gets, on meta, with the choices it gets; or a function (mesh) -> Run that calls `parallelize`
+    itself, and then no choices. It is built, parallelized and stepped for real in `fake_world` on tensors without memory:
+    no GPU, seconds, about 1 GiB for Llama-3-8B on any number of ranks.
+    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
+    world_size: default what `spec` needs. coordinate: the rank's place on each dense axis, default 0 everywhere; stages
+    differ. optimizer: what makes it of the run, default `adamw`.
+    kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
+    does; "cpu" counts what a run on CPU holds. Not in it: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
+    Compiled blocks are counted as if they were not. Tokens choose experts all alike.
+    Raises: MeshError and PlanError as the real run would, and PlanError for a model whose step depends on its values.
+    """
+    choices: dict[str, Any] = {
+        "plan": plan,
+        "memory": memory,
+        "zero": zero,
+        "sequence": sequence,
+        "context": context,
+        "experts": experts,
+        "schedule": schedule,
+        "stages": stages,
+    }
+    build = model
+    if isinstance(model, nn.Module):
+
+        def build(mesh: Mesh) -> Run:
+            return parallelize(copy.deepcopy(model), mesh, **choices)
+
+    elif any(choice not in (None, False, "1f1b") for choice in choices.values()):
+        given = ", ".join(name for name, choice in choices.items() if choice not in (None, False, "1f1b"))
+        raise PlanError(f"estimate: a function that builds the run makes its own choices, but got {given} as well.")
+    if kernels not in ("cuda", "cpu"):
+        raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
+    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
+    resolved = wanted.resolve(world_size if world_size is not None else wanted.world_size)
+    place = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
+    began = time.monotonic()
+    with fake_world(resolved.world_size, rank_at(resolved, place)), ExitStack() as stack:
+        mesh = init_mesh(resolved, device_type="cpu")
+        torch.compiler.set_stance("force_eager")
+        stack.callback(torch.compiler.set_stance, "default")
+        stack.enter_context(_torch.propagating_apart())
+        stack.enter_context(Shapes())
+        if kernels == "cuda":
+            stack.enter_context(cuda_kernels(attention=resolved.cp == 1))
+        run = build(mesh)
+        made = (optimizer or adamw_of)(run)
+        batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+        tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
+        with tracker:
+            count_parameters(tracker, run.model)
+            for _ in range(2):  # the first makes the optimizer's state
+                tracker.forget_points()
+                tracked_step(tracker, run, made, batch, microbatches)
+        return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+
+
+def adamw_of(run: Run) -> torch.optim.Optimizer:
+    return adamw(run, lr=1e-3)
+
+
+def rank_at(spec: MeshSpec, place: dict[str, int]) -> int:
+    """The rank at these places on the dense axes."""
+    rank = 0
+    for axis in DENSE_AXES:
+        size, at = getattr(spec, axis), place[axis]
+        if not 0 <= at < size:
+            raise PlanError(f"estimate: coordinate {axis}={at}, but {axis} has the places 0 to {size - 1}.")
+        rank = rank * size + at
+    return rank
+
+
+def place_of(spec: MeshSpec, rank: int) -> dict[str, int]:
+    """The places of a rank on the dense axes; the last varies fastest."""
+    place = {}
+    for axis in reversed(DENSE_AXES):
+        rank, place[axis] = divmod(rank, getattr(spec, axis))
+    return place
+
+
+def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
+    """What counts the bytes of the run's steps, real ones too."""
+    units = _units(run)
+    return Tracker(
+        run.model,
+        [*run.blocks, *units],
+        head=units[-1] if units else "",
+        device=run.mesh.device,
+        granule=granule,
+    )
+
+
+def _units(run: Run) -> list[str]:
+    names = dict(run.model.named_modules())
+    return [
+        name for name in match_names(run.plan.units, dict(run.whole.named_modules()), what="module") if name in names
+    ]
+
+
+def count_parameters(tracker: Tracker, model: nn.Module) -> None:
+    tracker.count_as([*model.parameters(), *model.buffers()], "parameters")
+
+
+def tracked_step(
+    tracker: Tracker, run: Run, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], microbatches: int
+) -> None:
+    """One optimizer step, and where in it we are."""
+    tracker.start(FORWARD_BACKWARD)
+    run.forward_backward(batch, microbatches=microbatches)
+    tracker.start(CLIP)
+    clip_grad_norm(run, 1.0)
+    tracker.start(OPTIMIZER)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tracker.count_as(states, "optimizer state")
+    tracker.start("after the step")
+    optimizer.zero_grad()
+
+
+def result(tracker: Tracker, run: Run, place: dict[str, int], *, kernels: str, took_s: float = 0.0) -> Estimate:
+    """What a tracker of this rank has counted since `forget_points`."""
+    peak = max(tracker.points, key=lambda point: point.device_bytes)
+    most = {group: max(point.totals[index] for point in tracker.points) for index, group in enumerate(GROUPS)}
+    return Estimate(
+        spec=run.mesh.spec,
+        coordinate=place,
+        kernels=kernels,
+        most=most,
+        activations=dict(tracker.kept),
+        after_forward=dict(zip(GROUPS, tracker.after_forward, strict=True)),
+        peak=peak,
+        points=tuple(tracker.points),
+        took_s=took_s,
+    )

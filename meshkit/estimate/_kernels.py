@@ -1,0 +1,77 @@
+"""Run the operators that a GPU would run, where they keep other tensors than those of a CPU.
+
+RMSNorm is one kernel on CUDA, which keeps its input and one number a row, and many small ones on a CPU. Attention keeps its
+input, output and one number a row and head on both, but those numbers in another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@contextmanager
+def cuda_kernels(*, attention: bool) -> Iterator[None]:
+    """Inside, on tensors without values, RMSNorm and with `attention` plain attention in 16 bits are CUDA's kernels.
+
+    By their names in torch.nn.functional, which modules call: a mode for functions is off where a backward runs a forward
+    again (2.11, 2.15).
+    """
+    attend = F.scaled_dot_product_attention
+    names = {"rms_norm": _rms_norm_or(F.rms_norm)}
+    if attention:
+        names["scaled_dot_product_attention"] = _flash_or(attend)
+    before = {name: getattr(F, name) for name in names}
+    for name, function in names.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's `_fused_rms_norm` allocates and keeps: on other devices the operator falls apart into small ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm_or(norm: Any) -> Any:
+    def rms_norm(
+        input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is not None and weight.dtype != input.dtype:  # CUDA has no kernel for that either
+            return norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+        out: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
+        return out
+
+    return rms_norm
+
+
+def _flash_or(attend: Any) -> Any:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
+        if half and plain and query.shape[-1] == value.shape[-1]:
+            is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+            return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return attention
