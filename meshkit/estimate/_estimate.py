@@ -19,12 +19,13 @@ from meshkit.estimate._shapes import Shapes
 from meshkit.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, fake_world, init_mesh
+from meshkit.optimizer import adamw
 from meshkit.parallel.context import ContextPolicy
 from meshkit.parallel.expert import ExpertPolicy
 from meshkit.parallel.pipeline import Generator, Schedule
 from meshkit.parallelize import parallelize
 from meshkit.plan import Plan, match_names
-from meshkit.step import Run, adamw, clip_grad_norm
+from meshkit.step import Run, clip_grad_norm
 
 Build = Callable[[Mesh], Run]
 MakeOptimizer = Callable[[Run], torch.optim.Optimizer]
