@@ -107,6 +107,8 @@ class Config:
     recompute: Literal["none", "full", "selective"] = "none"
     loss_chunk: int | None = None
     """tokens whose logits exist at a time; default: all of them"""
+    offload: Literal["none", "host", "disk"] = "none"
+    """where what blocks keep for backward waits"""
     precision: Literal["fp32", "bf16"] = "fp32"
     optimizer_offload: bool = False
     """masters and optimizer state live on the host, and are updated there"""
@@ -142,6 +144,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         memory=mk.MemoryPolicy(
             recompute=config.recompute,
             precision=mk.Precision() if config.precision == "bf16" else None,
+            offload=mk.ActivationOffload(to=config.offload) if config.offload != "none" else None,
             loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
             optimizer=mk.OptimizerPolicy(
                 states=config.adam_states, offload=mk.OptimizerOffload() if config.optimizer_offload else None
@@ -242,6 +245,8 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             scalars = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "skipped_steps": guard.skipped}
+            if run.offload is not None:
+                scalars |= run.offload.last_step.scalars()
             reading = meter.step(config.global_batch * config.seq_len, flops_per_token=flops)
             with meter.paused():
                 if step % config.eval_every == 0 or step == config.steps:

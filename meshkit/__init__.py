@@ -9,6 +9,7 @@ from meshkit.errors import CheckpointError as CheckpointError
 from meshkit.errors import DataError as DataError
 from meshkit.errors import MeshError as MeshError
 from meshkit.errors import MeshkitError as MeshkitError
+from meshkit.errors import OffloadError as OffloadError
 from meshkit.errors import PlanError as PlanError
 from meshkit.errors import StepError as StepError
 from meshkit.estimate import Estimate as Estimate
@@ -19,6 +20,7 @@ from meshkit.mask import Band as Band
 from meshkit.mask import Mask as Mask
 from meshkit.memory.linear_logits import LinearLogits as LinearLogits
 from meshkit.memory.loss import cross_entropy as cross_entropy
+from meshkit.memory.offload import offload_activations as offload_activations
 from meshkit.memory.policy import ActivationOffload as ActivationOffload
 from meshkit.memory.policy import Budget as Budget
 from meshkit.memory.policy import ChunkedLoss as ChunkedLoss

@@ -24,6 +24,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachingTorchDispatchMode, _VersionWrapper, create_selective_checkpoint_contexts
 
 _c10d = torch.ops._c10d_functional
 
@@ -148,6 +150,68 @@ def ignore_profiler_marks() -> None:
     profiler = torch.ops.profiler
     marks = (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
     torch.utils.checkpoint.SAC_IGNORED_OPS.update(marks)
+
+
+def selective_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
+    """What `checkpoint(context_fn=)` wants for a selective policy, whose kept results go through the saved_tensors_hooks
+    around the checkpoint, as everything else that waits for backward does.
+
+    2.11: they pass the hooks by. 2.15: `checkpoint(respect_saved_tensors_hooks=True)` sends them through, but as soon as an
+    operator returns: the result of a functional collective would be copied before its message has come.
+    """
+    caching, cached = create_selective_checkpoint_contexts(policy)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and not torch.compiler.is_compiling():
+        caching.__class__ = _CachingThroughHooks
+        caching.hooks, caching.under_way = hooks, {}
+    return caching, cached
+
+
+class _CachingThroughHooks(_CachingTorchDispatchMode):
+    """2.11, 2.15: how results are kept is private: a list for each operator, or a dict by number of call."""
+
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+    under_way: dict[int, list[Any]]  # results of collectives that nobody has waited for, by address of the storage
+    respect_saved_tensors_hooks = property(
+        lambda self: False, lambda self, value: None
+    )  # 2.15 sets it, and warns at None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._kept(func, args)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        kept = self._kept(func, args)
+        wrappers = [] if kept is before else [leaf for leaf in tree_leaves(kept) if type(leaf) is _VersionWrapper]
+        wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper.val, Tensor)]
+        if func is _c10d.wait_tensor.default:
+            wrappers += self.under_way.pop(args[0].untyped_storage()._cdata, [])
+        elif func.namespace == _c10d.all_reduce.default.namespace:
+            for wrapper in wrappers:
+                self.under_way.setdefault(wrapper.val.untyped_storage()._cdata, []).append(wrapper)
+            return out
+        pack, unpack = self.hooks
+        # As torch does it: aliases made below autograd share a version counter only with this key.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            for wrapper in wrappers:
+                wrapper.val = _packed(pack(wrapper.val), unpack)
+                wrapper.__class__ = _PackedWrapper
+        return out
+
+    def _kept(self, func: Any, args: Any) -> Any:
+        """The newest entry for the operator; None if there is none."""
+        if not hasattr(self, "func_counter"):
+            return (self.storage.get(func) or [None])[-1]
+        entries = self.storage.get(torch.utils.checkpoint._sac_storage_key(func, args))
+        return next(reversed(entries.values())) if entries else None
+
+
+class _PackedWrapper(_VersionWrapper):
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        value: Any = self.val
+        return value()
+
+
+def _packed(value: Any, unpack: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    return lambda: unpack(value)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:

@@ -23,3 +23,7 @@ class DataError(MeshkitError):
 
 class StepError(MeshkitError):
     """An optimizer step that must not be taken: a loss or a gradient that is not finite."""
+
+
+class OffloadError(MeshkitError):
+    """Activations that could not be moved or brought back: a full disk, a failing file, a tensor changed meanwhile."""

@@ -14,6 +14,7 @@ from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.memory.fp8 import fp8_linears
 from meshkit.memory.linear_logits import chunk_head
+from meshkit.memory.offload import offload_activations, offload_of
 from meshkit.memory.optimizer import refuse_rounding
 from meshkit.memory.policy import Budget, MemoryPolicy
 from meshkit.memory.recompute import treat, treatments
@@ -131,6 +132,7 @@ def parallelize(
     )
     apart = expert_parallel(model, mesh, plan=plan.tensor, sequence=sequence, policy=experts)
     share_counts(model, mesh, sequence=sequence)
+    ends = set(blocks[len(blocks) - memory.offload.keep_last :]) if memory.offload is not None else set()
     pipeline = None
     if cut is not None:
         pipeline = pipeline_parallel(model, mesh["pp"], cut, dtype=compute, parts=mesh.spec.tp if sequence else 1)
@@ -141,6 +143,8 @@ def parallelize(
         treat(names[name], treated[name], compiled=bool(compile))
     present = dict(model.named_modules())  # with pp, those of this rank's stages
     tile(model, mlps=[name for name in mlps if name in present], tiles=memory.tiles)
+    if memory.offload is not None:  # backward begins with the last blocks of the model, not with those of each stage
+        offload_activations(model, blocks=blocks, policy=memory.offload, keep=ends, device=mesh.device)
     if compile:
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)
@@ -177,6 +181,7 @@ def parallelize(
         stages=stages,
         pipeline=pipeline,
         recompute_choice=choice,
+        offload=offload_of(model),
     )
 
 

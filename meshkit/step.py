@@ -18,6 +18,7 @@ from meshkit.mask import Mask
 from meshkit.memory.budget import Choice
 from meshkit.memory.gradient import gradient_of
 from meshkit.memory.loss import IGNORED, cross_entropy
+from meshkit.memory.offload import Offload
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import ContextPolicy, split_batch
@@ -68,6 +69,7 @@ class Run:
     stages: Sequence[int] | None = None
     pipeline: Pipeline | None = None  # this rank's stages, with pp
     recompute_choice: Choice | None = None  # what a Budget came to; print it
+    offload: Offload | None = None  # what moves activations: `offload.last_step` and `offload.report()` say how much
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
     expert_counts: dict[str, Tensor] = field(
         default_factory=dict
@@ -131,6 +133,8 @@ class Run:
                 ((part_loss + found.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 noted.append((found, weight))
+        if self.offload is not None:
+            self.offload.end_step()
         self.local_loss = total
         self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
         note_counts(self.model, self.expert_counts)

@@ -90,14 +90,29 @@ class ActivationOffload:
     """Move what blocks keep for backward off the device until backward needs it.
 
     to: "host" is (pinned) memory of the host, "disk" are files in `folder`. keep_last: this many blocks at the end keep
-    theirs, since backward begins with them. min_bytes: smaller tensors stay. ahead: blocks fetched before they are needed.
+    theirs, since backward begins with them. min_bytes: storages smaller than that stay. ahead: blocks fetched before they are
+    needed. reserve: bytes of the host, or of the disk, taken before the first step; more is taken when it is needed.
+    folder: None is the system's for temporary files. staging: with "disk", bytes of host memory for what is on its way out.
     """
 
     to: Literal["host", "disk"] = "host"
     keep_last: int = 1
     min_bytes: int = 4096
     ahead: int = 1
+    reserve: int = 0
     folder: Path | None = None
+    staging: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.to not in ("host", "disk"):
+            raise PlanError(f"ActivationOffload(to={self.to!r}): activations can wait on the 'host' or on 'disk'.")
+        for name, least in (("keep_last", 0), ("min_bytes", 1), ("ahead", 0), ("reserve", 0), ("staging", 1)):
+            if getattr(self, name) < least:
+                raise PlanError(f"ActivationOffload({name}={getattr(self, name)}): use at least {least}.")
+        if self.folder is not None and self.to == "host":
+            raise PlanError(
+                f'ActivationOffload(folder={str(self.folder)!r}) is where to="disk" writes. Give to="disk" too.'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshkit import _torch
 from meshkit.errors import PlanError
@@ -193,11 +193,11 @@ def _checked(policy: Policy, ctx: Any, operator: Any, *args: Any, **kwargs: Any)
 
 
 def _contexts(make: Callable[[], Policy]) -> Any:
-    return create_selective_checkpoint_contexts(make())
+    return _torch.selective_contexts(make())
 
 
 def _selective(policy: Policy) -> Any:
-    return create_selective_checkpoint_contexts(policy)
+    return _torch.selective_contexts(policy)
 
 
 def _tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:

@@ -1,0 +1,7 @@
+"""Activation offload: what blocks keep for backward waits in host memory or on disk."""
+
+from ._apply import offload_activations as offload_activations
+from ._apply import offload_of as offload_of
+from ._offload import Offload as Offload
+from ._predict import bytes_on_device as bytes_on_device
+from ._reading import OffloadStep as OffloadStep

@@ -1,0 +1,88 @@
+"""Offload on a module: the verb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshkit.errors import PlanError
+from meshkit.memory.offload._offload import Offload
+from meshkit.memory.offload._streams import streams_of
+from meshkit.memory.policy import ActivationOffload
+from meshkit.swap import swap_class
+
+
+def offload_activations(
+    module: nn.Module,
+    *,
+    blocks: Iterable[str],
+    policy: ActivationOffload | None = None,
+    keep: Iterable[str] | None = None,
+    device: torch.device | None = None,
+) -> nn.Module:
+    """Move what the named blocks save for backward to the host or to disk, in place; names of parameters do not change.
+
+    blocks: in the order in which forward runs them. keep: those of them that keep theirs; default: the last `keep_last`.
+    device: whose tensors are moved; default: that of the module's parameters.
+    Each storage leaves once, however many tensors are saved in it, on a stream of its own, and comes back, as backward
+    nears its block, once more. Gradients are bit-identical to those without. What is changed in place after it was saved is
+    found out, as autograd does. Only what blocks save is moved: not the embedding's, the head's or the loss's.
+    With `recompute` and `torch.compile` of the same blocks, in any order, what those leave to be saved is moved.
+    Wire: nothing; between device and host, `offload_of(module).report()` says what.
+    Raises: PlanError for a block that is not in the module, or a device that cannot be told; OffloadError for files that
+    cannot be written, and in backward for a saved tensor that was changed in place.
+    Source: Wu et al. 2024 (SSDTrain); torch.autograd.graph.saved_tensors_hooks.
+    """
+    policy, blocks = policy or ActivationOffload(), list(blocks)
+    modules = dict(module.named_modules())
+    for name in blocks:
+        if name not in modules:
+            raise PlanError(
+                f"offload_activations: there is no block {name!r}. The first modules are {list(modules)[1:4]}."
+            )
+        if hasattr(modules[name], "_offload"):
+            raise PlanError(f"offload_activations: block {name!r} is offloaded already. Name each block once.")
+    if device is None:
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise PlanError(
+            f"offload_activations: tensors of device {device.type!r} cannot be moved. Give device=, cpu or cuda, "
+            "if parameters are not where they will be."
+        )
+    kept = set(blocks[len(blocks) - policy.keep_last :] if keep is None else keep)
+    offload = Offload(policy, streams_of(device))
+    module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
+    for name in blocks:
+        call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)
+        # At the call, not the forward: outside of compiled graphs, of recompute, and of what hooks save.
+        swap_class(modules[name], __call__=call, _offload=offload)
+    return module
+
+
+def offload_of(module: nn.Module) -> Offload | None:
+    """What moves the activations of the module's blocks; None if nothing does."""
+    for child in module.modules():
+        offload = getattr(child, "_offload", None)
+        if isinstance(offload, Offload):
+            return offload
+    return None
+
+
+def _offloaded(call: Any, offload: Offload, *, keeps: bool) -> Any:
+    def offloaded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise PlanError(
+                "activation offload: its blocks lie inside of a compiled module, whose graph cannot move tensors. Compile "
+                "the blocks: parallelize(compile=True), or block.compile()."
+            )
+        with offload.block(self, (args, kwargs), keeps=keeps) as scope:
+            out = call(self, *args, **kwargs)
+        offload.on_backward(scope, out)
+        return out
+
+    return offloaded_call

@@ -1,0 +1,104 @@
+"""What autograd gets in place of a tensor that it saves, and the storage behind it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshkit.errors import OffloadError
+from meshkit.memory.offload._tier import Stored
+
+
+class Parcel:
+    """One storage as it was at one version, moved once however many tensors lie in it.
+
+    source: its bytes on the device while they leave. back: its bytes once they are fetched, until every handle has been
+    used once (a round); a second backward begins another round.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arriving",
+        "back",
+        "live",
+        "nbytes",
+        "origin",
+        "round",
+        "source",
+        "stored",
+        "unseen",
+        "version",
+    )
+
+    def __init__(self, origin: StorageWeakRef, version: int, source: Tensor, stored: Stored) -> None:
+        self.origin, self.version, self.nbytes = origin, version, source.numel()
+        self.source: Tensor | None = source
+        self.stored = stored
+        self.back: Tensor | None = None
+        self.arriving = False
+        self.live = self.unseen = 0
+        self.round = 1
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it holds the tensor's storage as it is now. The address of a storage that is gone is not used again while
+        a weak reference to it lives, so an equal address is the same storage."""
+        return self.version == tensor._version and not self.origin.expired()
+
+
+class Kept:
+    """A saved tensor that stays, and is checked for changes as autograd would."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A saved output that held itself would be a cycle through its node.
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def restore(self) -> Tensor:
+        refuse_changed(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class Handle:
+    """A saved tensor that lies in a parcel: where, and how it is seen.
+
+    When autograd drops it, in whatever thread and at whatever moment, it only leaves a note in `dropped`.
+    """
+
+    __slots__ = ("dropped", "dtype", "guard", "offset", "parcel", "round", "shape", "stride", "version")
+
+    def __init__(self, tensor: Tensor, parcel: Parcel, dropped: SimpleQueue[tuple[Parcel, int]]) -> None:
+        self.parcel, self.dropped, self.round = parcel, dropped, 0
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset, self.version = tensor.storage_offset(), tensor._version
+        # An alias shares the version counter, and keeps it when it is given other data: it sees changes, and holds nothing.
+        self.guard = tensor.detach()
+        self.guard.data = _nothing(tensor.dtype, tensor.device)
+
+    def __del__(self) -> None:
+        self.dropped.put((self.parcel, self.round))
+
+    def view(self, data: Tensor) -> Tensor:
+        """The tensor in `data`, the bytes of its storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=data.device)
+        return empty.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+
+    def refuse_changed(self) -> None:
+        refuse_changed(self.guard, self.version, self.shape)
+
+
+def refuse_changed(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    if tensor._version != version:
+        raise OffloadError(
+            f"activation offload: a {tensor.dtype} tensor of shape {tuple(shape)} that backward needs was changed in place: "
+            f"it was saved at version {version} and is now at version {tensor._version}. Change a clone of it."
+        )
+
+
+@lru_cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -1,0 +1,174 @@
+"""Copies between a device and the host: on streams of their own on CUDA, at once on a CPU.
+
+All that knows streams and events is here; the rest of offload is the same on every device.
+
+[Note: who waits for whom] The compute stream is the one that is current where a tensor is saved or used. A store waits for
+what compute has queued, since that makes the tensor, and compute goes on. A fetch writes into memory allocated on the
+compute stream, which may still be in use by kernels queued before: it waits for those (`mark`) and for the tensor's store.
+Compute waits for the fetch before it reads, or before the memory is freed without being read. So host memory may be stored
+into again as soon as compute has waited for the fetch from it: the next store waits for compute.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A moment on a stream."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Streams(Protocol):
+    device: torch.device
+
+    @property
+    def waited_s(self) -> float:
+        """By compute, for copies; on CUDA of those that are over."""
+        ...
+
+    def slab(self, nbytes: int) -> Tensor:
+        """Host memory [nbytes] uint8, page-aligned, pinned on CUDA."""
+        ...
+
+    def store(self, source: Tensor, target: Tensor) -> Event:
+        """Copy device to host after what compute has queued. The caller keeps `source` until the event."""
+        ...
+
+    def mark(self) -> Event:
+        """What compute has queued until now."""
+        ...
+
+    def fetch(self, source: Tensor, target: Tensor, after: tuple[Event, ...]) -> Event:
+        """Copy host to device after these events. Called from any thread."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let compute wait."""
+        ...
+
+
+def pages(nbytes: int) -> Tensor:
+    """Page-aligned host memory, [nbytes] uint8; pages that nobody touches take none."""
+    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(held, dtype=torch.uint8)
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuStreams:
+    """Every copy is done when its call returns."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._done = _Done()
+
+    def slab(self, nbytes: int) -> Tensor:
+        return pages(nbytes)
+
+    def store(self, source: Tensor, target: Tensor) -> Event:
+        target.copy_(source)
+        return self._done
+
+    def mark(self) -> Event:
+        return self._done
+
+    def fetch(self, source: Tensor, target: Tensor, after: tuple[Event, ...]) -> Event:
+        target.copy_(source)
+        return self._done
+
+    def wait(self, event: Event) -> None:
+        return None
+
+    @property
+    def waited_s(self) -> float:
+        return 0.0
+
+
+class CudaStreams:
+    """One stream out and one in, so that stores and fetches pass each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._out, self._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        self._count_waits()
+        return self._waited_s
+
+    def slab(self, nbytes: int) -> Tensor:
+        """Registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
+        slab = pages(nbytes)
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0)))
+        weakref.finalize(slab, _unregister, slab.data_ptr(), slab.untyped_storage()).atexit = False
+        return slab
+
+    def store(self, source: Tensor, target: Tensor) -> Event:
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            target.copy_(source, non_blocking=True)
+            return _recorded(self._out)
+
+    def mark(self) -> Event:
+        return _recorded(torch.cuda.current_stream(self.device))
+
+    def fetch(self, source: Tensor, target: Tensor, after: tuple[Event, ...]) -> Event:
+        for event in after:
+            assert isinstance(event, torch.cuda.Event)
+            self._in.wait_event(event)
+        with torch.cuda.stream(self._in):
+            target.copy_(source, non_blocking=True)
+            return _recorded(self._in)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        compute = torch.cuda.current_stream(self.device)
+        if event.query():  # nothing to wait for, and what it wrote is visible to what is queued from now on
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(compute)
+        compute.wait_event(event)
+        after.record(compute)
+        self._waits.append((before, after))
+        self._count_waits()
+
+    def _count_waits(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._waited_s += before.elapsed_time(after) / 1000
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _unregister(address: int, storage: torch.UntypedStorage) -> None:
+    """storage: keeps the pages until they are no longer registered."""
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+def streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
