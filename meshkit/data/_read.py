@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshkit.errors import DataError
 
@@ -54,6 +55,14 @@ def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def _text_of_line(raw: bytes, where: str, field: str) -> str:
+    row = object_of_line(raw, where)
+    if field not in row:
+        raise DataError(f"{where}: has no field {field!r}, only {sorted(row)}. Name the field that holds the text.")
+    return _checked_text(row[field], where, field)
+
+
+def object_of_line(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a line of JSONL."""
     try:
         row = json.loads(raw.decode())
     except UnicodeDecodeError:
@@ -62,9 +71,7 @@ def _text_of_line(raw: bytes, where: str, field: str) -> str:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}. Write one object per line.") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: holds a JSON {type(row).__name__}, not an object. Write one object per line.")
-    if field not in row:
-        raise DataError(f"{where}: has no field {field!r}, only {sorted(row)}. Name the field that holds the text.")
-    return _checked_text(row[field], where, field)
+    return row
 
 
 def _checked_text(value: object, where: str, field: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from meshkit.data._cursor import Cursor, check_rank, rank_rows
 from meshkit.data.packing import pack_batch, sample_count
-from meshkit.data.shuffle import permute
 from meshkit.data.tokens import Tokens
 from meshkit.errors import DataError
 
@@ -40,9 +40,7 @@ class Loader:
         vocab_size: int | None = None,
         max_steps: int | None = None,
     ) -> None:
-        if global_batch < 1:
-            raise DataError(f"global_batch={global_batch}: a step needs at least 1 sample. Give global_batch >= 1.")
-        _check_rank(rank, ranks)
+        check_rank(rank, ranks)
         if vocab_size is not None and tokens.vocab_size > vocab_size:
             raise DataError(
                 f"{tokens.path}: holds ids up to {tokens.vocab_size - 1}, but the model has vocab_size={vocab_size}. "
@@ -52,63 +50,40 @@ class Loader:
         self.global_batch = global_batch
         self._tokens = tokens
         self._seq_len = seq_len
-        self._seed = seed
         self._documents = documents
-        self._rows = range(global_batch * rank // ranks, global_batch * (rank + 1) // ranks)
-        self._max_steps = max_steps
-        self._samples = 0
-        self._steps = 0
+        self._rows = rank_rows(global_batch, rank, ranks)
+        self._cursor = Cursor(
+            per_epoch=self.samples_per_epoch,
+            global_batch=global_batch,
+            seed=seed,
+            max_steps=max_steps,
+            identity={"data": tokens.fingerprint, "seq_len": seq_len, "seed": seed, "documents": documents},
+        )
 
     @property
     def epoch(self) -> float:
         """How many times the data has been seen so far, in parts of an epoch too."""
-        return self._samples / self.samples_per_epoch
+        return self._cursor.epoch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        if self._steps == self._max_steps:
-            raise StopIteration
-        indices = [self._sample_at(self._samples + row) for row in self._rows]
+        indices = self._cursor.indices(self._rows)
         batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
-        self._samples += self.global_batch
-        self._steps += 1
+        self._cursor.advance()
         return batch
-
-    def _sample_at(self, place: int) -> int:
-        epoch, index = divmod(place, self.samples_per_epoch)
-        return permute(index, self.samples_per_epoch, seed=self._seed, epoch=epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last batch: samples and steps taken, and what they were taken from."""
-        return {"samples": self._samples, "steps": self._steps, **self._identity()}
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
         Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
         """
-        here = self._identity()
-        missing = sorted(({"samples", "steps"} | here.keys()) - state.keys())
-        if missing:
-            raise DataError(f"the saved data position lacks {missing}. Load the state_dict of a Loader.")
-        for name, value in here.items():
-            if state[name] != value:
-                raise DataError(
-                    f"the saved data position has {name}={state[name]!r}, but this run has {name}={value!r}, which is "
-                    f"another sequence of samples. Give the {name} of the saved run, or start the data afresh."
-                )
-        self._samples, self._steps = int(state["samples"]), int(state["steps"])
-
-    def _identity(self) -> dict[str, Any]:
-        """What fixes the sequence of samples."""
-        return {
-            "data": self._tokens.fingerprint,
-            "seq_len": self._seq_len,
-            "seed": self._seed,
-            "documents": self._documents,
-        }
+        self._cursor.load_state_dict(state)
 
 
 def evaluation_batches(
@@ -122,14 +97,9 @@ def evaluation_batches(
     """
     if batch < 1:
         raise DataError(f"batch={batch}: an evaluation batch needs at least 1 row. Give batch >= 1.")
-    _check_rank(rank, ranks)
+    check_rank(rank, ranks)
     count = sample_count(tokens, seq_len, last="pad")
     starts = range(rank * batch, -(-count // (batch * ranks)) * batch * ranks, batch * ranks)
     return (
         pack_batch(tokens, list(range(start, start + batch)), seq_len=seq_len, documents=documents) for start in starts
     )
-
-
-def _check_rank(rank: int, ranks: int) -> None:
-    if not 0 <= rank < ranks:
-        raise DataError(f"rank={rank} of ranks={ranks}: there is no such data rank. Give 0 <= rank < ranks.")

@@ -1,0 +1,79 @@
+"""Where a loader stands in its endless shuffled sequence, as a few numbers that mean the same on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshkit.data.shuffle import permute
+from meshkit.errors import DataError
+
+
+class Cursor:
+    """Samples and steps taken so far of a sequence in which every epoch is shuffled anew by (seed, epoch).
+
+    identity: what fixes the sequence; a state with another is refused.
+    Raises: DataError for a global batch of less than 1.
+    """
+
+    def __init__(
+        self, *, per_epoch: int, global_batch: int, seed: int, max_steps: int | None, identity: Mapping[str, Any]
+    ) -> None:
+        if global_batch < 1:
+            raise DataError(f"global_batch={global_batch}: a step needs at least 1 sample. Give global_batch >= 1.")
+        self.samples = 0
+        self.steps = 0
+        self._per_epoch = per_epoch
+        self._global_batch = global_batch
+        self._seed = seed
+        self._max_steps = max_steps
+        self._identity = dict(identity)
+
+    @property
+    def epoch(self) -> float:
+        """How many times the data has been seen so far, in parts of an epoch too."""
+        return self.samples / self._per_epoch
+
+    def indices(self, rows: range) -> list[int]:
+        """Which samples are in these rows of the next global batch.
+
+        Raises: StopIteration after max_steps.
+        """
+        if self.steps == self._max_steps:
+            raise StopIteration
+        return [self._sample_at(self.samples + row) for row in rows]
+
+    def advance(self) -> None:
+        """The global batch was taken."""
+        self.samples += self._global_batch
+        self.steps += 1
+
+    def _sample_at(self, place: int) -> int:
+        epoch, index = divmod(place, self._per_epoch)
+        return permute(index, self._per_epoch, seed=self._seed, epoch=epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples, "steps": self.steps, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = sorted(({"samples", "steps"} | self._identity.keys()) - state.keys())
+        if missing:
+            raise DataError(f"the saved data position lacks {missing}. Load the state_dict of a Loader.")
+        for name, value in self._identity.items():
+            if state[name] != value:
+                raise DataError(
+                    f"the saved data position has {name}={state[name]!r}, but this run has {name}={value!r}, which is "
+                    f"another sequence of samples. Give the {name} of the saved run, or start the data afresh."
+                )
+        self.samples, self.steps = int(state["samples"]), int(state["steps"])
+
+
+def rank_rows(count: int, rank: int, ranks: int) -> range:
+    """The rows of `count` that data rank `rank` of `ranks` takes."""
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
+
+
+def check_rank(rank: int, ranks: int) -> None:
+    """Raises: DataError if there is no such data rank."""
+    if not 0 <= rank < ranks:
+        raise DataError(f"rank={rank} of ranks={ranks}: there is no such data rank. Give 0 <= rank < ranks.")

@@ -1,0 +1,117 @@
+"""Examples into rows of one length, whole: first-fit-decreasing bins, and the tensors that rows become.
+
+Legend: B rows of T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshkit.data.examples import Example, Unit, members
+from meshkit.data.packing import IGNORED
+from meshkit.errors import DataError
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices into `lengths` by bin, no bin above `capacity`; the same for the same lengths.
+
+    The longest goes first, equal ones in order, each into the first bin with room: O(n log n). At most 11/9 of the fewest
+    bins possible and 2/3 of a bin (Dósa 2007).
+    Raises: DataError for a length that is above capacity.
+    """
+    bins: list[list[int]] = []
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)  # a heap-shaped tree: the most room in the bins below each node
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if length > capacity:
+            raise DataError(f"example {index} takes {length} tokens, but a row holds {capacity}. Call `fit` first.")
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def value_names(units: Sequence[Unit]) -> tuple[str, ...]:
+    """The names of the numbers that go with every example, of tokens first.
+
+    Raises: DataError for an example that lacks one, and for a name that a batch already has.
+    """
+    if not units:
+        return ()
+    head = members(units[0])[0]
+    names = (*sorted(head.token_values), *sorted(head.scalars))
+    for unit in units:
+        for example in members(unit):
+            if (*sorted(example.token_values), *sorted(example.scalars)) != names:
+                has = [*sorted(example.token_values), *sorted(example.scalars)]
+                raise DataError(
+                    f"{example.source}: has the values {has}, but {head.source} has {list(names)}. "
+                    "Give every example the same ones."
+                )
+    taken = {"input_ids", "labels", "position_ids", "segment_ids", "ends", "mask"} & set(names)
+    if taken or len(set(names)) < len(names):
+        raise DataError(f"values named {sorted(taken) or list(names)}: a name of a batch, or given twice. Rename them.")
+    return names
+
+
+def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Rows of units as tensors [B, length]; no row makes tensors [0, length].
+
+    input_ids, int64: examples end to end, then zeros. labels: the next token where that is learnt, else -100; no label
+    crosses from one example into another. position_ids: from 0 in each example, and in the padding.
+    segment_ids: which example, counted from 1 over the whole batch; 0 is padding. A unit's members follow each other, so in
+    a batch of pairs chosen ones are odd, each rejected one its chosen's number plus 1.
+    ends: 1 at the last token of each example, where a reward model reads its score; 0 elsewhere.
+    names: values of examples to add, float64, 0 where there is none. A token's value stands where the token is the label,
+    so it goes with log-probabilities; that of an example's first token, which is no label, is left out. An example's scalar
+    stands at its end. So a sum over a segment is the sum of its tokens' values, or the scalar.
+    """
+    shape = (len(rows), length)
+    integers = {name: np.zeros(shape, dtype=np.int64) for name in ("input_ids", "segment_ids", "ends")}
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    positions = np.tile(np.arange(length), (len(rows), 1))
+    values = {name: np.zeros(shape, dtype=np.float64) for name in names}
+    segment = 0
+    for row, units in enumerate(rows):
+        start = 0
+        for example in (example for unit in units for example in members(unit)):
+            stop = start + len(example)
+            if stop > length:
+                raise DataError(f"{example.source}: does not fit into a row of {length} tokens. Call `fit` first.")
+            segment += 1
+            integers["input_ids"][row, start:stop] = example.ids
+            integers["segment_ids"][row, start:stop] = segment
+            integers["ends"][row, stop - 1] = 1
+            labels[row, start : stop - 1] = np.where(example.learn[1:], example.ids[1:], IGNORED)
+            positions[row, start:stop] = np.arange(len(example))
+            for name in names:
+                if name in example.scalars:
+                    values[name][row, stop - 1] = example.scalars[name]
+                else:
+                    values[name][row, start : stop - 1] = example.token_values[name][1:]
+            start = stop
+        positions[row, start:] = np.arange(length - start)
+    arrays = {**integers, "labels": labels, "position_ids": positions, **values}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:
+    """Raises: DataError naming the first id outside the vocabulary."""
+    for example in examples:
+        if example.ids.min() < 0 or example.ids.max() >= vocab_size:
+            at = int(np.flatnonzero((example.ids < 0) | (example.ids >= vocab_size))[0])
+            raise DataError(
+                f"{example.source}: id {example.ids[at]} at position {at} is outside the vocabulary of {vocab_size}. "
+                "Encode it with the model's tokenizer, or give the model a larger vocabulary."
+            )

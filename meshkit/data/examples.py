@@ -1,0 +1,172 @@
+"""What one training example is: ids, which of them are learnt, and numbers that go with tokens or with the whole.
+
+Legend: L = tokens of the example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from meshkit.data.tokenizer import Tokenizer
+from meshkit.errors import DataError
+
+Truncation = Literal["error", "drop", "left", "right"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """One sequence of tokens to learn from.
+
+    Raises: DataError for arrays of unequal lengths and for an example without tokens.
+    """
+
+    ids: np.ndarray
+    """[L] int64"""
+    learn: np.ndarray
+    """[L] bool: which tokens the model is to write; the others are only read"""
+    source: str = "an example"
+    """names it in errors, like chats.jsonl:17"""
+    token_values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """name -> [L] float64, each the value of that token: rewards, weights, old log-probabilities"""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """name -> a number of the whole example: margin, label, reference log-probability"""
+    truncated: bool = False
+    """whether tokens were cut off its right end, so that it may lack its end of turn"""
+
+    def __post_init__(self) -> None:
+        lengths = {"ids": len(self.ids), "learn": len(self.learn)}
+        lengths |= {name: len(values) for name, values in self.token_values.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{self.source}: its vectors have different lengths: {lengths}. Give one entry per token.")
+        if not len(self.ids):
+            raise DataError(f"{self.source}: has no tokens. Drop it.")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def prompt_length(self) -> int:
+        """Tokens before the first that is learnt; all of them if none is."""
+        return int(self.learn.argmax()) if self.learn.any() else len(self)
+
+    def cut(self, start: int, stop: int) -> Example:
+        """The tokens from `start` up to `stop`, with what belongs to them."""
+        part = slice(start, stop)
+        return replace(
+            self,
+            ids=self.ids[part],
+            learn=self.learn[part],
+            token_values={name: values[part] for name, values in self.token_values.items()},
+            truncated=self.truncated or stop < len(self),
+        )
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt, of which the first is better. They stay together: one row, one rank."""
+
+    chosen: Example
+    rejected: Example
+
+
+Unit = Example | tuple[Example, ...]
+"""what is never torn apart: an example, or several that a loss compares, like a `Pair`"""
+
+
+def members(unit: Unit) -> tuple[Example, ...]:
+    """The examples of a unit."""
+    return (unit,) if isinstance(unit, Example) else unit
+
+
+def unit_length(unit: Unit) -> int:
+    """Its tokens, all members together."""
+    return sum(len(example) for example in members(unit))
+
+
+def encode_completion(
+    tokenizer: Tokenizer,
+    prompt: str,
+    completion: str,
+    *,
+    bos: bool = True,
+    eos: bool = True,
+    source: str = "an example",
+) -> Example:
+    """`[bos] prompt completion [eos]` as plain text, of which completion and eos are learnt.
+
+    The two are encoded apart, as they are when the model is used: the prompt's ids do not depend on the completion.
+    """
+    head = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
+    head += tokenizer.encode(prompt)
+    tail = tokenizer.encode(completion) + ([tokenizer.eos_id] if eos else [])
+    ids = np.array(head + tail, dtype=np.int64)
+    return Example(ids=ids, learn=np.arange(len(ids)) >= len(head), source=source)
+
+
+def fit(units: Iterable[Unit], *, seq_len: int, truncate: Truncation) -> list[Unit]:
+    """Units that each take at most `seq_len` tokens, in order.
+
+    truncate: what becomes of a longer one. "error" refuses it and "drop" leaves it out. "left" cuts the beginning, from
+    each member of the unit the same number of tokens, and never a learnt token. "right" cuts the end of the longest
+    member, again and again. A unit with a member that has nothing left to learn is dropped.
+    Raises: DataError for seq_len < 1 and, with "error", for a unit that is too long.
+    """
+    if seq_len < 1:
+        raise DataError(f"seq_len={seq_len}: a row needs at least 1 token. Give seq_len >= 1.")
+    if truncate not in ("error", "drop", "left", "right"):
+        raise DataError(f"truncate={truncate!r}: no such way. Give error, drop, left or right.")
+    fitting = (_fit(unit, seq_len, truncate) for unit in units)
+    return [unit for unit in fitting if unit is not None]
+
+
+def _fit(unit: Unit, seq_len: int, truncate: Truncation) -> Unit | None:
+    parts = members(unit)
+    excess = unit_length(unit) - seq_len
+    if excess <= 0:
+        return unit
+    if truncate == "error":
+        raise DataError(
+            f"{parts[0].source}: takes {unit_length(unit)} tokens, but a row holds seq_len={seq_len}. "
+            "Give a larger seq_len, or truncate='drop', 'left' or 'right'."
+        )
+    if truncate == "drop":
+        return None
+    if truncate == "left":
+        each = -(-excess // len(parts))
+        if any(part.prompt_length < each or part.prompt_length == len(part) for part in parts):
+            return None
+        cut = [part.cut(each, len(part)) for part in parts]
+    else:
+        lengths = [len(part) for part in parts]
+        for _ in range(excess):
+            lengths[lengths.index(max(lengths))] -= 1
+        if any(not part.learn[:length].any() for part, length in zip(parts, lengths, strict=True)):
+            return None
+        cut = [part.cut(0, length) for part, length in zip(parts, lengths, strict=True)]
+    return like(unit, cut)
+
+
+def like(unit: Unit, parts: Sequence[Example]) -> Unit:
+    """`parts` in the form of `unit`: an example, a pair or a tuple."""
+    if isinstance(unit, Example):
+        return parts[0]
+    return Pair(*parts) if isinstance(unit, Pair) else tuple(parts)
+
+
+def units_fingerprint(units: Iterable[Unit]) -> str:
+    """The content: equal for equal ids, learnt tokens, values and order, whatever they were read from."""
+    digest = hashlib.sha256(b"examples 1")
+    for unit in units:
+        digest.update(b"unit")
+        for example in members(unit):
+            digest.update(f"{len(example)} {sorted(example.scalars.items())}".encode())
+            digest.update(example.ids.astype("<i8").tobytes())
+            digest.update(example.learn.astype("?").tobytes())
+            for name in sorted(example.token_values):
+                digest.update(name.encode() + example.token_values[name].astype("<f8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""Which examples make up which batch on which rank, for ever, and from any point again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from meshkit.data._cursor import Cursor, check_rank, rank_rows
+from meshkit.data.bins import build_rows, check_vocabulary, first_fit_decreasing, value_names
+from meshkit.data.examples import Unit, members, unit_length, units_fingerprint
+from meshkit.errors import DataError
+
+Packing = Literal["rows", "step", "none"]
+
+
+class ExampleLoader:
+    """An endless iterator of one data rank's part of each global batch of examples, pairs or other units.
+
+    packing: what a sample is, of which each step takes `global_batch`.
+    "rows": a row of seq_len tokens, filled once for all with as many units as fit. Steps have equal sizes in tokens.
+    "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds. Steps have
+    equal numbers of units, and between steps the number of rows differs.
+    "none": a unit, alone in its row; rows are as long as the longest of the step, rounded up to `pad_multiple`. A pair is one
+    row too, its answers one after the other, so that no split of the rows parts them.
+    The order of samples, shares of the ranks and resume are those of `Loader`: any number of data ranks gives the same
+    steps, of any rank's batch may be [0, T], and a state may be loaded with another number of ranks or global batch.
+    Batches: see `build_rows`. Everything is in memory.
+    vocab_size: of the model; a larger id is refused. max_steps: stop after so many, counted from the start of the run.
+    Raises: DataError for no units, one longer than seq_len, unequal values, sizes that make no batch, or an id outside.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        seq_len: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        packing: Packing = "rows",
+        pad_multiple: int = 8,
+        vocab_size: int | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        check_rank(rank, ranks)
+        samples = _samples(units, seq_len, packing, vocab_size)
+        self.samples_per_epoch = len(samples)
+        self.global_batch = global_batch
+        self._samples = samples
+        self._names = value_names(units)
+        self._seq_len = seq_len
+        self._packing = packing
+        self._pad_multiple = pad_multiple
+        self._rank, self._ranks = rank, ranks
+        self._cursor = Cursor(
+            per_epoch=len(samples),
+            global_batch=global_batch,
+            seed=seed,
+            max_steps=max_steps,
+            identity={"data": units_fingerprint(units), "seq_len": seq_len, "seed": seed, "packing": packing},
+        )
+
+    @property
+    def epoch(self) -> float:
+        """How many times the data has been seen so far, in parts of an epoch too."""
+        return self._cursor.epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        step = [self._samples[index] for index in self._cursor.indices(range(self.global_batch))]
+        length = self._seq_len
+        if self._packing == "step":
+            step = _pack([unit for sample in step for unit in sample], length)
+        elif self._packing == "none":
+            length = _rounded(step, self._pad_multiple, length)
+        share = rank_rows(len(step), self._rank, self._ranks)
+        batch = build_rows(step[share.start : share.stop], length=length, names=self._names)
+        self._cursor.advance()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands after the last batch: samples and steps taken, and what they were taken from."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
+        """
+        self._cursor.load_state_dict(state)
+
+
+def example_batches(
+    units: Sequence[Unit],
+    *,
+    seq_len: int,
+    rows: int,
+    rank: int = 0,
+    ranks: int = 1,
+    packing: Literal["rows", "none"] = "rows",
+    pad_multiple: int = 8,
+    vocab_size: int | None = None,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Every unit once, in order of its row, shared out over the data ranks: for evaluation.
+
+    Every rank gets the same number of batches of `rows` rows; rows that no unit is left for are padding, all labels -100.
+    Raises: DataError, at once, as `ExampleLoader` does.
+    """
+    if rows < 1:
+        raise DataError(f"rows={rows}: an evaluation batch needs at least 1 row. Give rows >= 1.")
+    check_rank(rank, ranks)
+    samples, names = _samples(units, seq_len, packing, vocab_size), value_names(units)
+    length = seq_len if packing == "rows" else _rounded(samples, pad_multiple, seq_len)
+    samples = samples + [[] for _ in range(-len(samples) % (rows * ranks))]
+    starts = range(rank * rows, len(samples), rows * ranks)
+    return (build_rows(samples[start : start + rows], length=length, names=names) for start in starts)
+
+
+def _samples(units: Sequence[Unit], seq_len: int, packing: str, vocab_size: int | None) -> list[list[Unit]]:
+    if packing not in ("rows", "step", "none"):
+        raise DataError(f"packing={packing!r}: no such way. Give rows, step or none.")
+    if not units:
+        raise DataError("there are no examples. Check the path, and what was dropped on the way.")
+    for unit in units:
+        if unit_length(unit) > seq_len:
+            source = members(unit)[0].source
+            raise DataError(
+                f"{source}: takes {unit_length(unit)} tokens, but a row holds seq_len={seq_len}. "
+                "Give a larger seq_len, or call `fit` to drop or cut long ones."
+            )
+        if vocab_size is not None:
+            check_vocabulary(members(unit), vocab_size)
+    return _pack(units, seq_len) if packing == "rows" else [[unit] for unit in units]
+
+
+def _pack(units: Sequence[Unit], seq_len: int) -> list[list[Unit]]:
+    bins = first_fit_decreasing([unit_length(unit) for unit in units], seq_len)
+    return [[units[index] for index in indices] for indices in bins]
+
+
+def _rounded(rows: Sequence[Sequence[Unit]], multiple: int, seq_len: int) -> int:
+    """The longest row's length, up to a multiple, and to seq_len at most."""
+    longest = max(sum(unit_length(unit) for unit in row) for row in rows)
+    return min(seq_len, -(-longest // multiple) * multiple)

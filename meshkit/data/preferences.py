@@ -1,0 +1,180 @@
+"""Rows of preference data to pairs and labelled completions, and pairs across prompts.
+
+A row holds a prompt and completions as plain text, or as messages. With messages the prompt may be left out: it is then
+what both chats begin with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshkit.data.chat import Chat, Message
+from meshkit.data.chat_mask import EndOfTurn, encode_chat
+from meshkit.data.examples import Example, Pair, encode_completion
+from meshkit.data.tokenizer import Tokenizer
+from meshkit.errors import DataError
+
+
+def encode_pair(
+    row: Mapping[str, Any],
+    encoder: Chat | Tokenizer,
+    *,
+    prompt: str = "prompt",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    scalars: Sequence[str] = (),
+    end_of_turn: EndOfTurn = "template",
+    source: str = "a pair",
+) -> Pair:
+    """Two answers to one prompt, encoded; only what comes after the prompt is learnt.
+
+    prompt, chosen, rejected: names of the row's fields. encoder: a `Chat` for messages, a `Tokenizer` for text.
+    scalars: numbers of the row that go with both sides, such as a margin.
+    Raises: DataError naming `source` for a missing field, a kind that does not fit the encoder, or text without a prompt.
+    """
+    sides = [_field(row, name, source) for name in (chosen, rejected)]
+    if prompt in row and row[prompt] is not None:
+        head = row[prompt]
+    elif all(isinstance(side, list) for side in sides):
+        head, *sides = _split_common(*sides)
+    else:
+        raise DataError(
+            f"{source}: has no field {prompt!r}, and {chosen!r} is text, of which nothing says where the prompt ends. "
+            "Give the prompt, or messages."
+        )
+    numbers = {name: _number(row, name, source) for name in scalars}
+    encoded = [
+        _encode(encoder, head, side, row, end_of_turn, f"{source} {name}")
+        for name, side in zip((chosen, rejected), sides, strict=True)
+    ]
+    return Pair(*(replace(example, scalars={**example.scalars, **numbers}) for example in encoded))
+
+
+def encode_labelled(
+    row: Mapping[str, Any],
+    encoder: Chat | Tokenizer,
+    *,
+    prompt: str = "prompt",
+    completion: str = "completion",
+    label: str = "label",
+    end_of_turn: EndOfTurn = "template",
+    source: str = "an example",
+) -> Example:
+    """A completion and whether it is good, for KTO and its like: the scalar "desirable" is 1 or 0.
+
+    With messages the prompt may be left out: it is then all but the last message.
+    Raises: DataError as `encode_pair`, and for a label that is not true or false.
+    """
+    tail, good = _field(row, completion, source), _field(row, label, source)
+    if not isinstance(good, bool) and good not in (0, 1):
+        raise DataError(f"{source}: {label!r} is {good!r}, neither true nor false. Name the field with the label.")
+    head = row.get(prompt)
+    if head is None and isinstance(tail, list):
+        head, tail = tail[:-1], tail[-1:]
+    example = _encode(encoder, head, tail, row, end_of_turn, source)
+    return replace(example, scalars={"desirable": float(good)})
+
+
+def with_mismatches(examples: Sequence[Example]) -> list[tuple[Example, Example]]:
+    """Each example, and its prompt with the completion of the example before it: from those KTO estimates its KL.
+
+    In a batch the examples are odd segments and the mismatches even ones.
+    Raises: DataError for fewer than 2 examples. Source: Ethayarajh et al. 2024, section 4.1.
+    """
+    if len(examples) < 2:
+        raise DataError(f"{len(examples)} example: a mismatched completion needs another example. Give at least 2.")
+    return [
+        (example, _answer(example, other)) for example, other in zip(examples, [examples[-1], *examples], strict=False)
+    ]
+
+
+def augment_across_prompts(pairs: Sequence[Pair], *, seed: int, ties: bool = True) -> list[Pair]:
+    """The pairs, and pairs across prompts, which tell a reward model that an answer has to fit its prompt.
+
+    For each pair, with prompt x, and another one drawn from the rest: to x, each of the pair's own answers is better than
+    each answer of the other pair; with `ties`, the other pair's two answers are as good as each other. Up to 6 pairs for one.
+    The scalar "preference" is the wanted probability that chosen is better: 1, and 0.5 for a tie. The loss must use it.
+    Raises: DataError for fewer than 2 pairs. Source: after Liu et al. 2024 (RRM), section 3.
+    """
+    if len(pairs) < 2:
+        raise DataError(f"{len(pairs)} pair: pairs across prompts need at least 2. Give more.")
+    order = list(range(len(pairs)))
+    random.Random(seed).shuffle(order)
+    other = dict(zip(order, [*order[1:], order[0]], strict=True))  # one cycle: nobody meets itself
+    made = []
+    for index, pair in enumerate(pairs):
+        better, worse = (_answer(pair.chosen, answer) for answer in pairs[other[index]])
+        made.append(_preferred(pair.chosen, pair.rejected, 1.0))
+        made += [_preferred(own, foreign, 1.0) for own in pair for foreign in (better, worse)]
+        if ties:
+            made.append(_preferred(better, worse, 0.5))
+    return made
+
+
+def _preferred(chosen: Example, rejected: Example, preference: float) -> Pair:
+    return Pair(*(replace(side, scalars={**side.scalars, "preference": preference}) for side in (chosen, rejected)))
+
+
+def _answer(example: Example, other: Example) -> Example:
+    """The prompt of `example` with what comes after the prompt of `other`."""
+    cut, tail = example.prompt_length, slice(other.prompt_length, None)
+    return replace(
+        example,
+        ids=np.concatenate([example.ids[:cut], other.ids[tail]]),
+        learn=np.concatenate([example.learn[:cut], other.learn[tail]]),
+        token_values={
+            name: np.concatenate([values[:cut], other.token_values[name][tail]])
+            for name, values in example.token_values.items()
+        },
+        truncated=other.truncated,
+        source=f"{example.source} with the answer of {other.source}",
+    )
+
+
+def _encode(
+    encoder: Chat | Tokenizer, prompt: Any, completion: Any, row: Mapping[str, Any], end_of_turn: EndOfTurn, source: str
+) -> Example:
+    if isinstance(completion, Mapping):
+        completion = [completion]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if isinstance(encoder, Chat):
+            raise DataError(f"{source}: is text, not messages. Give a Tokenizer to encode it, or write messages.")
+        return encode_completion(encoder, prompt, completion, source=source)
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise DataError(f"{source}: prompt and completion are {kinds}. Give two texts, or two lists of messages.")
+    if not isinstance(encoder, Chat):
+        raise DataError(f"{source}: is messages, and a tokenizer alone cannot write them. Give a Chat with a template.")
+    return encode_chat(
+        encoder,
+        [*prompt, *completion],
+        tools=row.get("tools"),
+        first=len(prompt),
+        end_of_turn=end_of_turn,
+        source=source,
+    )
+
+
+def _split_common(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
+    """The messages both begin with, and the rest of each; each rest keeps at least one message."""
+    most = max(0, min(len(chosen), len(rejected)) - 1)
+    common = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _field(row: Mapping[str, Any], name: str, source: str) -> Any:
+    if name not in row or row[name] is None:
+        raise DataError(f"{source}: has no field {name!r}, only {sorted(row)}. Name the field that holds it.")
+    return row[name]
+
+
+def _number(row: Mapping[str, Any], name: str, source: str) -> float:
+    value = _field(row, name, source)
+    if not isinstance(value, int | float):
+        raise DataError(f"{source}: {name!r} is {type(value).__name__}, not a number. Name a field with a number.")
+    return float(value)
