@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.models.layers import GatedMLP
 from meshkit.models.router import Router, RouterConfig
@@ -81,7 +82,9 @@ class Experts(nn.Module):
         chosen = expert_kernel(x_MC.dtype, x_MC.device, sizes)
         if self.kernel == "grouped" and chosen.kernel != "grouped":
             raise PlanError(f"Experts: kernel='grouped' cannot be: {chosen.why}. Use kernel='loop', or None.")
-        run = _grouped if (self.kernel or chosen.kernel) == "grouped" else _loop
+        # Where torch compiles grouped_mm in bf16 only, it knows the shapes of no other dtype either.
+        unknown = COMPILES_IN_BF16_ONLY and x_MC.dtype != torch.bfloat16 and _torch.is_fake(x_MC)
+        run = _grouped if (self.kernel or chosen.kernel) == "grouped" and not unknown else _loop
         return run(x_MC, counts_E, self.gate_proj, self.up_proj, self.down_proj)
 
 
