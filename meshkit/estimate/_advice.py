@@ -14,12 +14,13 @@ from meshkit.estimate._result import Estimate, said
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("zero", 3),
     ("sequence", True),
-    ("chunked_loss", True),
+    ("loss_chunk", 1024),
     ("precision", "bf16"),
     ("recompute", "selective"),
     ("recompute", "full"),
     ("microbatches", None),  # one row at a time
-    ("offload_optimizer", True),
+    ("offload", "host"),
+    ("optimizer_offload", True),
 )
 
 
