@@ -132,7 +132,6 @@ def parallelize(
     )
     apart = expert_parallel(model, mesh, plan=plan.tensor, sequence=sequence, policy=experts)
     share_counts(model, mesh, sequence=sequence)
-    ends = set(blocks[len(blocks) - memory.offload.keep_last :]) if memory.offload is not None else set()
     pipeline = None
     if cut is not None:
         pipeline = pipeline_parallel(model, mesh["pp"], cut, dtype=compute, parts=mesh.spec.tp if sequence else 1)
@@ -143,8 +142,10 @@ def parallelize(
         treat(names[name], treated[name], compiled=bool(compile))
     present = dict(model.named_modules())  # with pp, those of this rank's stages
     tile(model, mlps=[name for name in mlps if name in present], tiles=memory.tiles)
-    if memory.offload is not None:  # backward begins with the last blocks of the model, not with those of each stage
-        offload_activations(model, blocks=blocks, policy=memory.offload, keep=ends, device=mesh.device)
+    stay = [name for name in blocks if not treated[name].offload]
+    if memory.offload is not None and not (budgeted and stay == blocks):
+        # Those that stay have a place in the order, by which the others are fetched ahead.
+        offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=mesh.device)
     if compile:
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)

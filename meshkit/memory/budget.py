@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from meshkit.errors import PlanError
-from meshkit.memory._knapsack import Option, cheapest
+from meshkit.memory._knapsack import Option, cheapest, most, smallest
 from meshkit.memory.recompute import Treatment
 
 Offer = tuple[Option, Treatment]
@@ -16,17 +16,21 @@ Offer = tuple[Option, Treatment]
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for the blocks of a rank; `str()` is a table. budget: bytes of activations that the rank may keep."""
+    """What was chosen for the blocks of a rank; `str()` is a table. budget: bytes of activations that the rank may keep.
+    beside: blocks whose moved bytes are on the device beside those of the one whose backward runs.
+    """
 
     budget: int
     treatments: dict[str, Treatment]
     options: dict[str, Option]
+    beside: int = 1
 
     @property
     def bytes(self) -> int:
-        """The most at one time: what all blocks keep, and what the largest that runs again holds besides."""
-        kept = [option.bytes for option in self.options.values()]
-        return sum(kept) + max((option.passing for option in self.options.values()), default=0)
+        """The most on the device at one time: what all blocks keep there, what the largest that runs again or comes back
+        holds besides, and what is on its way.
+        """
+        return most(list(self.options.values()), self.beside)
 
     @property
     def seconds(self) -> float:
@@ -35,29 +39,30 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"activations: {self.bytes:,} of {self.budget:,} bytes, {self.seconds * 1e3:,.3f} ms a step for it"]
-        for name, run in groupby(self.options.items(), key=lambda item: item[1]):
+        for option, run in groupby(self.options.items(), key=lambda item: item[1]):
             blocks = [block for block, _ in run]
             span = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
             lines.append(
-                f"  {span:28} {name.name:20} {name.bytes:>15,} bytes a block {name.seconds * 1e3:>9,.3f} ms"
-                + (f", {name.passing:,} bytes while its backward runs" if name.passing else "")
+                f"  {span:28} {option.name:31} {option.bytes:>15,} bytes a block {option.seconds * 1e3:>9,.3f} ms"
+                + (f", {option.moving:,} bytes wait elsewhere" if option.moving else "")
+                + (f", {option.passing:,} bytes while its backward runs" if option.passing else "")
             )
         return "\n".join(lines)
 
 
-def choose(offers: Mapping[str, Sequence[Offer]], budget: int) -> Choice:
-    """The least time within the budget. Every rank that has the same offers chooses the same.
+def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1) -> Choice:
+    """The least time within the budget; see `cheapest`. Every rank that has the same offers chooses the same.
 
     Raises: PlanError, with what the least would be, if nothing fits.
     """
     names = list(offers)
-    chosen = cheapest([[option for option, _ in offers[name]] for name in names], budget)
+    blocks = [[option for option, _ in offers[name]] for name in names]
+    chosen = cheapest(blocks, budget, beside)
     if chosen is None:
-        least = [min((option for option, _ in offers[name]), key=lambda option: option.bytes) for name in names]
-        kept, passing = sum(option.bytes for option in least), max(option.passing for option in least)
+        kept, passing = smallest(blocks, beside)
         raise PlanError(
-            f"Budget(bytes={budget:,}) is too little: with everything run again the {len(names)} blocks of this rank keep "
-            f"{kept:,} bytes, and one needs {passing:,} more while its backward runs, together {kept + passing:,}. Give more "
+            f"Budget(bytes={budget:,}) is too little: at the least the {len(names)} blocks of this rank keep {kept:,} "
+            f"bytes, and {passing:,} more are needed while a backward runs, together {kept + passing:,}. Give more "
             "bytes, or fewer rows or tokens, or more ranks."
         )
     picked = {name: offers[name][at] for name, at in zip(names, chosen, strict=True)}
@@ -65,4 +70,5 @@ def choose(offers: Mapping[str, Sequence[Offer]], budget: int) -> Choice:
         budget,
         {name: treatment for name, (_, treatment) in picked.items()},
         {name: option for name, (option, _) in picked.items()},
+        beside,
     )

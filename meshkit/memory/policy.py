@@ -56,17 +56,25 @@ class Recompute:
 class Rates:
     """How fast a rank computes, reads and writes its memory, and sends, by which the time of a choice is told.
 
-    Only their ratios matter to the choice. The defaults are about what one H100 achieves in bf16 inside of a node.
+    host_bytes_per_s: one way between the device and where activations are offloaded to; for a disk, the disk's. Only their
+    ratios matter to the choice. The defaults are about what one H100 achieves in bf16 inside of a node.
     """
 
     flops_per_s: float = 4e14
     memory_bytes_per_s: float = 2.5e12
     link_bytes_per_s: float = 2e11
+    host_bytes_per_s: float = 5e10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise PlanError(f"Rates({name}={value!r}): a rate is more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Choose for every block what is cheapest within `bytes` of activations a rank.
+    """Choose for every block what is cheapest within `bytes` of activations a rank: to keep, to run again, to gather again,
+    and, with `MemoryPolicy(offload=...)`, to offload.
 
     rows, seq_len: a microbatch of one rank, as `forward_backward` will run it; seq_len before cp splits it. microbatches: of
     a step, by which with pp several are held at a time.
@@ -221,9 +229,10 @@ class MemoryPolicy:
     recompute: "none" keeps every activation; "full" keeps each block's input and runs its forward again in backward;
     "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; "activation"
     runs only the elementwise middle of feed-forwards again. `Recompute` says more, `Budget` chooses. offload: where kept
-    activations wait. regather: with sequence=True, keep the sharded input of a tensor-parallel region and gather it again in
-    backward. tiles: feed-forwards run on so many parts of the tokens. loss: None makes whole logits. precision: None computes
-    in the parameters' own dtype; `Precision()` is bf16 over fp32 masters. optimizer: what `adamw` builds.
+    activations wait; with a `Budget`, those of the blocks that it chooses. regather: with sequence=True, keep the sharded
+    input of a tensor-parallel region and gather it again in backward. tiles: feed-forwards run on so many parts of the
+    tokens. loss: None makes whole logits. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over
+    fp32 masters. optimizer: what `adamw` builds.
     """
 
     recompute: RecomputeMode | Recompute | Budget = "none"

@@ -82,21 +82,35 @@ def recompute(
 
 @dataclass(frozen=True)
 class Treatment:
-    """What one block keeps for backward. regather: inputs of its regions are gathered again, not kept whole."""
+    """What one block keeps for backward. regather: inputs of its regions are gathered again, not kept whole. offload: what is
+    kept waits elsewhere.
+    """
 
     recompute: Recompute = NONE
     regather: bool = False
+    offload: bool = False
 
 
 def treatments(memory: MemoryPolicy, blocks: Sequence[str]) -> dict[str, Treatment]:
     """Of each block, in the order of the whole model, for a policy that is no `Budget`."""
     assert not isinstance(memory.recompute, Budget)
-    chosen = spread(memory.recompute, blocks)
-    return {name: Treatment(chosen[name], memory.regather) for name in blocks}
+    chosen, moved = spread(memory.recompute, blocks), may_move(memory, blocks)
+    return {name: Treatment(chosen[name], memory.regather, name in moved) for name in blocks}
+
+
+def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
+    """Those of the whole model's blocks that can be offloaded. Backward begins with the last blocks of the model, not with
+    those of each stage.
+    """
+    return (
+        frozenset() if memory.offload is None else frozenset(blocks[: max(0, len(blocks) - memory.offload.keep_last)])
+    )
 
 
 def treat(block: nn.Module, treatment: Treatment, *, compiled: bool = False) -> None:
-    """Let the block keep so much, in place. compiled: it will be compiled, where saved inputs cannot be replaced."""
+    """Let the block keep so much, in place; `offload` is not done here. compiled: it will be compiled, where saved inputs
+    cannot be replaced.
+    """
     chosen, regather = treatment.recompute, treatment.regather
     if chosen.mode == "full":
         _recompute_block(block, None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from meshkit.errors import PlanError
 from meshkit.memory._knapsack import Option
 from meshkit.memory._work import Kept, Work
 from meshkit.memory.budget import Choice, Offer, choose
-from meshkit.memory.policy import Budget, MemoryPolicy, Recompute
-from meshkit.memory.recompute import Treatment, treat
+from meshkit.memory.offload import BLOCKS_LEAVING, Moved
+from meshkit.memory.policy import ActivationOffload, Budget, MemoryPolicy, Recompute
+from meshkit.memory.recompute import Treatment, may_move, treat
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut, check
 from meshkit.parallel.tensor import SEQUENCE_DIM, alone
@@ -58,6 +61,12 @@ def choose_for_blocks(
         raise PlanError(
             "Budget: what routed experts keep depends on where tokens go. Use Recompute(mode=...) for models with experts."
         )
+    offload, movable = memory.offload, may_move(memory, blocks)
+    if offload is not None and not movable:
+        raise PlanError(
+            f"Budget with ActivationOffload(keep_last={offload.keep_last}): all {len(blocks)} blocks keep theirs, so none "
+            "can be offloaded. Give a smaller keep_last, or leave offload away."
+        )
     layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
     calls = _calls(model, held, budget, spec, compute, device)
     live, stages = 1, 1
@@ -77,12 +86,21 @@ def choose_for_blocks(
                 return made if layout is None else alone(made, name, layout, regather=regather)
 
             cutting = spec.tp if sequence and layout is not None else 1
-            known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device))
+            known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device, offload))
         offers[name] = [
-            (Option(o.name, -(-o.bytes * live // stages), o.seconds * budget.microbatches, o.passing), treatment)
+            (replace(o, bytes=-(-o.bytes * live // stages), seconds=o.seconds * budget.microbatches), treatment)
             for o, treatment in known[alike]
+            if name in movable or not treatment.offload
         ]
-    return choose(offers, budget.bytes)
+    return choose(offers, budget.bytes, _beside(offload, live))
+
+
+def _beside(offload: ActivationOffload | None, live: int) -> int:
+    """Of how many blocks the moved bytes are on the device, besides those of the one that runs: in forward of one that
+    leaves, in backward of those fetched ahead, and of those that still leave if forwards of other microbatches lie between.
+    """
+    ahead = offload.ahead if offload is not None else 0
+    return ahead + BLOCKS_LEAVING if live > 1 else max(ahead, BLOCKS_LEAVING - 1)
 
 
 def _offers(
@@ -92,52 +110,82 @@ def _offers(
     budget: Budget,
     regathers: tuple[bool, ...],
     device: str,
+    offload: ActivationOffload | None,
 ) -> Iterator[Offer]:
-    """Every treatment, with what it keeps, and what it takes longer than keeping everything."""
+    """Every treatment, with what it keeps, and what it takes longer than keeping everything.
+
+    Copies run beside compute: one takes time as far as it is longer than the forward, or the backward, of the block itself.
+    """
     everything, shortest = 0, 0.0
     for regather in regathers:
         for mode in MODES:
             if regather and mode.mode == "full":
                 continue  # the same as without
             try:
-                kept = _kept(build(regather, device), call, Treatment(mode, regather), cutting, device)
-                seconds = _seconds(build(regather, "cpu"), call, Treatment(mode, regather), cutting, budget)
+                kept, _ = _kept(build(regather, device), call, Treatment(mode, regather), cutting, device)
+                forward, backward = _seconds(build(regather, "cpu"), call, Treatment(mode, regather), cutting, budget)
             except PlanError:
                 if mode.mode != "activation":
                     raise
                 continue  # no feed-forward whose middle could be made again
             if mode.mode == "none" and not regather:
-                everything, shortest = kept, seconds
+                everything, shortest = kept, forward + backward
             name = mode.mode + (" + regather" if regather else "")
-            option = Option(name, kept, max(0.0, seconds - shortest), max(0, everything - kept))
-            yield option, Treatment(mode, regather)
+            longer = max(0.0, forward + backward - shortest)
+            yield Option(name, kept, longer, max(0, everything - kept)), Treatment(mode, regather)
+            if offload is None:
+                continue
+            treatment = Treatment(mode, regather, offload=True)
+            stays, moved = _kept(build(regather, device), call, treatment, cutting, device, offload)
+            if stays >= kept:
+                continue  # all storages are smaller than `min_bytes`
+            copy = moved / budget.rates.host_bytes_per_s
+            longer += max(0.0, copy - forward) + max(0.0, copy - backward)
+            yield Option(f"{name} + offload", stays, longer, max(moved, everything - stays), moved), treatment
 
 
-def _kept(block: nn.Module, call: Call, treatment: Treatment, cutting: int, device: str) -> int:
-    """Bytes that are alive after forward because backward will ask for them; what all blocks are given is not counted."""
+def _kept(
+    block: nn.Module,
+    call: Call,
+    treatment: Treatment,
+    cutting: int,
+    device: str,
+    offload: ActivationOffload | None = None,
+) -> tuple[int, int]:
+    """Bytes that are alive after forward because backward will ask for them, and those that offload moves elsewhere; what all
+    blocks are given is not counted.
+    """
     with _no_values(), torch.device(device):
         treat(block, treatment)
         args, kwargs = _inputs(call, cutting, device)
         kept = Kept(_tensors((args, kwargs, list(block.parameters()))))
+        moved = (
+            Moved(offload, [*block.parameters(), *block.buffers(), *_tensors((args, kwargs))])
+            if offload is not None
+            else None
+        )
         with kept:
             # The input counts where it is kept; so it may not be a leaf, which autograd holds in any case.
             first = _tensors((args, kwargs))[0]
             args, kwargs = tree_map(lambda value: value.clone() if value is first else value, (args, kwargs))
-            graph = _tensors(block(*args, **kwargs))[0].grad_fn
+            with moved or nullcontext():
+                graph = _tensors(block(*args, **kwargs))[0].grad_fn
         del args, kwargs
     assert graph is not None
-    return kept.bytes
+    return kept.bytes, moved.bytes if moved is not None else 0
 
 
-def _seconds(block: nn.Module, call: Call, treatment: Treatment, cutting: int, budget: Budget) -> float:
+def _seconds(block: nn.Module, call: Call, treatment: Treatment, cutting: int, budget: Budget) -> tuple[float, float]:
+    """Of forward and of backward, with what runs again in it."""
     with _no_values():
         treat(block, treatment)
         args, kwargs = _inputs(call, cutting, "cpu")
         work = Work(budget.rates)
         with work:
             out = _tensors(block(*args, **kwargs))[0]
+            forward = work.seconds
             out.backward(torch.empty_like(out))
-    return work.seconds
+    return forward, work.seconds - forward
 
 
 @functools.cache

@@ -38,11 +38,11 @@ class Live(TorchDispatchMode):
         return sum(size for _, size in self.made.values())
 
 
-def held_bytes(model: nn.Module, rows: int, tokens: int) -> int:
-    """What backward holds after the forward of rows of `tokens` tokens."""
+def held_bytes(model: nn.Module, rows: int, tokens: int, known: Iterable[Tensor] = ()) -> int:
+    """What backward holds after the forward of rows of `tokens` tokens, without what lies in the memory of `known`."""
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    with Live([*locals_, ids]) as live:
+    with Live([*locals_, *known, ids]) as live:
         out = model(ids)
         assert out.requires_grad
     time.sleep(0.1)  # threads of gloo let go of what they sent a moment later

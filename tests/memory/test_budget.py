@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshkit as mk
-from meshkit.memory._knapsack import Option, cheapest
+from meshkit.memory._knapsack import Option, cheapest, smallest
 from meshkit.memory.budget import Choice
+from meshkit.memory.offload import offload_of
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.parallel.budget import choose_for_blocks
 from tests.memory.live import held_bytes
-from tests.parity.cases import TOKENS, Cell, Moe, build, mesh_for, plan_of, run_cell, start
+from tests.parity.cases import TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, run_cell, start
 from tests.parity.test_bytes import observe_step
 from tests.world import pool, run_ranks
 
@@ -25,41 +27,61 @@ PLENTY = mk.Budget(bytes=1 << 40, rows=2, seq_len=TOKENS)
 
 # ---------------------------------------------------------------------------------------------------- the knapsack
 
-options = st.builds(Option, st.just(""), st.integers(0, 12), st.integers(0, 9).map(float), st.integers(0, 6))
+options = st.builds(
+    lambda kept, seconds, more, moving: Option("", kept, seconds, more + moving, moving),
+    st.integers(0, 12),
+    st.integers(0, 9).map(float),
+    st.integers(0, 6),
+    st.sampled_from([0, 0, 2, 5]),
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(blocks=st.lists(st.lists(options, min_size=1, max_size=4), min_size=0, max_size=5), budget=st.integers(-1, 60))
-def test_the_choice_is_the_best_of_all_there_are(blocks: list[list[Option]], budget: int) -> None:
+@given(
+    blocks=st.lists(st.lists(options, min_size=1, max_size=4), min_size=0, max_size=5),
+    budget=st.integers(-1, 60),
+    beside=st.integers(1, 3),
+)
+def test_the_choice_is_the_best_of_all_there_are(blocks: list[list[Option]], budget: int, beside: int) -> None:
+    def needs(chosen: tuple[Option, ...]) -> int:
+        passing = max((o.passing for o in chosen), default=0)
+        return sum(o.bytes for o in chosen) + passing + beside * max((o.moving for o in chosen), default=0)
+
     def fits(chosen: tuple[Option, ...]) -> bool:
-        return sum(o.bytes for o in chosen) + max((o.passing for o in chosen), default=0) <= budget
+        return needs(chosen) <= budget
+
+    def cost(chosen: tuple[Option, ...]) -> tuple[float, int]:
+        return sum(o.seconds for o in chosen), sum(o.moving for o in chosen)
 
     every = [chosen for chosen in itertools.product(*blocks) if fits(chosen)]
-    found = cheapest(blocks, budget)
+    found = cheapest(blocks, budget, beside)
+    assert sum(smallest(blocks, beside)) == min(map(needs, itertools.product(*blocks)))
     if not every:
         assert found is None
         return
     assert found is not None
     picked = tuple(options[at] for options, at in zip(blocks, found, strict=True))
     assert fits(picked)
-    assert sum(o.seconds for o in picked) == min(sum(o.seconds for o in chosen) for chosen in every)
+    assert cost(picked) == min(map(cost, every))
 
 
 def test_many_alike_blocks_are_no_matter() -> None:
     choices = [Option("none", 1009, 0.0), Option("some", 499, 1.0, 510), Option("full", 31, 3.0, 978)]
-    found = cheapest([choices] * 200, 100_000)
-    assert found is not None and len(found) == 200
+    away = [Option(f"{o.name} away", 0, o.seconds + 0.37 * at, 1009, o.bytes) for at, o in enumerate(choices)]
+    for budget in (5_000, 100_000, 190_000):
+        found = cheapest([[*choices, *away]] * 200, budget)
+        assert found is not None and len(found) == 200
 
 
 # ------------------------------------------------------------------------------------------- what blocks really keep
 
 
-def choice_of(cell: Cell, spec: mk.MeshSpec, budget: mk.Budget) -> Choice:
+def choice_of(cell: Cell, spec: mk.MeshSpec, budget: mk.Budget, offload: mk.ActivationOffload | None = None) -> Choice:
     return choose_for_blocks(
         build(cell),
         spec,
         plan=plan_of(cell),
-        memory=mk.MemoryPolicy(recompute=budget),
+        memory=mk.MemoryPolicy(recompute=budget, offload=offload),
         blocks=[f"layers.{layer}" for layer in range(cell.layers)],
         sequence=cell.sequence,
         compute=getattr(torch, cell.dtype),
@@ -79,20 +101,22 @@ def test_what_is_predicted_is_what_a_model_keeps(mode: str) -> None:
     assert offered[mode].bytes == held[1] - held[0]
 
 
-def offers_of(cell: Cell, spec: mk.MeshSpec) -> dict[str, Option]:
+def offers_of(
+    cell: Cell, spec: mk.MeshSpec, offload: mk.ActivationOffload | None = None, rates: mk.Rates | None = None
+) -> dict[str, Option]:
     """Every option of the first block, found by asking for one at a time."""
     from meshkit.parallel import budget as module
 
     seen: dict[str, Option] = {}
     original = module.choose
 
-    def noting(offers, size):  # type: ignore[no-untyped-def]
+    def noting(offers, size, beside):  # type: ignore[no-untyped-def]
         seen.update({option.name: option for option, _ in next(iter(offers.values()))})
-        return original(offers, size)
+        return original(offers, size, beside)
 
     module.choose = noting
     try:
-        choice_of(cell, spec, PLENTY)
+        choice_of(cell, spec, replace(PLENTY, rates=rates or mk.Rates()), offload)
     finally:
         module.choose = original
     return seen
@@ -208,3 +232,106 @@ def test_experts_and_odd_numbers_are_refused() -> None:
         choice_of(Cell(mesh="", moe=Moe()), mk.MeshSpec(), PLENTY)
     with pytest.raises(mk.PlanError, match="rows=0"):
         mk.Budget(bytes=1, rows=0, seq_len=1)
+
+
+# ------------------------------------------------------------------------------------------------------- offload
+
+
+ANYTHING = mk.ActivationOffload(min_bytes=1)
+FREE, DEAR = mk.Rates(host_bytes_per_s=1e18), mk.Rates(host_bytes_per_s=1e3)
+
+
+def alone_within(part: float, layers: int = 4, **budget: Any) -> Cell:
+    """On one device, by a share of what everything takes, with offload as a choice."""
+    cell = Cell(mesh="dp_shard=1", layers=layers, dtype="float32")
+    everything = offers_of(cell, mk.MeshSpec())["none"].bytes * layers
+    chosen = replace(PLENTY, bytes=int(part * everything), **budget)
+    return replace(cell, memory=mk.MemoryPolicy(recompute=chosen, offload=ANYTHING))
+
+
+def chosen_within(cell: Cell) -> Choice:
+    assert cell.memory is not None and isinstance(cell.memory.recompute, mk.Budget)
+    return choice_of(cell, mk.MeshSpec(), cell.memory.recompute, offload=cell.memory.offload)
+
+
+def test_offload_is_chosen_where_copies_are_quick_and_never_without_need() -> None:
+    quick = chosen_within(alone_within(0.9, rates=FREE))
+    assert quick.seconds == 0
+    moved = [treatment.offload for treatment in quick.treatments.values()]
+    assert any(moved) and not moved[-1], "the last keeps its own"
+    assert {option.name for option in quick.options.values()} == {"none", "none + offload"}
+    assert "bytes wait elsewhere" in str(quick)
+    slow = chosen_within(alone_within(0.9, rates=DEAR))
+    assert not any(treatment.offload for treatment in slow.treatments.values()) and slow.seconds > 0
+    plenty = chosen_within(alone_within(2.0, rates=FREE))
+    assert {option.name for option in plenty.options.values()} == {"none"}
+
+
+def test_a_copy_costs_what_is_longer_than_the_compute_of_its_block() -> None:
+    seen = []
+    for rate in (1e5, 2e5):  # so slow that compute is nothing beside it
+        cell = alone_within(1.0, layers=1)
+        offered = offers_of(cell, mk.MeshSpec(), mk.ActivationOffload(keep_last=0), mk.Rates(host_bytes_per_s=rate))
+        option = offered["full + offload"]
+        seen.append(option.seconds)
+        assert option.seconds == pytest.approx(2 * option.moving / rate, rel=1e-3)
+    assert seen[0] == pytest.approx(2 * seen[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["none", "activation", "selective", "full"])
+@pytest.mark.parametrize("least", [1, 3000])
+def test_what_is_predicted_is_what_offload_moves_and_leaves(mode: str, least: int) -> None:
+    """Of two blocks, run for real: what is stored, and what is alive after forward."""
+    policy = mk.ActivationOffload(min_bytes=least, keep_last=0)
+    blocks = ["layers.0", "layers.1"]
+    held = []
+    for moved in ([], blocks):
+        model = build(Cell(mesh="", layers=2, dtype="float32"))
+        mk.recompute(model, blocks=blocks, mode=mode)
+        mk.offload_activations(model, blocks=blocks, policy=policy, keep=set(blocks) - set(moved))
+        engine = offload_of(model)
+        assert engine is not None
+        model(torch.zeros(2, TOKENS, dtype=torch.int64)).sum().backward()  # takes the host's memory
+        engine.end_step()
+        held.append(held_bytes(model, 2, TOKENS, known=engine.tier.space._slabs))
+    engine.end_step()
+    offered = offers_of(Cell(mesh="", layers=1, dtype="float32"), mk.MeshSpec(), policy)
+    kept, away = offered[mode], offered[f"{mode} + offload"]
+    assert engine.last_step.stored_bytes == 2 * away.moving > 0
+    assert held[1] - held[0] == 2 * (away.bytes - kept.bytes)
+
+
+def steps_by_choice(cell: Cell) -> tuple[list[bool], int, int]:
+    """Whether the gradients equal bit by bit those without a policy, and what was moved beside what was to be."""
+    rows = own_rows(batches(cell)[0], mesh_for(cell.mesh))
+    run, plain = start(cell), start(replace(cell, memory=mk.MemoryPolicy()))
+    for each in (run, plain):
+        each.forward_backward(rows)
+    assert run.recompute_choice is not None
+    assert run.offload is not None, str(run.recompute_choice)
+    whole = dict(plain.named_parameters())
+    same = [torch.equal(_local(p.grad), _local(whole[name].grad)) for name, p in run.named_parameters()]
+    said = sum(option.moving for option in run.recompute_choice.options.values())
+    return same, run.offload.last_step.stored_bytes, said
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_the_chosen_blocks_are_offloaded_and_gradients_stay_bit_for_bit(to: Any) -> None:
+    rows = len(batches(Cell(mesh=""))[0]["input_ids"])
+    cell = alone_within(0.9 * rows / PLENTY.rows, rates=FREE, rows=rows)
+    assert cell.memory is not None
+    cell = replace(cell, memory=replace(cell.memory, offload=replace(ANYTHING, to=to)))
+    (same, moved, said), *_ = pool(1).run(steps_by_choice, cell)
+    assert all(same) and same
+    assert moved == said > 0
+
+
+def test_offload_that_cannot_be_is_refused() -> None:
+    with pytest.raises(mk.PlanError, match=r"keep_last=4\): all 4 blocks keep theirs"):
+        choice_of(Cell(mesh="", layers=4), mk.MeshSpec(), PLENTY, offload=mk.ActivationOffload(keep_last=4))
+    with pytest.raises(mk.PlanError, match="host_bytes_per_s=0"):
+        mk.Rates(host_bytes_per_s=0)

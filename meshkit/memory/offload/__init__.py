@@ -2,6 +2,8 @@
 
 from ._apply import offload_activations as offload_activations
 from ._apply import offload_of as offload_of
+from ._offload import BLOCKS_LEAVING as BLOCKS_LEAVING
 from ._offload import Offload as Offload
+from ._predict import Moved as Moved
 from ._predict import bytes_on_device as bytes_on_device
 from ._reading import OffloadStep as OffloadStep

@@ -52,7 +52,7 @@ def offload_activations(
             f"offload_activations: tensors of device {device.type!r} cannot be moved. Give device=, cpu or cuda, "
             "if parameters are not where they will be."
         )
-    kept = set(blocks[len(blocks) - policy.keep_last :] if keep is None else keep)
+    kept = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
     offload = Offload(policy, streams_of(device))
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:

@@ -1,11 +1,46 @@
-"""What offload leaves on the device, by arithmetic."""
+"""What offload moves, and what it leaves on the device, without moving anything."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshkit import _torch
 from meshkit.memory.offload._offload import BLOCKS_LEAVING
 from meshkit.memory.policy import ActivationOffload
+
+
+class Moved(saved_tensors_hooks):
+    """Inside, what autograd saves is let go where offload would move it: what is alive afterwards is what stays.
+
+    For tensors without values, and a forward without backward. staying: parameters, buffers, and inputs that need no
+    gradient.
+    """
+
+    def __init__(self, policy: ActivationOffload, staying: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._least, self._staying = policy.min_bytes, {_torch.storage_key(tensor) for tensor in staying}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # while referred to, no other has the same key
+
+    @property
+    def bytes(self) -> int:
+        """Of all that would be moved, each storage once."""
+        return sum(size for _, size in self._storages.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        key, storage = _torch.storage_key(tensor), tensor.untyped_storage()
+        if key in self._staying or storage.nbytes() < self._least:
+            return tensor.detach()
+        if key not in self._storages:
+            self._storages[key] = StorageWeakRef(storage), storage.nbytes()
+        return None
+
+    def _unpack(self, packed: Any) -> Tensor:
+        raise AssertionError("what is saved here has no values and no backward")
 
 
 def bytes_on_device(moved_bytes: Sequence[int], policy: ActivationOffload) -> int:
