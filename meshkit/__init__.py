@@ -57,6 +57,7 @@ from meshkit.plan import attention as attention
 from meshkit.plan import column as column
 from meshkit.plan import enter as enter
 from meshkit.plan import experts as experts
+from meshkit.plan import head as head
 from meshkit.plan import per_head as per_head
 from meshkit.plan import replicate as replicate
 from meshkit.plan import row as row

@@ -23,7 +23,7 @@ class Style:
     """What one module does on the tensor axis, experts on theirs. Made by the functions below, which say what kinds mean."""
 
     kind: Literal[
-        "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts"
+        "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
     ]
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -73,6 +73,11 @@ def per_head(*, optional: bool = False) -> Style:
 def replicate(*, optional: bool = False) -> Style:
     """A module that every rank computes whole, on the whole sequence."""
     return Style("replicate", optional)
+
+
+def head(*, optional: bool = False) -> Style:
+    """A module that ends the model and that every rank computes whole, such as a score: its output is whole, too."""
+    return Style("head", optional)
 
 
 def enter(*, optional: bool = False) -> Style:

@@ -123,10 +123,10 @@ class Run:
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         noted: list[tuple[Collected, float]] = []
         if self.pipeline is not None:
-            parts = list(self._parts(batch, microbatches, mask))
+            parts = list(self.parts(batch, microbatches, mask))
             total, noted = self.pipeline.forward_backward(parts, loss, tokens)
         else:
-            for index, (part, weight) in enumerate(self._parts(batch, microbatches, mask)):
+            for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
                 with collect() as found:
                     part_loss = loss(self.model, part)
@@ -177,7 +177,7 @@ class Run:
         counted = self._count(batch, count)
         training = self.model.training
         self.model.eval()
-        ((part, weight),) = self._parts(batch, 1, mask)
+        ((part, weight),) = self.parts(batch, 1, mask)
         total = self.infer(part, loss)
         self.model.train(training)
         after_inference(self.model)
@@ -194,8 +194,8 @@ class Run:
         """
         return function(self.model, part) if self.pipeline is None else self.pipeline.infer(part, function)
 
-    def _parts(
-        self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+    def parts(
+        self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None = None
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """(microbatch as this rank computes it, what its loss counts).
 

@@ -174,6 +174,8 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
         return (["all_gather"], ["reduce_scatter"]) if sequence else ([], ["all_reduce"])
     if call.kind == "leave":
         return (["reduce_scatter"], ["all_gather"]) if sequence else (["all_reduce"], [])
+    if call.kind == "gather":
+        return ["all_gather"], []
     if call.kind == "leave_whole":
         return ["all_reduce"], []
     if call.kind == "split":

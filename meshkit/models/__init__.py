@@ -38,5 +38,7 @@ from meshkit.models.presets import QWEN2_7B as QWEN2_7B
 from meshkit.models.presets import QWEN3_0_6B as QWEN3_0_6B
 from meshkit.models.presets import QWEN3_8B as QWEN3_8B
 from meshkit.models.presets import QWEN3_30B_A3B as QWEN3_30B_A3B
+from meshkit.models.reward import REWARD_PLAN as REWARD_PLAN
+from meshkit.models.reward import RewardModel as RewardModel
 from meshkit.models.router import Router as Router
 from meshkit.models.router import RouterConfig as RouterConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from meshkit.models.huggingface_config import CONFIG_FILE, ModelConfig, config_t
 from meshkit.models.huggingface_names import Piece, is_passed_over, named_pieces
 from meshkit.models.llama import Llama, LlamaConfig
 from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+from meshkit.models.reward import RewardModel
 from meshkit.sharding import full_tensor
 from meshkit.whole import whole_of, whole_state
 
 WEIGHTS_FILE = "model.safetensors"
+_ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -45,17 +47,20 @@ def build_model(config: ModelConfig) -> nn.Module:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def load_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: Iterable[str] = ()) -> nn.Module:
     """Read the safetensors of a Hugging Face folder into the model's parameters and persistent buffers, in place.
 
     They may be plain tensors or DTensors on any mesh: each rank reads only the regions it holds, one tensor at a time,
     and converts them to the parameter's dtype and device. Nothing is communicated, and nothing is changed if names or
     shapes do not fit. `model` is one of `meshkit.models` or a dense transformers model; a tied parameter may be in the
     folder under one of its names or under all. Stacked experts are read expert by expert, those that the rank holds.
+    fresh: names of parameters that keep their values if the folder has none, such as the score of a reward model that
+    begins as a language model.
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
     files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_passed_over(model, key)}
+    pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
     _refuse_other_names(pieces, files, Path(folder))
     for file, keys in _by_file(files).items():
         with _open(file) as reader:
@@ -179,6 +184,10 @@ def save_pretrained(
     """
     folder = Path(folder)
     raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
+    if isinstance(model, RewardModel):
+        (architecture,) = raw["architectures"]  # type: ignore[misc]  # of one name
+        name = str(architecture).replace("CausalLM", "SequenceClassification")
+        raw = {**raw, **_ONE_LABEL, "architectures": [name]}
     pieces = named_pieces(model, "save_pretrained")
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
     pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}

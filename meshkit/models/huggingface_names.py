@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.models.deepseek import DeepseekV3
 from meshkit.models.moe import Mixtral
+from meshkit.models.reward import RewardModel
 from meshkit.sharding import local_slices, local_tensor
 from meshkit.whole import whole_of, whole_state
 
@@ -81,7 +82,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
 
 
 def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
-    key = name if name.startswith("lm_head.") else f"model.{_layer_name(model, name)}"
+    key = name if name.startswith(("lm_head.", "score.")) else f"model.{_layer_name(model, name)}"
     if isinstance(model, Mixtral):
         key = key.replace(".mlp.", ".block_sparse_moe.")
     stacked = STACKED.fullmatch(key)
@@ -115,9 +116,9 @@ def _shared_copies(model: nn.Module) -> dict[str, Piece]:
 
 
 def is_passed_over(model: nn.Module, key: str) -> bool:
-    """Whether files may hold it for others: rotary frequencies, which every implementation recomputes, and the modules that
-    predict further ahead, for a DeepseekV3 that has none."""
-    if key.endswith("rotary_emb.inv_freq"):
+    """Whether files may hold it for others: rotary frequencies, which every implementation recomputes, the modules that
+    predict further ahead, for a DeepseekV3 that has none, and the head, for a model that scores."""
+    if key.endswith("rotary_emb.inv_freq") or (key == "lm_head.weight" and isinstance(model, RewardModel)):
         return True
     if not isinstance(model, DeepseekV3) or len(model.mtp):
         return False

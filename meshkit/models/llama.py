@@ -108,7 +108,14 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask | SplitAttention | None = None
     ) -> Tensor:
-        """input_ids: [B, T]. Returns logits [B, T, V].
+        """input_ids: [B, T]. Returns logits [B, T, V]. The others as in `hidden`."""
+        logits_BTV: Tensor = self.lm_head(self.hidden(input_ids, position_ids, mask))
+        return logits_BTV
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask | SplitAttention | None = None
+    ) -> Tensor:
+        """What the head sees: the hidden state [B, T, C] after the last norm.
 
         position_ids: [B, T], for packed documents: a document starts wherever a position is not the one before plus 1,
         and attention does not look back over a start. None: positions 0..T-1, one document per row.
@@ -122,8 +129,8 @@ class Decoder(nn.Module):
         shown = attention_mask(input_ids, position_ids, window=self.config.sliding_window, mask=mask)
         for layer in self.layers:
             hidden_BTC = layer(hidden_BTC, cos, sin, shown)
-        logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTC))
-        return logits_BTV
+        normed_BTC: Tensor = self.norm(hidden_BTC)
+        return normed_BTC
 
 
 class Llama(Decoder):

@@ -278,7 +278,8 @@ def _communicate(
         )
     else:
         _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
-        module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
+        if call.kind == "gather_split":
+            module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
 
 
 def _keep_parts(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:

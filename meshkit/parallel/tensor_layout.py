@@ -36,7 +36,7 @@ class Call:
     """One communicating step in the forward of a module; `width` is the size of the last dim of what is sent."""
 
     module: str
-    kind: Literal["enter", "leave", "leave_whole", "split", "gather_split"]
+    kind: Literal["enter", "leave", "leave_whole", "split", "gather_split", "gather"]
     width: int
 
 
@@ -94,6 +94,8 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
                 layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient=gradient)
             if style.kind == "replicate" and sequence and held:
                 layout.calls.append(Call(module=name, kind="gather_split", width=_width(child)))
+            if style.kind == "head" and sequence:
+                layout.calls.append(Call(module=name, kind="gather", width=_linear(name, child, "head").in_features))
     for name, style in layout.styles.items():
         if style.kind == "split" and sequence:
             layout.calls.append(Call(module=name, kind="split", width=_width(modules[name])))
