@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from meshkit.errors import CheckpointError
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
-from meshkit.models.huggingface_config import CONFIG_FILE, ModelConfig, config_to_dict, read_json, write_config
+from meshkit.models.huggingface_config import (
+    CONFIG_FILE,
+    FAMILIES,
+    ModelConfig,
+    config_to_dict,
+    read_json,
+    write_config,
+)
 from meshkit.models.huggingface_names import Piece, is_passed_over, named_pieces
 from meshkit.models.llama import Llama, LlamaConfig
 from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
@@ -185,8 +192,7 @@ def save_pretrained(
     folder = Path(folder)
     raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
     if isinstance(model, RewardModel):
-        (architecture,) = raw["architectures"]  # type: ignore[misc]  # of one name
-        name = str(architecture).replace("CausalLM", "SequenceClassification")
+        name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
         raw = {**raw, **_ONE_LABEL, "architectures": [name]}
     pieces = named_pieces(model, "save_pretrained")
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
