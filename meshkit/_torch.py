@@ -378,3 +378,13 @@ def wraps_tensors(kind: type) -> bool:
     """A class that does operators by itself on tensors it is made of, as DTensor does."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def allow_recompiles(functions: int) -> None:
+    """Let torch.compile trace one forward for so many modules: those with hooks of their own are traced one by one.
+
+    2.11, 2.15: the limit is 8, of the process; then `fullgraph` fails. 2.15 has torch.compile(recompile_limit=...).
+    """
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, 8 * functions)

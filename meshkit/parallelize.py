@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshkit import _torch
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.memory.fp8 import fp8_linears
@@ -17,7 +18,7 @@ from meshkit.memory.linear_logits import chunk_head
 from meshkit.memory.offload import offload_activations, offload_of
 from meshkit.memory.optimizer import refuse_rounding
 from meshkit.memory.policy import Budget, MemoryPolicy
-from meshkit.memory.recompute import treat, treatments
+from meshkit.memory.recompute import refuse_treatments, treat, treatments
 from meshkit.memory.regather import refuse_without_sequence, regions
 from meshkit.memory.tiles import refuse_tiles, tile
 from meshkit.mesh import Mesh
@@ -107,6 +108,7 @@ def parallelize(
             at=mesh["pp"].get_local_rank(),
         )
     treated = choice.treatments if choice is not None else treatments(memory, blocks)
+    refuse_treatments(treated, names)
     regather = sequence and (memory.regather or any(each.regather for each in treated.values()))
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=regather)
     for region in regions(model):  # a choice is for blocks only
@@ -147,6 +149,7 @@ def parallelize(
         # Those that stay have a place in the order, by which the others are fetched ahead.
         offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=mesh.device)
     if compile:
+        _torch.allow_recompiles(len(blocks))
         for name in blocks:  # tokens go to their experts outside of graphs
             one_graph = not any(other.startswith(f"{name}.") for other in routed)
             names[name].compile(fullgraph=one_graph, backend="inductor" if compile is True else compile)

@@ -84,7 +84,7 @@ class Run:
             "plan": self.plan,
             "memory": self.memory,
             "zero": self.zero,
-            "sequence": self.sequence,
+            "sequence": self.sequence or self.memory.regather,  # as it was asked for: without tp it is off
             "context": self.context,
             "experts": self.experts,
             "schedule": self.schedule,

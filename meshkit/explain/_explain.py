@@ -23,7 +23,7 @@ from meshkit.explain._sent import (
 )
 from meshkit.mask import Mask
 from meshkit.memory.policy import Budget, MemoryPolicy
-from meshkit.memory.recompute import treatments
+from meshkit.memory.recompute import refuse_treatments, treatments
 from meshkit.memory.regather import refuse_without_sequence
 from meshkit.memory.tiles import refuse_tiles
 from meshkit.mesh import MeshSpec
@@ -97,6 +97,8 @@ def explain(
             cut=cut,
             at=at,
         )
+    treated = choice.treatments if choice is not None else treatments(memory, blocks)
+    refuse_treatments(treated, names)
     held = Held(
         model=model,
         plan=plan,
@@ -111,7 +113,7 @@ def explain(
         blocks=[name for name in blocks if cut is None or cut.runs(name, at)],
         units=[name for name in units if cut is None or cut.runs(name, at)],
         experts=expert_layouts(model, plan.tensor, ep=spec.ep),
-        treated=choice.treatments if choice is not None else treatments(memory, blocks),
+        treated=treated,
         tiled=mlps if memory.tiles > 1 else [],
     )
     refuse_tiles(

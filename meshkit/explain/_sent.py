@@ -184,10 +184,15 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
 
 
 def _gathered_again(held: Held, layout: TensorLayout, call: Call) -> bool:
-    """Does a region that keeps its input sharded need the whole in backward? Weights that do not train do not."""
+    """Does a region that keeps its input sharded need the whole in backward? Weights that do not train do not, nor does the
+    head of a chunked loss, which has made its gradients by then.
+    """
     treatment = held.treatment(call.module)
     modules = dict(held.model.named_modules())
-    trains = any(modules[name].weight.requires_grad for name in readers(modules, layout, call))
+    names = readers(modules, layout, call)
+    if held.memory.loss is not None and head_of(held.model, held.plan) in names:
+        return False
+    trains = any(modules[name].weight.requires_grad for name in names)
     return treatment.regather and (trains or treatment.recompute.mode == "selective")
 
 
@@ -218,7 +223,7 @@ def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
     for name, layout in held.experts.items():
         if not held.runs(name):
             continue
-        again = held.treatment(name).recompute.mode != "none"
+        again = held.treatment(name).recompute.runs_block_again
         chosen = _chosen(held, name)
         plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, place=held.expert_place)
         told = dispatch_traffic(plan, width=layout.width, itemsize=held.compute.itemsize)
@@ -279,7 +284,7 @@ def add_balance(ledger: Ledger, held: Held, parts: list[Part]) -> None:
     """Counts of tokens per expert: for losses in each forward, and of the step."""
     routers = _routers(held)
     for name, router in routers:
-        again = held.treatment(name).recompute.mode != "none"
+        again = held.treatment(name).recompute.runs_block_again
         losses = router.config.losses
         if not losses.balance or losses.per == "global":
             continue

@@ -25,15 +25,22 @@ def recompute_activations(block: nn.Module, *, keep_product: bool) -> None:
     calls the former, and one linear layer on what it gives. That layer does not run again: recompute stops at its input.
     Raises: PlanError for a block without one.
     """
-    found = [child for child in block.modules() if hasattr(type(child), "product") and hasattr(type(child), "finish")]
-    if not found:
-        raise PlanError(
-            f"recompute='activation': {type(block).__name__} has no feed-forward with the steps `product` and `finish`, as "
-            "mk.models' GatedMLP has them. Use recompute='selective'."
-        )
+    found = feed_forwards(block)
     step = "product" if keep_product else "finish"
     for child in found:
         swap_class(child, **{step: _made_again(getattr(type(child), step))})
+
+
+def feed_forwards(block: nn.Module, name: str = "") -> list[nn.Module]:
+    """Those whose middle can be made again. Raises: PlanError if there is none."""
+    found = [child for child in block.modules() if hasattr(type(child), "product") and hasattr(type(child), "finish")]
+    if not found:
+        raise PlanError(
+            f"recompute='activation': {f'{name!r}, a ' if name else ''}{type(block).__name__}, has no feed-forward with the "
+            "steps `product` and `finish`, as mk.models' GatedMLP has them; routed experts have not. Use "
+            "recompute='selective'."
+        )
+    return found
 
 
 def _made_again(step: Any) -> Any:

@@ -50,9 +50,10 @@ class Choice:
         return "\n".join(lines)
 
 
-def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1) -> Choice:
+def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1, *, rank: str = "this rank") -> Choice:
     """The least time within the budget; see `cheapest`. Every rank that has the same offers chooses the same.
 
+    rank: whose blocks they are, for the error.
     Raises: PlanError, with what the least would be, if nothing fits.
     """
     names = list(offers)
@@ -61,7 +62,7 @@ def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1) 
     if chosen is None:
         kept, passing = smallest(blocks, beside)
         raise PlanError(
-            f"Budget(bytes={budget:,}) is too little: at the least the {len(names)} blocks of this rank keep {kept:,} "
+            f"Budget(bytes={budget:,}) is too little: at the least the {len(names)} blocks of {rank} keep {kept:,} "
             f"bytes, and {passing:,} more are needed while a backward runs, together {kept + passing:,}. Give more "
             "bytes, or fewer rows or tokens, or more ranks."
         )

@@ -45,6 +45,11 @@ class Recompute:
                 f"keep={self.keep!r} keeps none. Use mode='selective' with 'matmul' in keep."
             )
 
+    @property
+    def runs_block_again(self) -> bool:
+        """Does a block's forward run again as one, with kept results put in? Else at most a piece of it does."""
+        return self.mode in ("full", "selective")
+
     def keeps(self, kind: Kept) -> bool:
         """Is no operation of this kind run again?"""
         if kind == "product":
@@ -180,8 +185,8 @@ class OptimizerPolicy:
         if self.offload is not None and (self.states != "fp32" or self.stochastic_rounding):
             raise PlanError(
                 f"OptimizerPolicy(states={self.states!r}, stochastic_rounding={self.stochastic_rounding}, offload=...): the "
-                "host keeps fp32 masters and moments, so nothing is rounded or stored in few bits there. Leave those "
-                "away, or offload."
+                "host keeps fp32 masters and moments, so nothing is rounded or stored in few bits there. Use "
+                "states='fp32' without stochastic_rounding, or offload=None."
             )
 
 

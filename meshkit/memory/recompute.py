@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshkit import _torch
 from meshkit.errors import PlanError
-from meshkit.memory.activation import recompute_activations
+from meshkit.memory.activation import feed_forwards, recompute_activations
 from meshkit.memory.policy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
 from meshkit.memory.regather import GATHER_REGION, regions
 from meshkit.swap import swap_class
@@ -105,6 +105,13 @@ def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
     return (
         frozenset() if memory.offload is None else frozenset(blocks[: max(0, len(blocks) - memory.offload.keep_last)])
     )
+
+
+def refuse_treatments(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> None:
+    """Raise PlanError for a block of the whole model that cannot be treated so, on every rank and whoever runs it."""
+    for name, treatment in treated.items():
+        if treatment.recompute.mode == "activation":
+            feed_forwards(modules[name], name)
 
 
 def treat(block: nn.Module, treatment: Treatment, *, compiled: bool = False) -> None:

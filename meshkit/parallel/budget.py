@@ -52,11 +52,11 @@ def choose_for_blocks(
 
     model: whole and before anything is done to it. blocks: of the whole model. device: whose kernels are asked what they
     keep. at: the rank's place on pp.
-    Raises: PlanError for what cannot be told beforehand, and if nothing fits.
+    Raises: PlanError for what cannot be told beforehand, and if nothing fits, here or on another rank of pp: what one rank
+    refuses all refuse, or the others would wait for it.
     """
     budget = memory.recompute
     assert isinstance(budget, Budget)
-    held = [name for name in blocks if cut is None or cut.runs(name, at)]
     if any(style.kind == "experts" for style in plan.tensor.values()):
         raise PlanError(
             "Budget: what routed experts keep depends on where tokens go. Use Recompute(mode=...) for models with experts."
@@ -68,15 +68,11 @@ def choose_for_blocks(
             "can be offloaded. Give a smaller keep_last, or leave offload away."
         )
     layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
-    calls = _calls(model, held, budget, spec, compute, device)
-    live, stages = 1, 1
-    if cut is not None:
-        live = check(cut.generate(spec.pp, budget.microbatches)).peak_live[at]
-        stages = len(cut.stages_of(at))
+    calls = _calls(model, blocks, budget, spec, compute, device)
     regathers = (False, True) if sequence and spec.tp > 1 else (False,)
     known: dict[Any, list[Offer]] = {}
     offers: dict[str, list[Offer]] = {}
-    for name in held:
+    for name in blocks:
         block = model.get_submodule(name)
         alike = _signature(block, calls[name])
         if alike not in known:
@@ -88,11 +84,17 @@ def choose_for_blocks(
             cutting = spec.tp if sequence and layout is not None else 1
             known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device, offload))
         offers[name] = [
-            (replace(o, bytes=-(-o.bytes * live // stages), seconds=o.seconds * budget.microbatches), treatment)
-            for o, treatment in known[alike]
-            if name in movable or not treatment.offload
+            (option, treatment) for option, treatment in known[alike] if name in movable or not treatment.offload
         ]
-    return choose(offers, budget.bytes, _beside(offload, live))
+    if cut is None:
+        return choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(offload, 1))
+    peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
+    chosen = []
+    for place in range(spec.pp):
+        held = {name: offer for name, offer in offers.items() if cut.runs(name, place)}
+        counted = _of_a_step(held, peak_live[place], len(cut.stages_of(place)), budget)
+        chosen.append(choose(counted, budget.bytes, _beside(offload, peak_live[place]), rank=f"pp rank {place}"))
+    return chosen[at]
 
 
 def _beside(offload: ActivationOffload | None, live: int) -> int:
@@ -101,6 +103,17 @@ def _beside(offload: ActivationOffload | None, live: int) -> int:
     """
     ahead = offload.ahead if offload is not None else 0
     return ahead + BLOCKS_LEAVING if live > 1 else max(ahead, BLOCKS_LEAVING - 1)
+
+
+def _of_a_step(offers: dict[str, list[Offer]], live: int, stages: int, budget: Budget) -> dict[str, list[Offer]]:
+    """Offers for a microbatch as offers for a step, of whose passes `live` are held at a time, over `stages` stages."""
+    return {
+        name: [
+            (replace(o, bytes=-(-o.bytes * live // stages), seconds=o.seconds * budget.microbatches), treatment)
+            for o, treatment in of_block
+        ]
+        for name, of_block in offers.items()
+    }
 
 
 def _offers(

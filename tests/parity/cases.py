@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.auxiliary import AuxiliaryLosses, collect, update_bias
+from meshkit.memory.gradient import gradient_of
 from meshkit.models.experts import MoE
 from meshkit.models.llama import Attention, Decoder, DecoderLayer, Llama, LlamaConfig, dense_layer
 from meshkit.models.llama_plan import LLAMA_PLAN
@@ -223,7 +224,9 @@ def run_cell(cell: Cell) -> Outcome:
     for step, batch in enumerate(batches(cell)):
         loss = run.forward_backward(own_rows(batch, run.mesh), microbatches=cell.microbatches)
         if step == 0:
-            worst = {name: _distance(p.grad, gradients[copies.get(name, name)]) for name, p in run.named_parameters()}
+            worst = {
+                name: _distance(gradient_of(p), gradients[copies.get(name, name)]) for name, p in run.named_parameters()
+            }
         norm = mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ class Files:
             if folder is None and self.system in IN_MEMORY:
                 raise PlanError(
                     f'ActivationOffload(to="disk"): the folder for temporary files, {self.folder}, is a {self.system}, which '
-                    "is memory. Give folder= on a disk."
+                    "is memory. Give folder= on a disk, or set TMPDIR to one."
                 )
             self.direct = _takes_direct(self.folder)
         except OSError as error:
