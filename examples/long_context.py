@@ -121,6 +121,33 @@ class Config:
     save_every: int = 35
 
 
+def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
+    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    shape = dataclasses.replace(DEMO, vocab_size=vocab_size or DEMO.vocab_size)
+    if config.pretrained is not None:
+        shape = config_from_pretrained(config.pretrained)
+    rope = dataclasses.replace(shape.rope, theta=config.rope_theta or shape.rope.theta)
+    longest = max(shape.max_position_embeddings, config.seq_len)
+    shape = dataclasses.replace(shape, rope=rope, max_position_embeddings=longest)
+    with torch.device("meta"):
+        model = Llama(shape)
+    return mk.parallelize(
+        model,
+        mesh,
+        plan=LLAMA_PLAN,
+        memory=mk.MemoryPolicy(
+            recompute=config.recompute,
+            precision=mk.Precision() if config.precision == "bf16" else None,
+            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
+        ),
+        sequence=config.sequence,
+        context=mk.ContextPolicy(
+            scheme=config.scheme, balance=config.balance, ulysses=config.ulysses, slack=config.slack
+        ),
+        compile=config.compile,
+    )
+
+
 def main() -> None:
     config = tyro.cli(Config)
 
@@ -151,29 +178,8 @@ def main() -> None:
     say(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
-    shape = dataclasses.replace(DEMO, vocab_size=tokenizer.vocab_size)
-    if config.pretrained is not None:
-        shape = config_from_pretrained(config.pretrained)
-    rope = dataclasses.replace(shape.rope, theta=config.rope_theta or shape.rope.theta)
-    longest = max(shape.max_position_embeddings, config.seq_len)
-    shape = dataclasses.replace(shape, rope=rope, max_position_embeddings=longest)
-    with torch.device("meta"):
-        model = Llama(shape)
-    run = mk.parallelize(
-        model,
-        mesh,
-        plan=LLAMA_PLAN,
-        memory=mk.MemoryPolicy(
-            recompute=config.recompute,
-            precision=mk.Precision() if config.precision == "bf16" else None,
-            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
-        ),
-        sequence=config.sequence,
-        context=mk.ContextPolicy(
-            scheme=config.scheme, balance=config.balance, ulysses=config.ulysses, slack=config.slack
-        ),
-        compile=config.compile,
-    )
+    run = build(config, mesh, vocab_size=tokenizer.vocab_size)
+    shape = run.whole.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)

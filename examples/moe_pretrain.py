@@ -152,6 +152,35 @@ class Config:
     sample_tokens: int = 80
 
 
+def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
+    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    shape = MODELS[config.model] if config.pretrained is None else config_from_pretrained(config.pretrained)
+    if not isinstance(shape, Qwen3MoeConfig | MixtralConfig):
+        raise PlanError(f"{config.pretrained} is a {type(shape).__name__}; this recipe trains Qwen3-MoE and Mixtral.")
+    losses = AuxiliaryLosses(z=config.z_loss)
+    if config.balance_loss != "none":
+        losses = dataclasses.replace(losses, balance=config.balance_coefficient, per=config.balance_loss)
+    words = shape.vocab_size if config.pretrained or vocab_size is None else vocab_size
+    shape = dataclasses.replace(shape, vocab_size=words, router_bias=config.bias_speed != 0, router_losses=losses)
+    with meta_parameters():
+        model = build_model(shape)
+    return mk.parallelize(
+        model,
+        mesh,
+        plan=moe_plan(shape),
+        memory=mk.MemoryPolicy(
+            recompute=config.recompute,
+            precision=mk.Precision() if config.precision == "bf16" else None,
+            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
+        ),
+        zero=config.zero,
+        sequence=config.sequence,
+        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        compile=config.compile,
+        experts=ExpertPolicy(capacity=None if config.capacity is None else Capacity(factor=config.capacity)),
+    )
+
+
 def main() -> None:
     config = tyro.cli(Config)
 
@@ -184,33 +213,8 @@ def main() -> None:
     say(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
-    shape = MODELS[config.model] if config.pretrained is None else config_from_pretrained(config.pretrained)
-    if not isinstance(shape, Qwen3MoeConfig | MixtralConfig):
-        raise PlanError(
-            f"{config.pretrained} is a {type(shape).__name__}, but this recipe trains Qwen3-MoE and Mixtral."
-        )
-    losses = AuxiliaryLosses(z=config.z_loss)
-    if config.balance_loss != "none":
-        losses = dataclasses.replace(losses, balance=config.balance_coefficient, per=config.balance_loss)
-    vocabulary = shape.vocab_size if config.pretrained else tokenizer.vocab_size
-    shape = dataclasses.replace(shape, vocab_size=vocabulary, router_bias=config.bias_speed != 0, router_losses=losses)
-    with meta_parameters():
-        model = build_model(shape)
-    run = mk.parallelize(
-        model,
-        mesh,
-        plan=moe_plan(shape),
-        memory=mk.MemoryPolicy(
-            recompute=config.recompute,
-            precision=mk.Precision() if config.precision == "bf16" else None,
-            loss=mk.ChunkedLoss(tokens=config.loss_chunk) if config.loss_chunk is not None else None,
-        ),
-        zero=config.zero,
-        sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
-        compile=config.compile,
-        experts=ExpertPolicy(capacity=None if config.capacity is None else Capacity(factor=config.capacity)),
-    )
+    run = build(config, mesh, vocab_size=tokenizer.vocab_size)
+    shape = run.whole.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)

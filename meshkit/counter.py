@@ -34,7 +34,7 @@ def indexed_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """
     local, parts = local_tensor(tensor), local_slices(tensor)
     strides = torch.empty(tensor.shape, device="meta").stride()
-    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    index = local.new_zeros((), dtype=torch.int64)  # of a tensor without values the indices have none either
     for part, stride in list(zip(parts, strides, strict=True))[1:]:  # dims but the first, whole
         index = index.unsqueeze(-1) + torch.arange(part.start, part.stop, device=local.device) * stride
     if not parts:

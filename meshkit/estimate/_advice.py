@@ -33,7 +33,10 @@ class Tried:
     refusal: str = ""
 
     def line(self, device_bytes: int) -> tuple[str, str, str]:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.flags.items())
+        said_of = {name: f"--{name.replace('_', '-')}" for name in self.flags}
+        flags = " ".join(
+            said_of[name] if value is True else f"{said_of[name]} {value}" for name, value in self.flags.items()
+        )
         if self.estimate is None:
             return flags, "", self.refusal
         return flags, said(self.estimate.peak_bytes), "fits" if self.estimate.fits(device_bytes) else "does not fit"

@@ -17,6 +17,7 @@ from meshkit.estimate._kernels import cuda_kernels
 from meshkit.estimate._result import Estimate
 from meshkit.estimate._shapes import Shapes
 from meshkit.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
+from meshkit.memory.place import estimating
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, fake_world, init_mesh
 from meshkit.optimizer import adamw
@@ -97,15 +98,16 @@ def estimate(
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(_torch.propagating_apart())
+        stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
         if kernels == "cuda":
             stack.enter_context(cuda_kernels(attention=resolved.cp == 1))
         run = build(mesh)
-        made = (optimizer or adamw_of)(run)
         batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
         tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
         with tracker:
             count_parameters(tracker, run.model)
+            made = (optimizer or adamw_of)(run)
             for _ in range(2):  # the first makes the optimizer's state
                 tracker.forget_points()
                 tracked_step(tracker, run, made, batch, microbatches)

@@ -1,7 +1,7 @@
-"""Compute shapes, not values: floating tensors have no memory, whole numbers are real.
+"""Compute shapes, not values: floating tensors and bytes have no memory, whole numbers are real.
 
 So what depends on whole numbers is what it would be: which tokens a rank of cp gets, where documents end. What depends on
-floating values cannot be known, and is refused.
+floating values cannot be known, and is refused. Bytes are the codes of floating values and the memory of others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from meshkit.errors import PlanError
 
 _LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
 _NEW = {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
+_BYTES = (torch.uint8, torch.int8)
 _PLAIN = {"empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"}
 
 
 class Shapes(TorchDispatchMode):
-    """Inside, floating tensors that are made have no values, and neither has what is computed from them.
+    """Inside, floating tensors and bytes that are made have no values, and neither has what is computed from them.
 
     Raises: PlanError where Python asks for one of their values. A yes or no is answered with no, since what is asked so is
     whether something is wrong.
@@ -43,7 +44,7 @@ class Shapes(TorchDispatchMode):
                 return func(*args, **kwargs)
             except DynamicOutputShapeException as error:
                 raise PlanError(_UNKNOWN.format(what=f"{func} makes a tensor whose size depends on values")) from error
-        if _makes_floats(func, args, kwargs):
+        if _makes_valueless(func, args, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -60,7 +61,7 @@ def _read(tensor: Tensor) -> bool:
     raise PlanError(_UNKNOWN.format(what=f"the step reads a value of a {tensor.dtype} tensor (item, tolist or if)"))
 
 
-def _makes_floats(func: Any, args: Any, kwargs: Any) -> bool:
+def _makes_valueless(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.name().partition("::")[2].partition(".")[0]
     if name in _LIKE | _NEW:
         dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device
@@ -70,4 +71,4 @@ def _makes_floats(func: Any, args: Any, kwargs: Any) -> bool:
             dtype = torch.get_default_dtype() if name != "full" else torch.tensor(args[1]).dtype
     else:
         return False
-    return bool(dtype.is_floating_point) and torch.device(device).type != "meta"
+    return bool(dtype.is_floating_point or dtype in _BYTES) and torch.device(device).type != "meta"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshkit import _torch
-from meshkit.memory.place import is_on_host
+from meshkit.memory.place import is_on_host, lies_on_host
 from meshkit.operator import body_of
 from meshkit.sharding import local_tensor
 
@@ -167,7 +167,9 @@ class Tracker:
         if self._model_has_run and _torch.in_backward():
             self._note_end_of_forward()
         name, block = (group, "") if group is not None else self._purpose()
-        index = HOST if is_on_host() or tensor.device.type != self._device.type else _INDEX[name]
+        index = _INDEX[name]
+        if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
+            index, block = HOST, ""
         held = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
         self._storages[key] = held
         self._set_bytes(held, storage.nbytes())

@@ -10,7 +10,9 @@ from torch import nn
 
 from meshkit.errors import PlanError
 from meshkit.memory.offload._offload import Offload
-from meshkit.memory.offload._streams import streams_of
+from meshkit.memory.offload._streams import Streams, streams_of
+from meshkit.memory.offload._valueless import ValuelessStreams
+from meshkit.memory.place import estimate_under_way
 from meshkit.memory.policy import ActivationOffload
 from meshkit.swap import swap_class
 
@@ -53,7 +55,9 @@ def offload_activations(
             "if parameters are not where they will be."
         )
     kept = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
-    offload = Offload(policy, streams_of(device))
+    under_way = estimate_under_way()
+    streams: Streams = streams_of(device) if under_way is None else ValuelessStreams(device, late=under_way.late)
+    offload = Offload(policy, streams)
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:
         call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from meshkit.memory.offload._arena import SLAB_BYTES, Arena, Piece
 from meshkit.memory.offload._streams import Event, Streams
-from meshkit.memory.place import on_host
+from meshkit.memory.place import made_on_host
 
 
 class HostSpace:
@@ -22,8 +22,7 @@ class HostSpace:
         return self._slabs[piece.slab].narrow(0, piece.offset, nbytes)
 
     def _add(self, index: int, nbytes: int) -> None:
-        with on_host():
-            self._slabs.append(self._streams.slab(nbytes))
+        self._slabs.append(made_on_host(lambda: self._streams.slab(nbytes)))
 
 
 class HostTier:

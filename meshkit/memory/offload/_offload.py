@@ -18,12 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from meshkit import _torch
 from meshkit.memory.offload._disk import DiskTier
 from meshkit.memory.offload._host import HostTier
-from meshkit.memory.offload._parcel import Handle, Kept, Parcel
+from meshkit.memory.offload._parcel import Handle, Kept, Parcel, bytes_of
 from meshkit.memory.offload._reading import OffloadStep
 from meshkit.memory.offload._streams import Streams
 from meshkit.memory.offload._tier import Tier
+from meshkit.memory.place import estimate_under_way
 from meshkit.memory.policy import ActivationOffload
 from meshkit.sharding import local_tensor
 
@@ -99,7 +101,7 @@ class Offload:
             reference = self._parcels.get(storage._cdata)
             parcel = reference() if reference is not None else None
             if parcel is None or not parcel.is_of(tensor):
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                source = bytes_of(tensor)
                 parcel = Parcel(StorageWeakRef(storage), tensor._version, source, self.tier.store(source))
                 self._parcels[storage._cdata] = weakref.ref(parcel)
                 self._leaving.append((scope.number, parcel))
@@ -114,7 +116,7 @@ class Offload:
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor
+            _is_plain(tensor)
             and tensor.device == self.streams.device
             and tensor.layout == torch.strided
             and not tensor.is_conj()
@@ -255,8 +257,20 @@ def _tables(inputs: Any) -> Iterator[Tensor]:
     """Tensors among the inputs that need no gradient, also those in an object as a BlockMask."""
     for leaf in tree_leaves(inputs):
         for value in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
-            if type(value) is Tensor and not value.requires_grad and value.layout == torch.strided:
+            if (
+                isinstance(value, Tensor)
+                and _is_plain(value)
+                and not value.requires_grad
+                and value.layout == torch.strided
+            ):
                 yield value
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Of no subclass. In an estimate, one without values: its few whole numbers, which are real, count as staying."""
+    if estimate_under_way() is not None:
+        return _torch.is_fake(tensor) and not isinstance(tensor, nn.Parameter)
+    return type(tensor) is Tensor
 
 
 def _addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
@@ -267,6 +281,8 @@ def _addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
 
 
 def make_tier(policy: ActivationOffload, streams: Streams) -> Tier:
-    if policy.to == "host":
+    if (
+        policy.to == "host" or estimate_under_way() is not None
+    ):  # an estimate writes no files; their bytes count all the same
         return HostTier(streams, reserve=policy.reserve)
     return DiskTier(streams, policy.folder, staging=policy.staging, reserve=policy.reserve)

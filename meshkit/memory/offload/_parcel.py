@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshkit import _torch
 from meshkit.errors import OffloadError
 from meshkit.memory.offload._tier import Stored
 
@@ -77,18 +78,32 @@ class Handle:
         self.offset, self.version = tensor.storage_offset(), tensor._version
         # An alias shares the version counter, and keeps it when it is given other data: it sees changes, and holds nothing.
         self.guard = tensor.detach()
-        self.guard.data = _nothing(tensor.dtype, tensor.device)
+        fake = _torch.is_fake(tensor)  # belongs to one estimate, and must not be remembered
+        self.guard.data = tensor.new_empty(0) if fake else _nothing(tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
         self.dropped.put((self.parcel, self.round))
 
     def view(self, data: Tensor) -> Tensor:
         """The tensor in `data`, the bytes of its storage."""
+        if _torch.is_fake(data):
+            return data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=data.device)
         return empty.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
 
     def refuse_changed(self) -> None:
         refuse_changed(self.guard, self.version, self.shape)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Its whole storage, [nbytes] uint8, with a version counter of its own.
+
+    `set_` of a storage without values never lets go of it (2.11, 2.15), so those are looked at in another way.
+    """
+    storage = tensor.untyped_storage()
+    if _torch.is_fake(tensor):
+        return tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def refuse_changed(tensor: Tensor, version: int, shape: torch.Size) -> None:

@@ -133,7 +133,8 @@ class FewBitsAdamW(torch.optim.Optimizer):
         return {key: FewBits(states=self.states, signed=signed, block=block) for key, signed in MOMENTS.items()}
 
     def _zeros(self, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+        # torch.tensor has its value in an estimate too, which the update reads.
+        state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
         local, codecs = local_tensor(param), self._codecs[param]
         for key in MOMENTS:
             if key not in codecs:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshkit.memory.place import on_host
+from meshkit.memory.place import made_on_host
 
 ALIGNMENT = 64  # bytes: a cache line
 CHUNK_BYTES = 1 << 28
@@ -48,8 +48,11 @@ def host_tensors(like: Sequence[tuple[torch.Size, torch.dtype]], *, pinned: bool
     """Contiguous host tensors of these shapes and dtypes, zero, in few allocations."""
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in like]
     places, chunks = place_tensors(sizes)
-    with on_host():
-        slabs = [torch.zeros(chunk, dtype=torch.uint8, pin_memory=pinned) for chunk in chunks]
+
+    def slab(size: int) -> Tensor:
+        return made_on_host(lambda: torch.zeros(size, dtype=torch.uint8, pin_memory=pinned))
+
+    slabs = [slab(chunk) for chunk in chunks]
     return [
         slabs[place.chunk][place.offset : place.offset + size].view(dtype).view(shape)
         for place, size, (shape, dtype) in zip(places, sizes, like, strict=True)

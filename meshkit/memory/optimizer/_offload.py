@@ -25,6 +25,7 @@ from meshkit.errors import PlanError, StepError
 from meshkit.memory.gradient import read_gradient_by
 from meshkit.memory.optimizer._host import Carrier, host_tensors
 from meshkit.memory.optimizer._resident import choose_resident
+from meshkit.memory.place import estimate_under_way, made_on_host
 from meshkit.memory.policy import OptimizerOffload
 from meshkit.sharding import local_tensor
 
@@ -52,10 +53,20 @@ class _Held:
         self.master = None if resident and self.dtype == param.dtype else next(tensors)
         self.gradients = [next(tensors) for _ in range(gradients)]
         self.has_gradient = False
-        self.seen = (-1, -1, -1)
+        self.seen = (-1, -1, -1, -1)
         if self.master is not None:
             self.master.copy_(local)
             self.seen = _stamp(param)
+
+
+class _AtOnce:
+    """In place of a thread where tensors have no values, and counting them knows one thread."""
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        future: Future[None] = Future()
+        function(*args)
+        future.set_result(None)
+        return future
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -98,7 +109,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._moving = False  # some gradient may not have arrived
         self._current = 0  # which gradient buffer backward fills
         self._pending: tuple[Future[None], list[_Held]] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer") if delayed else None
+        self._thread: _AtOnce | ThreadPoolExecutor | None = None
+        if delayed:
+            beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+            self._thread = beside if estimate_under_way() is None else _AtOnce()
         held = [param for group in self.param_groups for param in group["params"]]
         for param in held:
             if param.is_meta:
@@ -157,8 +171,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _stage(self, target: Tensor, local: Tensor) -> None:
         while len(self._staged) >= STAGED:
             self._add_oldest()
-        busy = {staged.data_ptr() for _, staged, _ in self._staged}
-        free = next(slot for slot in self._staging if slot is not None and slot.data_ptr() not in busy)
+        busy = {_address(staged) for _, staged, _ in self._staged}
+        free = next(slot for slot in self._staging if slot is not None and _address(slot) not in busy)
         staged = free.view(torch.uint8)[: target.numel() * target.element_size()].view(target.dtype).view(target.shape)
         self._carrier.copy(staged, local)
         self._staged.append((self._carrier.mark(), staged, target))
@@ -300,7 +314,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _state_of(self, held: _Held) -> dict[str, Any]:
         """As torch.optim.AdamW has it, and for a parameter narrower than its master the master."""
-        step = torch.zeros((), dtype=torch.float32, device=held.moments["exp_avg"].device)
+        device = held.moments["exp_avg"].device
+
+        def zero() -> Tensor:
+            return torch.zeros((), dtype=torch.float32, device=device)
+
+        step = zero() if held.resident else made_on_host(zero)
         kept = {key: _placed(held.param, moment) for key, moment in held.moments.items()}
         master = {"master": _placed(held.param, held.master)} if narrow(held.param) and held.master is not None else {}
         return {"step": step, **kept, **master}
@@ -311,7 +330,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         own = {**held.moments, **({"master": held.master} if narrow(held.param) and held.master is not None else {})}
         for key, tensor in own.items():
             found = state.get(key)
-            if isinstance(found, Tensor) and local_tensor(found).data_ptr() == tensor.data_ptr():
+            if isinstance(found, Tensor) and _address(local_tensor(found)) == _address(tensor):
                 continue
             if isinstance(found, Tensor):
                 tensor.copy_(local_tensor(found))
@@ -407,10 +426,15 @@ def narrow(param: Tensor) -> bool:
     return param.dtype != master_dtype(param)
 
 
-def _stamp(param: Tensor) -> tuple[int, int, int]:
+def _stamp(param: Tensor) -> tuple[int, int, int, int]:
     """Changes with every write in place, to the shard or through its DTensor, and when the shard moves."""
     local = local_tensor(param)
-    return local.data_ptr(), local._version, param._version
+    return *_address(local), local._version, param._version
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Where its first element lies; an estimate's tensors have a storage, but no address in memory."""
+    return _torch.storage_key(tensor), int(tensor.storage_offset())
 
 
 def _placed(param: Tensor, local: Tensor) -> Tensor:
