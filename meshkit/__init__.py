@@ -16,6 +16,10 @@ from meshkit.estimate import Estimate as Estimate
 from meshkit.estimate import estimate as estimate
 from meshkit.explain import explain as explain
 from meshkit.initialize import init_weights as init_weights
+from meshkit.lora import init_lora as init_lora
+from meshkit.lora import lora as lora
+from meshkit.lora import lora_disabled as lora_disabled
+from meshkit.lora import merge_lora as merge_lora
 from meshkit.mask import Band as Band
 from meshkit.mask import Mask as Mask
 from meshkit.memory.linear_logits import LinearLogits as LinearLogits

@@ -33,8 +33,12 @@ def constant(value: float) -> Init:
 def default_init(module: nn.Module, key: str, param: Tensor) -> Init:
     """What a parameter that the plan does not name starts as.
 
-    Biases are 0, weights of one dim (norms) are 1, matrices are normal with std 0.02.
+    What the module itself says by `first_value`; else biases are 0, weights of one dim (norms) are 1, matrices are normal
+    with std 0.02.
     """
+    own = getattr(module, "first_value", None)
+    if isinstance(own, Init):
+        return own
     if key.endswith("bias"):
         return constant(0.0)
     return constant(1.0) if param.ndim <= 1 else normal(0.02)

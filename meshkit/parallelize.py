@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshkit import _torch
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
+from meshkit.lora import lora_of
 from meshkit.memory.fp8 import fp8_linears
 from meshkit.memory.linear_logits import chunk_head
 from meshkit.memory.offload import offload_activations, offload_of
@@ -26,7 +27,7 @@ from meshkit.parallel.budget import choose_for_blocks
 from meshkit.parallel.context import ContextPolicy, context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, zero_stage
 from meshkit.parallel.expert import ExpertPolicy, expert_layouts, expert_parallel, share_counts
-from meshkit.parallel.pipeline import Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
+from meshkit.parallel.pipeline import Cut, Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
@@ -75,7 +76,7 @@ def parallelize(
     _move(model, mesh)
     _refuse_different_values(model, mesh)
     if memory.precision is not None and memory.precision.fp8 is not None:
-        _refuse_fp8(memory, mesh)
+        _refuse_fp8(memory, mesh, model)
         fp8_linears(model, blocks=blocks, policy=memory.precision.fp8, device=mesh.device, tp=mesh.spec.tp)
         names = dict(model.named_modules())
     compute = memory.precision.compute if memory.precision else next(model.parameters()).dtype
@@ -90,6 +91,7 @@ def parallelize(
     cut, whole = None, _on_meta(model) if pipelined or budgeted else model
     if pipelined:
         cut = plan_pipeline(model, mesh.spec.pp, blocks=blocks, schedule=schedule, split=stages)
+        _refuse_idle_ranks(model, cut, mesh.spec.pp)
         if cut.splits_backward and not compile:  # a compiled block's backward is one piece
             split_linears(model)
 
@@ -189,8 +191,12 @@ def parallelize(
     )
 
 
-def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh) -> None:
+def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh, model: nn.Module) -> None:
     assert memory.precision is not None and memory.precision.fp8 is not None
+    if lora_of(model) is not None:
+        raise PlanError(
+            "Precision(fp8=...) on a model with adapters: adapted layers would not multiply in fp8. Leave fp8 away."
+        )
     if mesh.spec.pp > 1:
         raise PlanError(
             f"Precision(fp8=...) with pp={mesh.spec.pp}: schedules that compute weights' gradients apart do not know fp8 "
@@ -206,6 +212,17 @@ def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh) -> None:
             "Fp8(gather=True) with an optimizer on the host: writes into the wrapped weights would not be seen by their "
             "masters. Use gather=False."
         )
+
+
+def _refuse_idle_ranks(model: nn.Module, cut: Cut, ranks: int) -> None:
+    """A rank of pp that trains nothing would have an optimizer without parameters."""
+    trained = [name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad]
+    for rank in range(ranks):
+        if not any(cut.runs(name, rank) for name in trained):
+            raise PlanError(
+                f"parallelize: no parameter of the stages of pp rank {rank} requires a gradient. Train something in every "
+                "stage, adapters in all layers for one, or use a mesh without pp."
+            )
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

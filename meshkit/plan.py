@@ -31,6 +31,8 @@ class Style:
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     group: int = 1
+    inner: bool = False
+    """of a module that its parent calls on the parent's own input or output: nothing is sent for it"""
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"

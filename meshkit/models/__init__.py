@@ -11,6 +11,9 @@ from meshkit.models.huggingface import load_pretrained as load_pretrained
 from meshkit.models.huggingface import save_pretrained as save_pretrained
 from meshkit.models.huggingface_config import config_from_pretrained as config_from_pretrained
 from meshkit.models.huggingface_config import save_config as save_config
+from meshkit.models.huggingface_lora import load_lora as load_lora
+from meshkit.models.huggingface_lora import lora_options as lora_options
+from meshkit.models.huggingface_lora import save_lora as save_lora
 from meshkit.models.layers import LinearScaling as LinearScaling
 from meshkit.models.layers import Llama3Scaling as Llama3Scaling
 from meshkit.models.layers import Rope as Rope

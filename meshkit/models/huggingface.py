@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshkit.errors import CheckpointError
+from meshkit.errors import CheckpointError, PlanError
+from meshkit.lora import lora_of
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
 from meshkit.models.huggingface_config import (
     CONFIG_FILE,
@@ -70,12 +71,12 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
     _refuse_other_names(pieces, files, Path(folder))
     for file, keys in _by_file(files).items():
-        with _open(file) as reader:
+        with open_safetensors(file) as reader:
             for key in keys:
                 _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
     loaded: dict[tuple[int, int | None], str] = {}
     for file, keys in _by_file(files).items():
-        with _open(file) as reader:
+        with open_safetensors(file) as reader:
             for key in keys:
                 held = pieces[key].held()
                 if held is None:
@@ -97,7 +98,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """Name of each tensor in the folder -> the file that holds it."""
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if single.exists():
-        with _open(single) as reader:
+        with open_safetensors(single) as reader:
             return dict.fromkeys(reader.keys(), single)
     if not index.exists():
         raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}.")
@@ -156,7 +157,7 @@ def _refuse_other_shape(file: Path, key: str, found: Any, piece: Piece) -> None:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """A safetensors reader whose errors name the file."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist, but {INDEX_FILE} refers to it.")
@@ -190,6 +191,11 @@ def save_pretrained(
     Raises: CheckpointError, on every rank, if the folder is not empty; PlanError for a config that no family has.
     """
     folder = Path(folder)
+    if lora_of(model) is not None:
+        raise PlanError(
+            "save_pretrained: the model has adapters, which such a folder has no place for. Call mk.merge_lora first, or "
+            "write them alone by mk.models.save_lora."
+        )
     raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
     if isinstance(model, RewardModel):
         name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
@@ -217,8 +223,8 @@ def save_pretrained(
         write_config(raw, partial, extra)
         partial.rename(folder)
 
-    _on_rank_zero(begin)
-    owners, gather = _gatherer(model)
+    on_rank_zero(begin)
+    owners, gather = gatherer(model)
     gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
     for file, keys in shards.items():
         held: dict[str, Tensor] = {}
@@ -227,17 +233,17 @@ def save_pretrained(
             if gathered is None or gathered[0] is not tensor:
                 gathered = None  # one whole at a time
                 gathered = tensor, gather(tensor, owners.get(id(tensor), 0))
-            if _is_rank_zero():
+            if is_rank_zero():
                 part = pieces[key].of(gathered[1])
                 # A copy, for safetensors takes no two tensors in one storage.
                 copy = pieces[key].expert is not None
                 held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
-        if _is_rank_zero():
+        if is_rank_zero():
             save_file(held, partial / file, metadata={"format": "pt"})
-    _on_rank_zero(finish)
+    on_rank_zero(finish)
 
 
-def _gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
+def gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
     """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor). Global rank 0 gets all.
 
     A collective of the ranks that hold the tensor; others get it as it is, on meta.
@@ -289,14 +295,14 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _is_rank_zero() -> bool:
+def is_rank_zero() -> bool:
     return not _distributed() or dist.get_rank() == 0
 
 
-def _on_rank_zero(action: Callable[[], None]) -> None:
+def on_rank_zero(action: Callable[[], None]) -> None:
     """Do it on global rank 0; every rank waits for it, and raises what it raised. Wire: one broadcast of a string."""
     refusal: list[str | None] = [None]
-    if _is_rank_zero():
+    if is_rank_zero():
         try:
             action()
         except (CheckpointError, OSError) as error:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
+from meshkit.lora import is_adapter, lora_of
 from meshkit.models.deepseek import DeepseekV3
 from meshkit.models.moe import Mixtral
 from meshkit.models.reward import RewardModel
@@ -58,8 +59,27 @@ class Piece(NamedTuple):
 
 
 def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
-    """Parameters and persistent buffers by their names in Hugging Face files; a tied one under each of its names."""
+    """Parameters and persistent buffers by their names in Hugging Face files; a tied one under each of its names.
+
+    Without adapters, which have files of their own: see `adapter_pieces`.
+    """
     own = whole_state(model)
+    if lora_of(model) is not None:
+        own = {name: tensor for name, tensor in own.items() if not is_adapter(name)}
+    return _pieces(model, own, verb)
+
+
+def adapter_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
+    """Adapters and modules that train whole beside them, by the names that the model's files would have for them."""
+    lora = lora_of(model)
+    if lora is None:
+        raise PlanError(f"{verb}: the model has no adapters. Call mk.lora on it before parallelize().")
+    saved = tuple(f"{name}." for name in lora.saved)
+    own = {name: tensor for name, tensor in whole_state(model).items() if is_adapter(name) or name.startswith(saved)}
+    return _pieces(model, own, verb, part=True)
+
+
+def _pieces(model: nn.Module, own: dict[str, Tensor], verb: str, *, part: bool = False) -> dict[str, Piece]:
     elsewhere = whole_of(model) is not None
     for name, tensor in own.items():
         if tensor.is_meta and not elsewhere:
@@ -78,7 +98,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
         if not name.endswith(OF_TRAINING[:1] if isinstance(model, DeepseekV3) else OF_TRAINING)
         for key, piece in _in_files(model, name, tensor)
     }
-    return pieces | _shared_copies(model)
+    return pieces if part else pieces | _shared_copies(model)
 
 
 def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:

@@ -92,7 +92,7 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
             for key in held:
                 gradient: Literal["same", "sum"] = "sum" if summed else "same"
                 layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient=gradient)
-            if style.kind == "replicate" and sequence and held:
+            if style.kind == "replicate" and sequence and held and not style.inner:
                 layout.calls.append(Call(module=name, kind="gather_split", width=_width(child)))
             if style.kind == "head" and sequence:
                 layout.calls.append(Call(module=name, kind="gather", width=_linear(name, child, "head").in_features))
@@ -102,7 +102,8 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
         elif style.kind in ("enter", "attention"):
             _add_container(layout, name, modules[name], style, modules)
     for name, child in modules.items():
-        if layout.styles.get(name, Style("enter")).kind == "column" and name not in layout.shared_entry:
+        style = layout.styles.get(name, Style("enter"))
+        if style.kind == "column" and not style.inner and name not in layout.shared_entry:
             layout.calls.append(Call(module=name, kind="enter", width=_linear(name, child, "column").in_features))
     _check_tied(module, layout)
     return layout
@@ -126,7 +127,8 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
         if linear.bias is not None:  # added once, after the sum
             gradient: Literal["same", "sum"] = "sum" if layout.sequence else "same"
             layout.params[bias] = ParamLayout(placement=Replicate(), gradient=gradient)
-        layout.calls.append(Call(module=name, kind="leave", width=linear.out_features))
+        if not style.inner:
+            layout.calls.append(Call(module=name, kind="leave", width=linear.out_features))
         return
     layout.params[weight] = shard
     if linear.bias is not None:
@@ -229,6 +231,9 @@ def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tupl
     layout.params[_join(name, "weight")] = whole
     if dim == 0 and _join(name, "bias") in layout.params:
         layout.params[_join(name, "bias")] = whole
+    for child, inner in layout.styles.items():  # an adapter's, which is split as the projection
+        if inner.inner and child.startswith(f"{name}.") and inner.kind == ("row" if dim else "column"):
+            layout.params[_join(child, "weight")] = whole
 
 
 def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:

@@ -28,7 +28,9 @@ class _Live:
     """What a forward leaves for its backward."""
 
     hidden: Tensor | None  # what the stage received, a leaf
-    ends: list[GradientEdge]  # where its backward begins: at the output, whose values may go, and at auxiliary losses
+    # Where its backward begins: at the output, whose values may go, and at auxiliary losses. Nowhere in a first stage that
+    # trains nothing.
+    ends: list[GradientEdge]
     later: Later = field(default_factory=Later)
 
 
@@ -122,12 +124,14 @@ def execute(
             out = out * weight / scale
         else:
             mail.send(task, out.detach())
-        ends = [get_gradient_edge(end) for end in (out, side) if end is not None]
+        ends = [get_gradient_edge(end) for end in (out, side) if end is not None and end.requires_grad]
         live[task.stage, task.microbatch] = _Live(hidden, ends)
 
     def run_backward(task: Task, grad: Tensor | None) -> None:
         state = live[task.stage, task.microbatch]
         with put_off(state.later) if task.op == "I" else nullcontext():
+            if not state.ends:
+                return
             torch.autograd.backward(state.ends, [grad, *[None] * (len(state.ends) - 1)])
         if state.hidden is not None:
             assert state.hidden.grad is not None

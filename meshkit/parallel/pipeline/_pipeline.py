@@ -163,7 +163,10 @@ class Pipeline:
         there, back = (self.up, self.down) if self.rank < peer else (self.down, self.up)
         params = dict(self.staged.model.named_parameters())
         for head, tail in self.cut.copied:
-            whole = params[head if first else tail].grad
+            param = params[head if first else tail]
+            if not param.requires_grad:
+                continue
+            whole = param.grad
             assert whole is not None, "both ends used the parameter"
             grad = local_tensor(whole)
             other = torch.empty_like(grad)

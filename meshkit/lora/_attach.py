@@ -1,0 +1,174 @@
+"""Adapters onto a plain model, and the plan that splits them with their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from meshkit.errors import PlanError
+from meshkit.initialize import fill
+from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, set_lora
+from meshkit.plan import Plan, Style, match_names, match_table, per_head
+from meshkit.whole import copies_of
+
+
+def lora(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: Iterable[str] | None = None,
+    rslora: bool = False,
+    modules_to_save: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Freeze the model and give linear layers adapters, in place; returns the plan that splits those too.
+
+    For a plain model, also on meta, before `parallelize` (which gets the plan returned).
+    targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is times
+    alpha / rank, with rslora alpha / sqrt(rank). modules_to_save: patterns of modules that train whole, a new head for one.
+    dtype: of the adapters, None: that of the weight. seed: values depend on it, the name and the index, on every mesh alike;
+    on meta call `init_lora` when there is memory.
+    A target `q_proj` keeps `q_proj.weight` and gains `q_proj.lora_A.weight` [rank, in], `q_proj.lora_B.weight` [out, rank].
+    On the tensor axis a column() target has A whole and B split as its weight, a row() target A split and B whole; what is
+    whole adds one all-reduce of its gradient per microbatch, and nothing is added to the activations' traffic.
+    Raises: PlanError for a pattern that matches nothing, and for what cannot be a target: experts, embeddings, heads that
+    share a vocabulary, tied weights.
+    """
+    if lora_of(model) is not None:
+        raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
+    if rank < 1 or isinstance(rank, bool) or not alpha > 0:
+        raise PlanError(f"lora: rank={rank} alpha={alpha}: rank is a whole number of at least 1, and alpha above 0.")
+    modules = dict(model.named_modules())
+    styles = match_table(plan.tensor, modules, what="module")
+    chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
+    kept = match_names(modules_to_save, modules, what="module")
+    _refuse(model, modules, chosen, kept, styles)
+    made = Lora(rank=rank, alpha=float(alpha), rslora=rslora, targets=tuple(chosen), saved=tuple(kept))
+    model.requires_grad_(False)
+    for name in kept:
+        modules[name].requires_grad_(True)
+    for name in chosen:
+        linear = modules[name]
+        assert isinstance(linear, nn.Linear)
+        adapt(linear, made, dtype)
+    set_lora(model, made)
+    if not any(modules[name].weight.is_meta for name in chosen):
+        init_lora(model, seed=seed)
+    return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, set(chosen))})
+
+
+@torch.no_grad()
+def init_lora(model: nn.Module, *, seed: int) -> nn.Module:
+    """Give the adapters their first values, in place, on any mesh the same; the rest stays as it is. Wire: nothing.
+
+    A is uniform in +-1/sqrt(in), as PEFT's, and B is 0. For a model that was on meta, after `load_pretrained`.
+    """
+    copies = copies_of(model)
+    for name, layer in adapted(model):
+        for key in (A, B):
+            part: AdapterLinear = layer._modules[key]
+            full = f"{name}.{key}.weight"
+            if part.weight.is_meta:
+                raise PlanError(f"init_lora: {full!r} is still on meta. Call parallelize() or to_empty() first.")
+            fill(part.weight, part.first_value, seed=seed, name=copies.get(full, full))
+    return model
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _blocks_linears(plan: Plan, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> list[str]:
+    blocks = match_names(plan.blocks, modules, what="module")
+    found = [
+        name
+        for name, child in modules.items()
+        if _is_plain(child)
+        and any(name.startswith(f"{block}.") for block in blocks)
+        and not (name in styles and styles[name].kind == "vocab")
+    ]
+    if not found:
+        raise PlanError("lora: the plan's blocks hold no linear layer. Name some as targets=(...).")
+    return found
+
+
+def _targets(targets: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    if isinstance(targets, str):
+        raise PlanError(f"lora: targets={targets!r} is one string; give a tuple of patterns, ({targets!r},).")
+    found = match_names(targets, modules, what="module")
+    if not found:
+        raise PlanError("lora: targets=() adapts nothing. Name linear layers, or leave targets away.")
+    return found
+
+
+def _refuse(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    chosen: list[str],
+    kept: list[str],
+    styles: Mapping[str, Style],
+) -> None:
+    uses: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(param), []).append(name)
+    for name in chosen:
+        child = modules[name]
+        kind = styles[name].kind if name in styles else ""
+        if kind == "experts":
+            raise PlanError(
+                f"lora: {name!r} are stacked experts, which take no adapters yet. Target the attention and shared experts."
+            )
+        if kind == "vocab":
+            raise PlanError(
+                f"lora: {name!r} is vocab() in the plan, and shared over the vocabulary. Name it in modules_to_save to train "
+                "it whole, or leave it out of targets."
+            )
+        if not isinstance(child, nn.Linear) or not _is_plain(child):
+            raise PlanError(
+                f"lora: {name!r} is a {type(child).__name__}, and adapters are for nn.Linear. Leave it out of targets, or "
+                "name it in modules_to_save to train it whole."
+            )
+        names = uses[id(child.weight)]
+        if len(names) > 1:
+            raise PlanError(f"lora: {' and '.join(names)} are one tied parameter. Leave {name!r} out of targets.")
+    for name in kept:
+        inside = next((target for target in chosen if f"{target}.".startswith(f"{name}.")), None)
+        if inside is not None:
+            raise PlanError(f"lora: {inside!r} is a target and in modules_to_save ({name!r}). Keep one of the two.")
+        held = {id(param) for param in modules[name].parameters()}
+        if not held:
+            raise PlanError(f"lora: modules_to_save names {name!r}, which holds no parameters.")
+        outside = [other for key in held for other in uses[key] if not other.startswith(f"{name}.")]
+        if outside:
+            raise PlanError(
+                f"lora: modules_to_save names {name!r}, which shares a tied parameter with {outside[0]!r}. PEFT would break "
+                "the tie. Build the model with tie_word_embeddings=False."
+            )
+
+
+def _adapter_styles(
+    tensor: Mapping[str, Style], modules: Mapping[str, nn.Module], chosen: set[str]
+) -> dict[str, Style]:
+    """The styles of A and B: by their targets' pattern where it names targets only, else by name."""
+    styles: dict[str, Style] = {}
+    for pattern, style in tensor.items():
+        matched = set(match_table({pattern: replace(style, optional=True)}, modules, what="module"))
+        adapted_here = [name for name in modules if name in matched & chosen]
+        whole = matched <= chosen
+        for name in [pattern] if adapted_here and whole else adapted_here:
+            styles |= {f"{name}.{key}": inner for key, inner in _inner(style).items()}
+    return styles
+
+
+def _inner(style: Style) -> dict[str, Style]:
+    """A and B inside of a layer of this style; both compute on what the layer computes on."""
+    # Whole, with this rank's part of the other: its gradient is a sum over the axis, in a column as in a row.
+    summed = replace(per_head(), optional=style.optional, inner=True)
+    own = replace(style, inner=True)
+    return {"column": {A: summed, B: own}, "row": {A: own, B: summed}}.get(style.kind, {A: own, B: own})

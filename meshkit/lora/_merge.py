@@ -1,0 +1,48 @@
+"""Adapters into the weights they were learnt for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+from meshkit.lora._adapter import A, B, adapted, is_adapter, lora_of, set_lora
+from meshkit.parallel.data import after_inference
+from meshkit.sharding import full_tensor, local_slices, local_tensor
+from meshkit.whole import set_whole, whole_of
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Add scaling * B A to every adapted weight and remove the adapters, in place, on any mesh. Every rank must call it.
+
+    The product is made in fp32 at least and rounded once to the weight's dtype. Names of parameters are then those before
+    `lora`; they stay frozen, and an optimizer of the adapters is of no more use: merge to save or to infer.
+    Wire: an all-gather of each A and B. Raises: PlanError for a model without adapters.
+    """
+    lora = lora_of(model)
+    if lora is None:
+        raise PlanError("merge_lora: the model has no adapters.")
+    after_inference(model)  # what is still gathered would not be seen to change
+    for _, layer in adapted(model):
+        up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
+        _add_product(layer.weight, up, down, lora.scaling)
+        del layer._modules[A], layer._modules[B]
+    whole = whole_of(model)
+    if whole is not None:
+        tensors = {name: tensor for name, tensor in whole.tensors.items() if not is_adapter(name)}
+        owners = {name: rank for name, rank in whole.owners.items() if name in tensors}
+        set_whole(model, replace(whole, tensors=tensors, owners=owners))
+    set_lora(model, None)
+    return model
+
+
+def _add_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> None:
+    """This rank's part of weight [out, in] += scaling * up [out, r] down [r, in]."""
+    rows, columns = local_slices(weight)
+    local = local_tensor(weight)
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
+    added = up[rows].to(dtype) @ down[:, columns].to(dtype)
+    local.copy_(local.to(dtype) + added * scaling)
