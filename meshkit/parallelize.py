@@ -14,12 +14,13 @@ from meshkit import _torch
 from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of
+from meshkit.memory.budget import Choice
 from meshkit.memory.fp8 import fp8_linears
 from meshkit.memory.linear_logits import chunk_head
 from meshkit.memory.offload import offload_activations, offload_of
 from meshkit.memory.optimizer import refuse_rounding
 from meshkit.memory.policy import Budget, MemoryPolicy
-from meshkit.memory.recompute import refuse_treatments, treat, treatments
+from meshkit.memory.recompute import Treatment, refuse_treatments, treat, treatments
 from meshkit.memory.regather import refuse_without_sequence, regions
 from meshkit.memory.tiles import refuse_tiles, tile
 from meshkit.mesh import Mesh
@@ -95,21 +96,7 @@ def parallelize(
         if cut.splits_backward and not compile:  # a compiled block's backward is one piece
             split_linears(model)
 
-    choice = None
-    if budgeted:
-        choice = choose_for_blocks(
-            whole,
-            mesh.spec,
-            plan=plan,
-            memory=memory,
-            blocks=blocks,
-            sequence=sequence,
-            compute=compute,
-            device=mesh.device.type,
-            cut=cut,
-            at=mesh["pp"].get_local_rank(),
-        )
-    treated = choice.treatments if choice is not None else treatments(memory, blocks)
+    treated, choice = _treatments(whole, mesh, plan, memory, blocks=blocks, sequence=sequence, compute=compute, cut=cut)
     refuse_treatments(treated, names)
     regather = sequence and (memory.regather or any(each.regather for each in treated.values()))
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=regather)
@@ -142,14 +129,7 @@ def parallelize(
         held = set(pipeline.modules)
         blocks, units = [name for name in blocks if name in held], [name for name in units if name in held]
         apart = [name for name in apart if cut.runs(name, pipeline.rank)]
-    for name in blocks:
-        treat(names[name], treated[name], compiled=bool(compile))
-    present = dict(model.named_modules())  # with pp, those of this rank's stages
-    tile(model, mlps=[name for name in mlps if name in present], tiles=memory.tiles)
-    stay = [name for name in blocks if not treated[name].offload]
-    if memory.offload is not None and not (budgeted and stay == blocks):
-        # Those that stay have a place in the order, by which the others are fetched ahead.
-        offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=mesh.device)
+    _keep_less(model, memory, treated, blocks=blocks, mlps=mlps, compiled=bool(compile), device=mesh.device)
     if compile:
         _torch.allow_recompiles(len(blocks))
         for name in blocks:  # tokens go to their experts outside of graphs
@@ -189,6 +169,56 @@ def parallelize(
         recompute_choice=choice,
         offload=offload_of(model),
     )
+
+
+def _treatments(
+    whole: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    memory: MemoryPolicy,
+    *,
+    blocks: list[str],
+    sequence: bool,
+    compute: torch.dtype,
+    cut: Cut | None,
+) -> tuple[dict[str, Treatment], Choice | None]:
+    """What becomes of each block, and what a budget came to. whole: what nothing has been done to yet, for a budget."""
+    if not isinstance(memory.recompute, Budget):
+        return treatments(memory, blocks), None
+    choice = choose_for_blocks(
+        whole,
+        mesh.spec,
+        plan=plan,
+        memory=memory,
+        blocks=blocks,
+        sequence=sequence,
+        compute=compute,
+        device=mesh.device.type,
+        cut=cut,
+        at=mesh["pp"].get_local_rank(),
+    )
+    return choice.treatments, choice
+
+
+def _keep_less(
+    model: nn.Module,
+    memory: MemoryPolicy,
+    treated: dict[str, Treatment],
+    *,
+    blocks: list[str],
+    mlps: list[str],
+    compiled: bool,
+    device: torch.device,
+) -> None:
+    """Recompute, feed-forwards in parts, and offload of what this rank's blocks still keep."""
+    present = dict(model.named_modules())  # with pp, those of this rank's stages
+    for name in blocks:
+        treat(present[name], treated[name], compiled=compiled)
+    tile(model, mlps=[name for name in mlps if name in present], tiles=memory.tiles)
+    stay = [name for name in blocks if not treated[name].offload]
+    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and stay == blocks):
+        # Those that stay have a place in the order, by which the others are fetched ahead.
+        offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=device)
 
 
 def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh, model: nn.Module) -> None:
