@@ -104,7 +104,7 @@ class Config:
     """sharding over dp_shard; default 3, with pp 1"""
     sequence: bool = True
     """with tp: shard activations along the sequence between regions"""
-    recompute: Literal["none", "full", "selective"] = "none"
+    recompute: Literal["none", "activation", "selective", "full"] = "none"
     loss_chunk: int | None = None
     """tokens whose logits exist at a time; default: all of them"""
     offload: Literal["none", "host", "disk"] = "none"

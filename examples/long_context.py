@@ -108,7 +108,7 @@ class Config:
 
     sequence: bool = True
     """with tp: shard activations along the sequence between regions"""
-    recompute: Literal["none", "full", "selective"] = "none"
+    recompute: Literal["none", "activation", "selective", "full"] = "none"
     loss_chunk: int | None = None
     """tokens whose logits exist at a time; default: all of them"""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -35,8 +35,9 @@ def feed_forwards(block: nn.Module, name: str = "") -> list[nn.Module]:
     """Those whose middle can be made again. Raises: PlanError if there is none."""
     found = [child for child in block.modules() if hasattr(type(child), "product") and hasattr(type(child), "finish")]
     if not found:
+        kind = type(block).__name__
         raise PlanError(
-            f"recompute='activation': {f'{name!r}, a ' if name else ''}{type(block).__name__}, has no feed-forward with the "
+            f"recompute='activation': {f'{name!r}, a {kind},' if name else kind} has no feed-forward with the "
             "steps `product` and `finish`, as mk.models' GatedMLP has them; routed experts have not. Use "
             "recompute='selective'."
         )

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from meshkit.checkpoint import Checkpointer
-from tests.checkpoint.training import Training, build, refusal, saved_run
+from meshkit.data import Loader
+from tests.checkpoint.training import ROWS, SEQ_LEN, Training, build, refusal, saved_run, tokens
 from tests.world import pool
 
 
@@ -94,7 +95,10 @@ def load_with(folder: str, change: str) -> tuple[str, bool]:
     training = build("dp_shard=2")
     options = dict(training.holders)
     if change == "data" or (change == "data on rank 1" and dist.get_rank() == 1):
-        training.loader._seed = 5
+        mesh = training.run.mesh
+        options["loader"] = Loader(
+            tokens(), seq_len=SEQ_LEN, global_batch=ROWS, seed=5, rank=mesh.data_rank, ranks=mesh.data_ranks
+        )
     elif change == "group":
         params = list(training.run.parameters())
         training.optimizer = torch.optim.AdamW(params, foreach=False)

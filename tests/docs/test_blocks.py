@@ -1,7 +1,8 @@
 """Documentation cannot rot: every block of code runs, and prints what the page says it prints.
 
-A block that begins with `# torchrun --nproc-per-node N name.py` is a file of its own, run on N ranks. The others of a
-page continue each other, in one process. A `text` block right under a block of code is its output, of all ranks.
+A block that begins with `# torchrun --nproc-per-node N name.py` is a file of its own, run on N ranks; one that begins with
+`# python name.py` is one, run without ranks. The others of a page continue each other, in one process. A `text` block right
+under a block of code is its output, of all ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCES = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 RANKS = re.compile(r"# torchrun --nproc-per-node (\d+) ")
+SCRIPT = "# python "
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 # torch.compile probes objects while it traces: .grad of non-leaves, and on 2.11 instances of autograd functions.
 TRACING = r"The \.grad attribute of a Tensor that is not a leaf|.* should not be instantiated"
@@ -66,8 +70,20 @@ def run_blocks(blocks: list[Block], page: str, folder: str) -> list[str]:
 def test_blocks_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     assert len(blocks) == page.read_text().count("```python"), "a fence is not closed, or is indented"
+    for block in blocks:
+        if block.code.startswith(SCRIPT):
+            done = subprocess.run(
+                [sys.executable, "-c", block.code],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            compare(done.stdout, block.output or "", f"{page.name}, the block at line {block.line + 1}")
     alone = [[block] for block in blocks if block.ranks]
-    together = [block for block in blocks if not block.ranks]
+    together = [block for block in blocks if not block.ranks and not block.code.startswith(SCRIPT)]
     for group in [*alone, together] if together else alone:
         folder = tmp_path / str(group[0].line)
         folder.mkdir()
