@@ -13,7 +13,7 @@ from meshkit import _torch
 from meshkit.counter import indexed_parts, random_bits, stream_of
 from meshkit.errors import PlanError
 from meshkit.memory.optimizer._few_bits import SMALLEST_BLOCK, FewBits, block_of
-from meshkit.memory.optimizer._offload import paired_states
+from meshkit.memory.optimizer._held import paired_states
 from meshkit.memory.optimizer._rounding import round_stochastically
 from meshkit.memory.policy import States
 from meshkit.sharding import local_slices, local_tensor

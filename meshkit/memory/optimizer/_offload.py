@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from meshkit import _torch
 from meshkit.errors import PlanError, StepError
 from meshkit.memory.gradient import read_gradient_by
+from meshkit.memory.optimizer._held import Held, address, master_dtype, narrow, paired_states, placed, stamp
 from meshkit.memory.optimizer._host import Carrier, host_tensors
 from meshkit.memory.optimizer._resident import choose_resident
 from meshkit.memory.place import estimate_under_way, made_on_host
@@ -35,28 +35,7 @@ STAGED = 2  # gradients of further microbatches on their way at a time
 _OWNER = "_meshkit_offload"
 
 Options = dict[str, Any]
-Work = list[tuple[Options, list["_Held"]]]
-
-
-class _Held:
-    """One parameter and what is kept for it. Tensors have the shape of this rank's shard.
-
-    master: in fp32, or the parameter's dtype if that is wider; None where a resident parameter is its own master.
-    gradients: empty where it is resident; two with a delayed update, which reads one while backward fills the other.
-    """
-
-    def __init__(self, param: Tensor, tensors: Iterator[Tensor], gradients: int, *, resident: bool) -> None:
-        local = local_tensor(param)
-        self.param, self.resident = param, resident
-        self.dtype = master_dtype(param)
-        self.moments = {"exp_avg": next(tensors), "exp_avg_sq": next(tensors)}
-        self.master = None if resident and self.dtype == param.dtype else next(tensors)
-        self.gradients = [next(tensors) for _ in range(gradients)]
-        self.has_gradient = False
-        self.seen = (-1, -1, -1, -1)
-        if self.master is not None:
-            self.master.copy_(local)
-            self.seen = _stamp(param)
+Work = list[tuple[Options, list["Held"]]]
 
 
 class _AtOnce:
@@ -108,7 +87,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._retired = False
         self._moving = False  # some gradient may not have arrived
         self._current = 0  # which gradient buffer backward fills
-        self._pending: tuple[Future[None], list[_Held]] | None = None
+        self._pending: tuple[Future[None], list[Held]] | None = None
         self._thread: _AtOnce | ThreadPoolExecutor | None = None
         if delayed:
             beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
@@ -142,7 +121,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._moving or param.grad is not None:
             self._sweep()
         held = self._held[param]
-        return _placed(param, held.gradients[self._current]) if held.has_gradient else None
+        return placed(param, held.gradients[self._current]) if held.has_gradient else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._drain()
@@ -171,8 +150,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _stage(self, target: Tensor, local: Tensor) -> None:
         while len(self._staged) >= STAGED:
             self._add_oldest()
-        busy = {_address(staged) for _, staged, _ in self._staged}
-        free = next(slot for slot in self._staging if slot is not None and _address(slot) not in busy)
+        busy = {address(staged) for _, staged, _ in self._staged}
+        free = next(slot for slot in self._staging if slot is not None and address(slot) not in busy)
         staged = free.view(torch.uint8)[: target.numel() * target.element_size()].view(target.dtype).view(target.shape)
         self._carrier.copy(staged, local)
         self._staged.append((self._carrier.mark(), staged, target))
@@ -251,14 +230,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for options, part in work:
             self._update(options, part, which)
 
-    def _update(self, options: Options, part: list[_Held], which: int) -> None:
+    def _update(self, options: Options, part: list[Held], which: int) -> None:
         masters = [held.master for held in part if held.master is not None]
         _fused_adamw(self, options, part, masters, [held.gradients[which] for held in part])
         for held, master in zip(part, masters, strict=True):
             if narrow(held.param):
                 self._rounded(held, which).copy_(master)
 
-    def _update_resident(self, options: Options, resident: list[_Held]) -> None:
+    def _update_resident(self, options: Options, resident: list[Held]) -> None:
         part = [held for held in resident if held.param.grad is not None]
         if not part:
             return
@@ -272,20 +251,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if held.master is not None:
                 local = local_tensor(held.param)
                 local.copy_(master)
-                held.seen = _stamp(held.param)
+                held.seen = stamp(held.param)
 
-    def _send(self, held: _Held, which: int) -> None:
+    def _send(self, held: Held, which: int) -> None:
         """The new values to the device."""
         assert held.master is not None
         local = local_tensor(held.param)
-        if _stamp(held.param) != held.seen:
+        if stamp(held.param) != held.seen:
             raise StepError(
                 "OffloadedAdamW: a parameter was changed while an update was pending. Call optimizer.finish() before."
             )
         self._carrier.copy(local, self._rounded(held, which) if narrow(held.param) else held.master)
-        held.seen = _stamp(held.param)
+        held.seen = stamp(held.param)
 
-    def _rounded(self, held: _Held, which: int) -> Tensor:
+    def _rounded(self, held: Held, which: int) -> Tensor:
         """Room for the master in the parameter's dtype: in the gradient, which is used up and already pinned."""
         return (
             held.gradients[which]
@@ -312,7 +291,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise PlanError("OffloadedAdamW: memory is allocated once, so give all parameters when it is built.")
         super().add_param_group(param_group)
 
-    def _state_of(self, held: _Held) -> dict[str, Any]:
+    def _state_of(self, held: Held) -> dict[str, Any]:
         """As torch.optim.AdamW has it, and for a parameter narrower than its master the master."""
         device = held.moments["exp_avg"].device
 
@@ -320,31 +299,31 @@ class OffloadedAdamW(torch.optim.Optimizer):
             return torch.zeros((), dtype=torch.float32, device=device)
 
         step = zero() if held.resident else made_on_host(zero)
-        kept = {key: _placed(held.param, moment) for key, moment in held.moments.items()}
-        master = {"master": _placed(held.param, held.master)} if narrow(held.param) and held.master is not None else {}
+        kept = {key: placed(held.param, moment) for key, moment in held.moments.items()}
+        master = {"master": placed(held.param, held.master)} if narrow(held.param) and held.master is not None else {}
         return {"step": step, **kept, **master}
 
-    def _adopt(self, held: _Held) -> None:
+    def _adopt(self, held: Held) -> None:
         """Make state that was loaded ours, and masters follow parameters that were changed."""
         state = self.state[held.param]
         own = {**held.moments, **({"master": held.master} if narrow(held.param) and held.master is not None else {})}
         for key, tensor in own.items():
             found = state.get(key)
-            if isinstance(found, Tensor) and _address(local_tensor(found)) == _address(tensor):
+            if isinstance(found, Tensor) and address(local_tensor(found)) == address(tensor):
                 continue
             if isinstance(found, Tensor):
                 tensor.copy_(local_tensor(found))
             elif key != "master":  # forgotten by a load
                 tensor.zero_()
-            state[key] = _placed(held.param, tensor)
+            state[key] = placed(held.param, tensor)
         if not isinstance(state.get("step"), Tensor):
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] = state["step"].to(held.moments["exp_avg"].device)
         self._follow(held)
 
-    def _follow(self, held: _Held) -> None:
+    def _follow(self, held: Held) -> None:
         local = local_tensor(held.param)
-        if held.master is None or _stamp(held.param) == held.seen:
+        if held.master is None or stamp(held.param) == held.seen:
             return
         values = local.to(held.master.device)
         if narrow(held.param):
@@ -352,9 +331,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             held.master.copy_(torch.where(same, held.master, values.to(held.dtype)))
         else:
             held.master.copy_(values)
-        held.seen = _stamp(held.param)
+        held.seen = stamp(held.param)
 
-    def _of(self, group: Options) -> list[_Held]:
+    def _of(self, group: Options) -> list[Held]:
         return [self._held[param] for param in group["params"]]
 
     def _largest(self) -> int:
@@ -363,7 +342,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             default=0,
         )
 
-    def _allocate(self, params: list[Tensor], stays: list[bool]) -> dict[Tensor, _Held]:
+    def _allocate(self, params: list[Tensor], stays: list[bool]) -> dict[Tensor, Held]:
         """Slabs on the host for what leaves, tensors on the device for what stays."""
         gradients = 2 if self.delayed else 1
         shapes = [
@@ -379,7 +358,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if resident:
                 like = torch.zeros_like(local_tensor(param), dtype=master_dtype(param))
                 tensors = (like.clone() for _ in range(3))
-            held[param] = _Held(param, tensors, 0 if resident else gradients, resident=resident)
+            held[param] = Held(param, tensors, 0 if resident else gradients, resident=resident)
         return held
 
     def _take_over(self, param: Tensor, stream: bool) -> None:
@@ -405,45 +384,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         read_gradient_by(param, read)
 
 
-def paired_states(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """(parameter, its state) of a state_dict; afterwards the groups' options are set too. torch's own casts the state."""
-    groups = list(zip(optimizer.param_groups, state_dict["param_groups"], strict=True))
-    for group, saved in groups:
-        for param, index in zip(group["params"], saved["params"], strict=True):
-            yield param, state_dict["state"].get(index, {})
-    for group, saved in groups:
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-
-
-def master_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
-
-
-def narrow(param: Tensor) -> bool:
-    """Whether the master has bits that the parameter has not."""
-    return param.dtype != master_dtype(param)
-
-
-def _stamp(param: Tensor) -> tuple[int, int, int, int]:
-    """Changes with every write in place, to the shard or through its DTensor, and when the shard moves."""
-    local = local_tensor(param)
-    return *_address(local), local._version, param._version
-
-
-def _address(tensor: Tensor) -> tuple[int, int]:
-    """Where its first element lies; an estimate's tensors have a storage, but no address in memory."""
-    return _torch.storage_key(tensor), int(tensor.storage_offset())
-
-
-def _placed(param: Tensor, local: Tensor) -> Tensor:
-    return _torch.place_like(param, local) if isinstance(param, DTensor) else local
-
-
-def _parts(held: list[_Held]) -> Iterator[list[_Held]]:
+def _parts(held: list[Held]) -> Iterator[list[Held]]:
     """In order, in parts of about `UPDATE_ELEMENTS`."""
-    part: list[_Held] = []
+    part: list[Held] = []
     for each in held:
         part.append(each)
         if sum(other.gradients[0].numel() for other in part) >= UPDATE_ELEMENTS:
@@ -454,7 +397,7 @@ def _parts(held: list[_Held]) -> Iterator[list[_Held]]:
 
 
 def _fused_adamw(
-    optimizer: OffloadedAdamW, options: Options, part: list[_Held], masters: list[Tensor], grads: list[Tensor]
+    optimizer: OffloadedAdamW, options: Options, part: list[Held], masters: list[Tensor], grads: list[Tensor]
 ) -> None:
     states = [optimizer.state[held.param] for held in part]
     adamw(
