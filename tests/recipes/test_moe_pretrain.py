@@ -113,4 +113,4 @@ def test_a_folder_without_experts_is_refused(corpus: Path, tmp_path: Path) -> No
     tokenizer = next((corpus.parent / "cache").glob("tokenizer-*"))
     status, output = run(1, RECIPE, *flags(corpus, tmp_path / "out", pretrained=tmp_path, tokenizer=tokenizer))
     assert status != 0
-    assert "is a LlamaConfig, but this recipe trains Qwen3-MoE and Mixtral" in output, output
+    assert "is a LlamaConfig; this recipe trains Qwen3-MoE and Mixtral" in output, output
