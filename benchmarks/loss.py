@@ -28,12 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from rows import Spread, environment, spread
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import meshkit as mk
 from meshkit.memory.linear_logits import chunk_head
+from meshkit.observe import Peak
 
 RESULTS = Path(__file__).parent / "results" / "loss.jsonl"
 WHOLE, CHUNKED, LIGER = "whole", "chunked", "liger"
@@ -64,27 +62,6 @@ class Settings:
     threads: int = 1
     record: bool = False
     """append a row to benchmarks/results/loss.jsonl"""
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that results of operators made inside took at one time, looked at after every operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._known: set[int] = set()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
-        self._known |= given - self._made.keys()
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self._made.values()))
-        return out
 
 
 # --------------------------------------------------------------------------------------------------- the same head

@@ -117,7 +117,7 @@ def main() -> None:
     for policy, (model, _) in models.items():
         step(model, ids)
         for ours, first in zip(model.parameters(), models[POLICIES[0]][0].parameters(), strict=True):
-            assert torch.equal(ours.grad, first.grad), f"{policy} changes gradients"  # type: ignore[arg-type]
+            assert torch.equal(ours.grad, first.grad), f"{policy} changes gradients"  # type: ignore[arg-type]  # not None
     seconds: dict[object, list[float]] = {policy: [] for policy in policies}
     waited: dict[object, list[float]] = {policy: [] for policy in policies}
     held: dict[object, int] = {}

@@ -130,7 +130,7 @@ def register_pytree(
 
     2.11: FSDP2 finds what a module returns so. 2.15: it looks into dataclasses instead, and other parts of torch here.
     """
-    torch.utils._pytree.register_pytree_node(node, flatten, unflatten)  # type: ignore[arg-type]
+    torch.utils._pytree.register_pytree_node(node, flatten, unflatten)  # type: ignore[arg-type]  # torch's says Iterable
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -300,7 +300,7 @@ def propagating_apart() -> Iterator[None]:
         with _disable_current_modes():
             return original(self, *args, **kwargs)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign]  # put back below
     try:
         yield
     finally:

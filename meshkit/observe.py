@@ -1,4 +1,4 @@
-"""See the collectives that a piece of code really runs, to hold against what `explain` says."""
+"""See what a piece of code really sends and holds, to be set against what `explain` and `estimate` say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshkit import _torch
 from meshkit.explain import Message
@@ -104,3 +106,26 @@ class _Axes:
     def of(self, group: dist.ProcessGroup) -> str:
         ranks = tuple(dist.get_process_group_ranks(group))
         return self._by_name.get(group.group_name) or self._by_ranks.get(ranks, str(ranks))
+
+
+class Peak(TorchDispatchMode):
+    """A context. bytes: the most that results of operators made inside took at one time, looked at after every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._known: set[int] = set()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        self._known |= given - self._made.keys()
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._made.values()))
+        return out

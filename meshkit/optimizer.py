@@ -34,10 +34,9 @@ def adamw(
     ]
     groups = [group for group in groups if group["params"]]
     if policy.offload is not None:
-        streams = not (
-            isinstance(model, Run) and model.pipeline is not None
-        )  # stages exchange gradients of tied weights
         offload = policy.offload
+        # Stages exchange the gradients of tied weights first.
+        streams = not (isinstance(model, Run) and model.pipeline is not None)
         return OffloadedAdamW(
             groups,
             lr=lr,

@@ -54,9 +54,8 @@ class Run:
     """A model on a mesh, with the choices that put it there."""
 
     model: nn.Module
-    whole: (
-        nn.Module
-    )  # what `explain` takes: the model with the layers of all stages; with pp or a Budget a copy on meta
+    # What `explain` takes: the model with the layers of all stages; with pp or a Budget a copy on meta.
+    whole: nn.Module
     mesh: Mesh
     plan: Plan
     memory: MemoryPolicy
@@ -71,9 +70,8 @@ class Run:
     recompute_choice: Choice | None = None  # what a Budget came to; print it
     offload: Offload | None = None  # what moves activations: `offload.last_step` and `offload.report()` say how much
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
-    expert_counts: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # tokens per expert of the last step, by router of this rank
+    # Tokens per expert of the last step, by router of this rank.
+    expert_counts: dict[str, Tensor] = field(default_factory=dict)
     dropped_share: Tensor | None = None  # of the last step's choices, where experts have a capacity
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 

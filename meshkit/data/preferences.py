@@ -6,7 +6,6 @@ what both chats begin with.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from meshkit.data.chat import Chat, Message
 from meshkit.data.chat_mask import EndOfTurn, encode_chat
+from meshkit.data.cross_prompt import cross_prompt_pairs
 from meshkit.data.examples import Example, Pair, encode_completion
 from meshkit.data.tokenizer import Tokenizer
 from meshkit.errors import DataError
@@ -94,26 +94,20 @@ def with_mismatches(examples: Sequence[Example]) -> list[tuple[Example, Example]
 
 
 def augment_across_prompts(pairs: Sequence[Pair], *, seed: int, ties: bool = True) -> list[Pair]:
-    """The pairs, and pairs across prompts, which tell a reward model that an answer has to fit its prompt.
+    """Each pair and, after it, those that `cross_prompt_pairs` makes for its prompt: 8, and with `ties` 6 more.
 
-    For each pair, with prompt x, and another one drawn from the rest: to x, each of the pair's own answers is better than
-    each answer of the other pair; with `ties`, the other pair's two answers are as good as each other. Up to 6 pairs for one.
-    The scalar "preference" is the wanted probability that chosen is better: 1, and 0.5 for a tie. The loss must use it.
-    Raises: DataError for fewer than 2 pairs. Source: after Liu et al. 2024 (RRM), section 3.
+    They tell a reward model that an answer has to fit its prompt. The scalar "preference" is the wanted probability that
+    chosen is better: 1, and 0.5 for a tie. The loss must use it.
+    Raises: DataError for fewer than 3 pairs.
     """
-    if len(pairs) < 2:
-        raise DataError(f"{len(pairs)} pair: pairs across prompts need at least 2. Give more.")
-    order = list(range(len(pairs)))
-    random.Random(seed).shuffle(order)
-    other = dict(zip(order, [*order[1:], order[0]], strict=True))  # one cycle: nobody meets itself
-    made = []
-    for index, pair in enumerate(pairs):
-        better, worse = (_answer(pair.chosen, answer) for answer in pairs[other[index]])
-        made.append(_preferred(pair.chosen, pair.rejected, 1.0))
-        made += [_preferred(own, foreign, 1.0) for own in pair for foreign in (better, worse)]
-        if ties:
-            made.append(_preferred(better, worse, 0.5))
-    return made
+    made = [[_preferred(pair.chosen, pair.rejected, 1.0)] for pair in pairs]
+    for crossed in cross_prompt_pairs(len(pairs), seed=seed):
+        if crossed.tie and not ties:
+            continue
+        prompt = pairs[crossed.prompt].chosen
+        better, worse = (getattr(pairs[answer.pair], answer.side) for answer in (crossed.better, crossed.worse))
+        made[crossed.prompt].append(_preferred(_answer(prompt, better), _answer(prompt, worse), crossed.preference))
+    return [pair for of_prompt in made for pair in of_prompt]
 
 
 def _preferred(chosen: Example, rejected: Example, preference: float) -> Pair:
@@ -121,7 +115,7 @@ def _preferred(chosen: Example, rejected: Example, preference: float) -> Pair:
 
 
 def _answer(example: Example, other: Example) -> Example:
-    """The prompt of `example` with what comes after the prompt of `other`."""
+    """The prompt of `example` with what comes after the prompt of `other`, which may be the same."""
     cut, tail = example.prompt_length, slice(other.prompt_length, None)
     return replace(
         example,

@@ -62,7 +62,7 @@ class Rates:
     """How fast a rank computes, reads and writes its memory, and sends, by which the time of a choice is told.
 
     host_bytes_per_s: one way between the device and where activations are offloaded to; for a disk, the disk's. Only their
-    ratios matter to the choice. The defaults are about what one H100 achieves in bf16 inside of a node.
+    ratios matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
     """
 
     flops_per_s: float = 4e14

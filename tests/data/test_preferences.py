@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_pairs_across_prompts_are_those_of_the_paper(tokenizer: Tokenizer) -> No
     rows = [("Name", " a", " b"), ("prime", " Seven", "Eight"), ("think", "I", " I")]
     pairs = [encode_pair({"prompt": p, "chosen": c, "rejected": r}, tokenizer) for p, c, r in rows]
     made = augment_across_prompts(pairs, seed=3)
-    assert len(made) == 18
+    assert len(made) == 45
 
     def texts(pair: Pair) -> tuple[str, str, str, float]:
         prompts = {tokenizer.decode(side.ids[1 : side.prompt_length]) for side in pair}
@@ -121,17 +122,14 @@ def test_pairs_across_prompts_are_those_of_the_paper(tokenizer: Tokenizer) -> No
         chosen, rejected = (learnt(side, tokenizer).removesuffix("<|eos|>") for side in pair)
         return prompts.pop(), chosen, rejected, pair.chosen.scalars["preference"]
 
-    others = set()
     for number, (prompt, good, bad) in enumerate(rows):
-        found = {texts(pair) for pair in made[6 * number : 6 * number + 6]}
-        (tie,) = (each for each in found if each[3] == 0.5)
-        other = next(row for row in rows if row[1:] == tie[1:3])
-        assert other[0] != prompt
-        others.add(other[0])
-        wins = {(prompt, own, foreign, 1.0) for own in (good, bad) for foreign in other[1:]}
-        assert found == {(prompt, good, bad, 1.0), tie} | wins
-    assert len(others) == 3  # each is somebody's other
-    assert len(augment_across_prompts(pairs, seed=3, ties=False)) == 15
+        found = {texts(pair) for pair in made[15 * number : 15 * number + 15]}
+        foreign = [answer for other in rows if other[0] != prompt for answer in other[1:]]
+        wins = {(prompt, own, answer, 1.0) for own in (good, bad) for answer in foreign}
+        ties = [each for each in found if each[3] == 0.5]
+        assert {frozenset(each[1:3]) for each in ties} == set(map(frozenset, combinations(foreign, 2)))
+        assert len(ties) == 6 and found - set(ties) == {(prompt, good, bad, 1.0)} | wins
+    assert len(augment_across_prompts(pairs, seed=3, ties=False)) == 27
     again = augment_across_prompts(pairs, seed=3)
     assert all(np.array_equal(a.rejected.ids, b.rejected.ids) for a, b in zip(made, again, strict=True))
 
@@ -178,7 +176,7 @@ def test_rows_that_make_no_pair_are_refused(chat: Chat, tokenizer: Tokenizer) ->
             encode_pair(row, encoder, source="f:3", **changes)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="f:4: 'label' is 'yes', neither true nor false"):
         encode_labelled({"prompt": "a", "completion": "b", "label": "yes"}, tokenizer, source="f:4")
-    with pytest.raises(DataError, match="1 pair: pairs across prompts need at least 2"):
+    with pytest.raises(DataError, match="1 pairs; a prompt borrows answers from two others"):
         augment_across_prompts([encode_pair(good, tokenizer)], seed=0)
     with pytest.raises(DataError, match="f:5: 'r' has 1 rewards for 2 steps. Give one per step"):
         encode_steps(tokenizer, "a", ["b", "c"], {"r": [1.0]}, source="f:5")

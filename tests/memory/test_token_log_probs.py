@@ -10,9 +10,9 @@ from torch.distributions import Categorical
 
 import meshkit as mk
 from meshkit.memory.linear_logits import Head, LinearLogits, as_logits
+from meshkit.observe import Peak
 from meshkit.parallel.tensor import shard_parameter
 from meshkit.sharding import chunk, full_tensor
-from tests.memory.peak import Peak
 from tests.memory.test_chunked_loss import heads, inputs
 from tests.parity.cases import mesh_for
 from tests.world import pool

@@ -220,7 +220,7 @@ def test_what_takes_no_adapters_is_refused() -> None:
         mk.lora(build(sparse), plan_of(sparse), targets=("layers.1.mlp.experts",))
 
 
-def plans_that_cannot_run() -> None:
+def plans_that_cannot_run() -> int:
     model = build(Cell(mesh=""))
     plan = mk.lora(model, mk.models.LLAMA_PLAN, rank=2, targets=("layers.1.mlp.up_proj",))
     with pytest.raises(PlanError, match="no parameter of the stages of pp rank 0 requires a gradient"):
@@ -228,10 +228,14 @@ def plans_that_cannot_run() -> None:
     with pytest.raises(PlanError, match="adapted layers would not multiply in fp8"):
         memory = mk.MemoryPolicy(precision=mk.Precision(fp8=mk.Fp8(emulate=True)))
         mk.parallelize(model, mesh_for("dp_shard=2"), plan=plan, memory=memory)
+    return 2
 
 
 def test_runs_that_would_not_work_are_refused() -> None:
-    pool(2).run(plans_that_cannot_run)
+    assert pool(2).run(plans_that_cannot_run) == [
+        2,
+        2,
+    ]  # refused on each rank, or `pytest.raises` would have raised there
 
 
 # ------------------------------------------------------------------------------------------------------------ PEFT

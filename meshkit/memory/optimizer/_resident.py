@@ -40,8 +40,8 @@ def resident_share(
 ) -> float:
     """The smallest share of the states to keep on the device so that the host's update costs no time, or what fits.
 
-    parameters: of this rank's shards. device_bytes: free beside everything else. host_s_per_parameter: of the host's AdamW
-    (about 0.3e-9 s a parameter on a server of 32 cores, 0.75e-9 on two cores). sent_bytes: gradient down and parameter up.
+    parameters: of this rank's shards. device_bytes: free beside everything else. host_s_per_parameter: of the host's AdamW,
+    as `benchmarks/optimizer.py` prints it. sent_bytes: gradient down and parameter up.
     hidden_s: what runs beside the update: with delayed=True a step's forward and backward, else 0.
     The slower of host and link sets the pace, since an update and its copy overlap.
     Source: the reading of ZeRO-Offload (Ren et al. 2021, section 4) as T >= parameters × pace, solved for the share.
