@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test check clean
+.PHONY: install demo test test-deep check clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+test-deep: install
+	MESHKIT_TEST_DEPTH=deep $(BIN)/python -m pytest
 
 check: install
 	$(BIN)/ruff format --check .

@@ -58,10 +58,16 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 def transformers_model(work: Work) -> LlamaForCausalLM:
     """The same fp32 values in every process: drawn on the device from one seed."""
-    config = LlamaConfig.from_dict({**config_to_dict(work.config), "use_cache": False, "pad_token_id": None})
+    return transformers_llama(work.config, work.device_type)
+
+
+def transformers_llama(
+    config: mk.models.LlamaConfig, device_type: str = "cpu", *, use_cache: bool = False
+) -> LlamaForCausalLM:
+    theirs = LlamaConfig.from_dict({**config_to_dict(config), "use_cache": use_cache, "pad_token_id": None})
     torch.manual_seed(0)
-    with torch.device(work.device_type):
-        return LlamaForCausalLM(config).train()
+    with torch.device(device_type):
+        return LlamaForCausalLM(theirs).train()
 
 
 # ------------------------------------------------------------------------------------------------------- meshkit
@@ -69,12 +75,16 @@ def transformers_model(work: Work) -> LlamaForCausalLM:
 
 def meshkit_llama(work: Work) -> Step:
     """meshkit's decoder with its own plan."""
+    return _meshkit_step(meshkit_model(transformers_model(work), work.config), LLAMA_PLAN, work)
+
+
+def meshkit_model(source: LlamaForCausalLM, config: mk.models.LlamaConfig) -> mk.models.Llama:
+    """meshkit's decoder around the parameters of `source` themselves: nothing is held twice and a tied one stays tied."""
     with torch.device("meta"):
-        model = mk.models.Llama(work.config)
-    # assign: it takes transformers' parameters themselves, so nothing is held twice and a tied one stays tied.
-    values = transformers_model(work).state_dict(keep_vars=True)
+        model = mk.models.Llama(config)
+    values = source.state_dict(keep_vars=True)
     model.load_state_dict({name.removeprefix("model."): values.pop(name) for name in list(values)}, assign=True)
-    return _meshkit_step(model, LLAMA_PLAN, work)
+    return model
 
 
 def meshkit_transformers(work: Work) -> Step:

@@ -18,10 +18,9 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,13 +29,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
+import turns
 import tyro
 from loops import LOOPS, PEERS, Work, reason_to_skip
 from rich.console import Console
 from rich.table import Column, Table
-from rows import Spread, environment, spread
+from rows import Spread, environment
 from torch import Tensor
-from torch.multiprocessing import start_processes
+from turns import Block, compare, join_world, refuse_other_losses, reset_peak, resident_bytes
 
 import meshkit as mk
 from meshkit.metrics import ModelFlops, peak_flops_per_s, peak_memory
@@ -110,71 +110,25 @@ class Settings:
     """Append a row per comparison to benchmarks/results/step_time.jsonl."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What one loop did in `steps` steps.
-
-    cpu_s: of all ranks. peak_bytes: of the rank with the most, since the warm-up; on a CPU what the resident set has
-    grown by since the imports, on CUDA what tensors were allocated.
-    """
-
-    losses: list[float]
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
-
-
 # ------------------------------------------------------------------------------------------------ a world of ranks
 
 
-@contextmanager
-def world(loop: str, work: Work, settings: Settings) -> Iterator[Callable[[], Block]]:
-    """Fresh ranks, warmed up, that run one block each time the function is called and sleep in between."""
-    pipes = [multiprocessing.Pipe() for _ in range(work.mesh.world_size)]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (loop, work, settings, folder, [theirs for _, theirs in pipes])
-        ranks = start_processes(
-            run_rank, arguments, nprocs=work.mesh.world_size, join=False, daemon=True, start_method="forkserver"
-        )
-
-        def answers() -> list[Any]:
-            found = []
-            for ours, _ in pipes:
-                while not ours.poll(1.0):
-                    ranks.join(timeout=0)  # raises what a rank raised
-                found.append(ours.recv())
-            return found
-
-        def block() -> Block:
-            for ours, _ in pipes:
-                ours.send("run")
-            blocks: list[Block] = answers()
-            return Block(
-                losses=blocks[0].losses,
-                wall_s=max(block.wall_s for block in blocks),
-                cpu_s=sum(block.cpu_s for block in blocks),
-                peak_bytes=max(block.peak_bytes for block in blocks),
-            )
-
-        answers()  # warmed up: nothing of this world runs while another has its turn
-        yield block
-        for ours, _ in pipes:
-            ours.send("leave")
-        while not ranks.join():
-            pass
+def world(loop: str, work: Work, settings: Settings) -> AbstractContextManager[Callable[[], Block]]:
+    """Fresh ranks of one loop, warmed up: see `turns.world`."""
+    return turns.world(run_rank, (loop, work, settings), ranks=work.mesh.world_size)
 
 
-def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, pipes: list[Connection]) -> None:
+def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, pipe: Connection) -> None:
     if module := PEERS.get(loop):  # ranks of the others are not to hold it, nor is a fork to follow its threads
         importlib.import_module(module)
     imported_bytes = resident_bytes()
-    device = join_world(rank, work, folder)
+    device = join_world(rank, work.mesh.world_size, folder, device_type=work.device_type)
     step = LOOPS[loop](work)
     losses = [step(*own_batch(index, work, device)).item() for index in range(settings.warmup)]
     reset_peak(device)
     done = settings.warmup
-    pipes[rank].send("warm")
-    while pipes[rank].recv() == "run":
+    pipe.send("warm")
+    while pipe.recv() == "run":
         batches = [own_batch(done + index, work, device) for index in range(settings.steps)]
         done += settings.steps
         dist.barrier()
@@ -184,29 +138,9 @@ def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, 
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         peaks = peak_memory(device)
         peak = peaks["peak_allocated_bytes"] if device.type == "cuda" else peaks["peak_rss_bytes"] - imported_bytes
-        pipes[rank].send(Block(losses=losses, wall_s=wall, cpu_s=cpu, peak_bytes=peak))
+        pipe.send(Block(values=losses, wall_s=wall, cpu_s=cpu, peak_bytes=peak))
         losses = []
     dist.destroy_process_group()
-
-
-def join_world(rank: int, work: Work, folder: str) -> torch.device:
-    ranks = work.mesh.world_size
-    device = torch.device(work.device_type, rank if work.device_type == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)  # ranks share the cores
-    # accelerate reads its rank here, and without OMP_NUM_THREADS would choose the threads itself.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"OMP_NUM_THREADS": "1"} if device.type == "cpu" else {}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        device_id=device if device.type == "cuda" else None,
-    )
-    return device
 
 
 def own_batch(step: int, work: Work, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -215,17 +149,6 @@ def own_batch(step: int, work: Work, device: torch.device) -> tuple[Tensor, Tens
     ids = torch.randint(0, 256, (work.rows, work.tokens + 1), generator=torch.Generator().manual_seed(step))
     own = ids.chunk(work.mesh.world_size // work.mesh.tp)[dist.get_rank() // work.mesh.tp].to(device)
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set becomes its present size
 
 
 # ------------------------------------------------------------------------------------------------------ comparing
@@ -307,33 +230,6 @@ def alternate(loops: list[str], work: Work, settings: Settings) -> dict[str, lis
     return blocks
 
 
-def refuse_other_losses(blocks: dict[str, list[Block]], *, tolerance: float) -> tuple[list[float], float]:
-    """(the first losses of the first loop, the largest relative difference of any loop from them).
-
-    Raises: SystemExit when the loops did not do the same work.
-    """
-    traces = {loop: [loss for block in taken for loss in block.losses][:PROOF_STEPS] for loop, taken in blocks.items()}
-    (first, expected), *others = traces.items()
-    worst = 0.0
-    for loop, trace in others:
-        for step, (loss, wanted) in enumerate(zip(trace, expected, strict=True), 1):
-            difference = abs(loss - wanted) / abs(wanted)
-            if not difference <= tolerance:  # true for nan as well
-                raise SystemExit(f"step {step}: {loop} has the loss {loss}, {first} {wanted}: not the same work.")
-            worst = max(worst, difference)
-    return expected, worst
-
-
-def compare(mine: list[Block], other: list[Block]) -> dict[str, Spread]:
-    """Ratios within each round: speed above 1 and cpu and memory below 1 are in favour of `mine`."""
-    rounds = list(zip(mine, other, strict=True))
-    return {
-        "tokens_per_s_ratio": spread([theirs.wall_s / ours.wall_s for ours, theirs in rounds]),
-        "cpu_ratio": spread([ours.cpu_s / theirs.cpu_s for ours, theirs in rounds]),
-        "peak_memory_ratio": spread([ours.peak_bytes / theirs.peak_bytes for ours, theirs in rounds]),
-    }
-
-
 def measures(taken: list[Block], work: Work, steps: int) -> dict[str, Any]:
     """A loop's own numbers, medians over its turns."""
     rate = statistics.median(work.rows * work.tokens * steps / block.wall_s for block in taken)
@@ -393,7 +289,9 @@ def main(settings: Settings) -> None:
     loadavg = [round(os.getloadavg()[0], 1)]
     blocks = alternate(loops, work, settings)
     loadavg.append(round(os.getloadavg()[0], 1))
-    losses, worst = refuse_other_losses(blocks, tolerance=TOL_LOSS_BF16 if work.bf16 else TOL_LOSS_FP32)
+    losses, worst = refuse_other_losses(
+        blocks, steps=PROOF_STEPS, tolerance=TOL_LOSS_BF16 if work.bf16 else TOL_LOSS_FP32
+    )
 
     own = {loop: measures(taken, work, settings.steps) for loop, taken in blocks.items()}
     first, *others = loops

@@ -28,7 +28,7 @@ import tyro
 
 import meshkit as mk
 from meshkit.algos.evaluation import bits_per_byte
-from meshkit.algos.generation import generate
+from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.data import (
     Loader,
     find_corpus,
@@ -275,9 +275,10 @@ def main() -> None:
     export = config.out / f"model-{config.steps}"
     save_pretrained(run.model, shape, export)
     ids = tokenizer.encode(config.prompt)
-    text = generate(run, ids, new_tokens=config.sample_tokens, context=config.seq_len, seed=config.seed)
+    sampling = Sampling(max_new_tokens=config.sample_tokens, temperature=0.8)
+    (sample,) = generate(run, [Prompt(ids=ids, key=0)], sampling=sampling, seed=config.seed)
     say(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")
-    say(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode(text)}\n{'─' * 50}")
+    say(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode([*ids, *sample.ids.tolist()])}\n{'─' * 50}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import tyro
 
 import meshkit as mk
 from meshkit.algos.evaluation import bits_per_byte
-from meshkit.algos.generation import generate
+from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.auxiliary import AuxiliaryLosses
 from meshkit.data import (
     Loader,
@@ -307,9 +307,10 @@ def main() -> None:
     if not config.bias_speed:  # transformers' families have no place for these biases
         save_pretrained(run.model, shape, model_at)
     ids = tokenizer.encode(config.prompt)
-    text = generate(run, ids, new_tokens=config.sample_tokens, context=config.seq_len, seed=config.seed)
+    sampling = Sampling(max_new_tokens=config.sample_tokens, temperature=0.8)
+    (sample,) = generate(run, [Prompt(ids=ids, key=0)], sampling=sampling, seed=config.seed)
     say(f"\nheld out: {held_out:.3f} bits per byte; model in {model_at}")
-    say(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode(text)}\n{'─' * 50}")
+    say(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode([*ids, *sample.ids.tolist()])}\n{'─' * 50}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from meshkit.errors import MeshError as MeshError
 from meshkit.errors import MeshkitError as MeshkitError
 from meshkit.errors import OffloadError as OffloadError
 from meshkit.errors import PlanError as PlanError
+from meshkit.errors import RewardError as RewardError
 from meshkit.errors import StepError as StepError
 from meshkit.estimate import Estimate as Estimate
 from meshkit.estimate import estimate as estimate

@@ -3,6 +3,7 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree
 import torch.utils.checkpoint
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
@@ -56,6 +57,35 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def twin_group(group: ProcessGroup, *, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    """Another group of the ranks of `group`, made by those alone. Wire: a broadcast of its name over `group`.
+
+    2.11, 2.15: `new_group(use_local_synchronization=True)` names groups by counters of the process, which differ between
+    ranks as soon as some made a group without the others: then it waits for ever. So the first rank gives the name.
+    """
+    name = [uuid.uuid4().hex]
+    if not is_fake_group(group):
+        dist.broadcast_object_list(name, group=group, group_src=0)
+    original = distributed_c10d._process_group_name  # type: ignore[attr-defined]
+    distributed_c10d._process_group_name = lambda *args, **kwargs: name[0]  # type: ignore[attr-defined, assignment]
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = original  # type: ignore[attr-defined]
+    assert isinstance(made, ProcessGroup)  # this rank is a member
+    return made
+
+
+def attend_flattening(groups: list[list[int]]) -> None:
+    """What a rank outside of a mesh does while its ranks `flatten_mesh`: every rank of the world makes every group.
+
+    2.11, 2.15: one `new_group` for each; a rank outside cannot slice or flatten the mesh itself.
+    """
+    for ranks in groups:
+        dist.new_group(ranks)
+
+
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """A mesh of several axes out of meshes of one root. 2.11, 2.15: `_concatenate` is still private."""
     return DeviceMesh._concatenate(meshes)
@@ -67,6 +97,32 @@ def find_units(module: FSDPModule) -> None:
     2.11, 2.15: `_lazy_init` does nothing when called again.
     """
     module._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def without_reshard(module: FSDPModule) -> Iterator[None]:
+    """Inside, no unit frees its parameters after its forward.
+
+    2.11, 2.15: `set_reshard_after_forward` is public, but what a unit did before can be read, and given back, only here.
+    """
+    find_units(module)
+    assert isinstance(module, nn.Module)
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for unit in units for group in _groups_of(unit._get_fsdp_state())]
+    before = [group.post_forward_mesh_info for group in groups]
+    module.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+def _groups_of(state: Any) -> list[FSDPParamGroup]:
+    """2.15: a unit may have several groups of parameters; 2.11: one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def put_off_gradients(module: FSDPModule) -> None:
@@ -229,6 +285,11 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
         return
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
+
+
+def world_store() -> Any:
+    """The store that the world was made with. 2.11, 2.15: no public way to it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def process_group(name: str) -> ProcessGroup:

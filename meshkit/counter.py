@@ -19,8 +19,11 @@ def stream_of(*key: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def random_bits(counter: Tensor, stream: int, bits: int) -> Tensor:
-    """So many uniform bits for each int64 counter, by the finaliser of SplitMix64 (Steele et al. 2014)."""
+def random_bits(counter: Tensor, stream: int | Tensor, bits: int) -> Tensor:
+    """So many uniform bits for each int64 counter, by the finaliser of SplitMix64 (Steele et al. 2014).
+
+    stream: of all of them, or one for each.
+    """
     z = counter * _signed(0x9E3779B97F4A7C15) + stream
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)

@@ -27,3 +27,7 @@ class StepError(MeshkitError):
 
 class OffloadError(MeshkitError):
     """Activations that could not be moved or brought back: a full disk, a failing file, a tensor changed meanwhile."""
+
+
+class RewardError(MeshkitError):
+    """Answers that could not be scored where that was not to be let pass, or a sandbox that the system cannot provide."""

@@ -1,8 +1,8 @@
 """Who: the axes of a run, their sizes, and the ranks that form each group.
 
-One world of ranks is seen in two views. The dense view is `pp × dp_replicate × dp_shard × cp × tp`; the expert view of
-the same ranks is `pp × dp_replicate × edp × ep × etp`. `tp` varies fastest, so its groups sit on the fastest links.
-Axes of size 1 always exist.
+A mesh is on all ranks of the world or on a part of them, and its ranks are seen in two views. The dense view is
+`pp × dp_replicate × dp_shard × cp × tp`; the expert view of the same ranks is `pp × dp_replicate × edp × ep × etp`. `tp`
+varies fastest, so its groups sit on the fastest links. Axes of size 1 always exist.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from math import prod
+from itertools import pairwise
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit import _torch
 from meshkit.errors import MeshError
@@ -91,24 +92,26 @@ class MeshSpec:
     def sizes(self, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in axes}
 
-    def resolve(self, world_size: int) -> MeshSpec:
-        """This spec with -1 replaced and every size checked against the world.
+    def resolve(self, world_size: int, *, part: bool = False) -> MeshSpec:
+        """This spec with -1 replaced and every size checked against the world, or the part of it that the mesh is on.
 
         Raises: MeshError with the arithmetic when the axes do not multiply to `world_size`.
         """
+        there, change = ("the part", "ranks=") if part else ("the world", "--nproc-per-node")
         free = [axis for axis in DENSE_AXES if getattr(self, axis) == -1]
         fixed = prod(size for size in self.sizes().values() if size != -1)
         product = "*".join(f"{axis}={size}" for axis, size in self.sizes().items() if size not in (1, -1)) or "tp=1"
         if world_size % fixed:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise MeshError(
-                f"mesh {product} needs a multiple of {fixed} ranks, but the world has {world_size}. "
-                f"Change --nproc-per-node, or make the product of the axes one of {divisors}."
+                f"mesh {product} needs a multiple of {fixed} ranks, but {there} has {world_size}. "
+                f"Change {change}, or make the product of the axes one of {divisors}."
             )
         if not free and fixed != world_size:
             raise MeshError(
-                f"mesh {product} uses {fixed} of the {world_size} ranks. Start {fixed} ranks, or give one axis the size "
-                f"-1 to take all that are left, for example dp_shard=-1."
+                f"mesh {product} uses {fixed} of the {world_size} ranks{' of the part' * part}. Start {fixed} ranks, put it "
+                "on a part of them by init_mesh(ranks=...), or give one axis the size -1 to take all that are left, for "
+                "example dp_shard=-1."
             )
         spec = dataclasses.replace(self, **{free[0]: world_size // fixed}) if free else self
         fold, experts = spec.dp_shard * spec.cp * spec.tp, spec.ep * spec.etp
@@ -119,26 +122,31 @@ class MeshSpec:
             )
         return spec
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group of one axis, in order of the first rank. Needs no process group."""
-        axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
-        sizes = [getattr(self, name) for name in axes]
-        grid = torch.arange(prod(sizes)).reshape(sizes)
-        rows = grid.movedim(axes.index(axis), -1).reshape(-1, sizes[axes.index(axis)])
-        return sorted(rows.tolist())
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The ranks of every group of an axis, or of several axes of one view as one, in order of the first rank.
 
-    def describe(self, *, ranks_per_node: int = 8) -> str:
+        Needs no process group.
+        """
+        view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        sizes = [getattr(self, name) for name in view]
+        grid = torch.arange(prod(sizes)).reshape(sizes)
+        rows = grid.permute(*(d for d, name in enumerate(view) if name not in axes), *map(view.index, axes))
+        return sorted(rows.reshape(-1, prod(getattr(self, axis) for axis in axes)).tolist())
+
+    def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
         """One line per axis: its groups of ranks and whether they stay inside a node.
 
+        ranks: those of the world that the mesh is on; None is 0, 1, ...
         Needs no process group: describe a mesh of 1024 ranks on a laptop.
         """
         lines = [f"{self.world_size} ranks, {ranks_per_node} per node"]
+        on = range(self.world_size) if ranks is None else ranks
         for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
             for axis in axes:
                 size = getattr(self, axis)
                 if title == "expert" and axis in DENSE_AXES:
                     continue  # pp and dp_replicate are the same groups in both views
-                groups = self.groups(axis)
+                groups = [[on[place] for place in group] for group in self.groups(axis)]
                 nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
                 link = "-" if size == 1 else "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
                 shown = " ".join(str(group) for group in groups[:4]) + (
@@ -150,38 +158,71 @@ class MeshSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of this world as a `DeviceMesh`, with the axes that several blocks share already combined.
+    """Ranks of this world as a `DeviceMesh`, with the axes that several blocks share already combined.
 
     `mesh["tp"]` and `mesh["dp_replicate", "dp_shard"]` are plain DeviceMeshes, ready for any PyTorch API.
+    A mesh on a part of the world is known on all ranks: those outside know its `spec` and `ranks`, and that it is not
+    `here`; all else raises there.
     """
 
     spec: MeshSpec
+    ranks: tuple[int, ...]
+    """of the world, increasing; a rank's place in this is its rank of the mesh"""
+    whole: dist.ProcessGroup | None
+    """see `group`"""
     dense: DeviceMesh
     data: DeviceMesh  # what fully_shard shards over: (dp_replicate, dp_shard*cp), or 1-D without replicas
     tokens: DeviceMesh  # 1-D: every rank that holds different tokens
+    # By axes: DeviceMesh takes a millisecond to slice itself, and a step of generation asks three times.
+    _slices: dict[str | tuple[str, ...], DeviceMesh] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        if (known := self._slices.get(axes)) is not None:
+            return known
         names = (axes,) if isinstance(axes, str) else axes
         for name in names:
             if name not in DENSE_AXES and name not in EXPERT_AXES:
                 near = difflib.get_close_matches(name, DENSE_AXES + EXPERT_AXES, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise MeshError(f"mesh[{name!r}]: there is no such axis.{hint} The axes are {', '.join(DENSE_AXES)}.")
-        return self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
+        self.require_here(f"mesh[{', '.join(map(repr, names))}]")
+        found = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
+        return self._slices.setdefault(axes, found)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is one of the mesh's."""
+        return self.whole is not None
+
+    def require_here(self, what: str) -> None:
+        """Raises: MeshError on a rank outside, naming `what` was asked."""
+        if not self.here:
+            raise MeshError(
+                f"{what}: this is rank {dist.get_rank()} of the world, and the mesh is on {_ranges(self.ranks)}. Ask on "
+                "those only: `if mesh.here:`."
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the mesh."""
+        self.require_here("mesh.group")
+        assert self.whole is not None
+        return self.whole
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The expert view. Built on first use, which is a collective: every rank must ask."""
-        sizes = tuple(self.spec.sizes(EXPERT_AXES).values())
-        mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=EXPERT_AXES)
-        _take_timeout(mesh)
+        """The expert view. Built on first use, which is a collective: every rank must ask. On a part it is there already."""
+        mesh = _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks)
+        _take_timeout(mesh, self.whole)
         return mesh
 
     @cached_property
     def expert_ranks(self) -> DeviceMesh:
-        """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use."""
-        mesh = _combine(self.expert, ("ep", "etp"), self.spec)
-        _take_timeout(mesh)
+        """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use, as `expert`."""
+        mesh = _combine(self.expert, ("ep", "etp"), self.spec, self.ranks)
+        _take_timeout(mesh, self.whole)
         return mesh
 
     @property
@@ -200,16 +241,23 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank()
+        """Of the mesh: 0 is its first, whichever rank of the world that is."""
+        return dist.get_rank(self.group)
 
     @property
     def data_rank(self) -> int:
         """Which part of the global batch this rank reads: ranks that differ only in tp (or pp) read the same."""
+        self.require_here("mesh.data_rank")
         return self.dense.get_local_rank("dp_replicate") * self.spec.dp_shard + self.dense.get_local_rank("dp_shard")
 
     @property
     def data_ranks(self) -> int:
         return self.spec.dp_replicate * self.spec.dp_shard
+
+    @property
+    def row_multiple(self) -> int:
+        """Of which rows that are as short as they can be have their length: what sequence parallelism and kernels like."""
+        return lcm(8, self.spec.tp)
 
     @property
     def device(self) -> torch.device:
@@ -218,25 +266,31 @@ class Mesh:
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def describe(self) -> str:
-        return self.spec.describe(ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.spec.world_size)))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return self.spec.describe(ranks_per_node=per_node, ranks=self.ranks)
 
 
 def init_mesh(
     spec: MeshSpec | str = "",
     *,
+    ranks: Sequence[int] | None = None,
     device_type: str | None = None,
     timeout: timedelta | None = None,
     **sizes: int,
 ) -> Mesh:
-    """Build the mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
+    """Build a mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
 
     An empty spec means dp_shard=-1. Starts the process group from torchrun's environment when there is none yet, or a
     world of one rank when not launched by torchrun. `device_type` defaults to the accelerator, else the CPU.
+    ranks: the part of the world that the mesh is on, `range(4, 8)` for one; None is all of it. Meshes may overlap. Models on
+    meshes that do not overlap train at the same time. On ranks outside, `mesh.here` is False.
     timeout: how long any collective of any axis may take, after which a waiting rank raises; default 10 minutes for a new
     world, and for one that is there already its own.
-    Collective: every rank must call it with the same spec.
+    Collective: every rank of the world must call it with the same arguments, those outside of `ranks` too.
+    Wire: with `ranks`, an all-gather of the arguments.
 
-    Raises: MeshError when the axes do not fit the world.
+    Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
+    different meshes.
     """
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
@@ -246,18 +300,29 @@ def init_mesh(
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
         _init_process_group(device_type, timeout or timedelta(minutes=10))
-    elif timeout is not None:
+    elif timeout is not None and ranks is None:
         _torch.set_timeout(_world(), timeout)
-    resolved = wanted.resolve(dist.get_world_size())
-    dense = init_device_mesh(device_type, tuple(resolved.sizes().values()), mesh_dim_names=DENSE_AXES)
-    shard = _combine(dense, ("dp_shard", "cp"), resolved)
-    data = dense["dp_replicate", "dp_shard"] if resolved.dp_replicate > 1 else shard
-    if resolved.dp_replicate > 1 and resolved.cp > 1:
-        data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
-    tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved)
+    world = dist.get_world_size()
+    part = range(world) if ranks is None else ranks
+    if ranks is not None:
+        _refuse_different_calls(wanted, part)
+        _refuse_ranks(part, world)
+    resolved = wanted.resolve(len(part), part=ranks is not None)
+    whole = _world() if len(part) == world else _part(part, timeout)
+    dense = _device_mesh(device_type, resolved, DENSE_AXES, part)
+    shard = _combine(dense, ("dp_shard", "cp"), resolved, part)
+    data = shard
+    if resolved.dp_replicate > 1 and whole is not None:
+        data = dense["dp_replicate", "dp_shard"]
+        if resolved.cp > 1:
+            data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
+    tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved, part) if resolved.dp_replicate > 1 else shard
     for mesh in (dense, data, tokens):
-        _take_timeout(mesh)
-    return Mesh(spec=resolved, dense=dense, data=data, tokens=tokens)
+        _take_timeout(mesh, whole)
+    made = Mesh(spec=resolved, ranks=tuple(part), whole=whole, dense=dense, data=data, tokens=tokens)
+    if len(part) < world:
+        _ = made.expert_ranks  # now, while the ranks outside take part
+    return made
 
 
 @contextmanager
@@ -285,10 +350,61 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         _torch.forget_shardings()
 
 
-def _take_timeout(mesh: DeviceMesh) -> None:
-    """DeviceMesh gives its groups the backend's default timeout: give them the world's."""
+def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
+    """A collective of the whole world, whatever the ranks."""
+    grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").reshape(tuple(spec.sizes(axes).values()))
+    return DeviceMesh(device_type, grid, mesh_dim_names=axes)
+
+
+def _part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """A group of these ranks; None outside. A collective of the whole world."""
+    group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_world()))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
+    """Groups are made by all ranks together: one that asks for another mesh would leave the others waiting."""
+    calls: list[tuple[MeshSpec, list[int]]] = [(spec, list(ranks))] * dist.get_world_size()
+    dist.all_gather_object(calls, (spec, list(ranks)))
+    for rank, call in enumerate(calls):
+        if call != calls[0]:
+            first, other = (f"{_short(spec)} on {_ranges(on)}" for spec, on in (calls[0], call))
+            raise MeshError(
+                f"init_mesh(ranks=...): rank 0 asks for {first}, rank {rank} for {other}. Every rank of the world makes "
+                "every mesh, in the same order, those it is not on too."
+            )
+
+
+def _refuse_ranks(ranks: Sequence[int], world: int) -> None:
+    if not ranks or any(after <= before for before, after in pairwise(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
+        raise MeshError(
+            f"init_mesh(ranks={ranks!r}): ranks are an increasing part of 0 to {world - 1}, and at least one. For example, "
+            f"ranks=range(0, {max(1, world // 2)})."
+        )
+
+
+def _short(spec: MeshSpec) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(spec).items() if size != 1) or "tp=1"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{'ranks' if len(ranks) != 1 else 'rank'} {shown}"
+
+
+def _take_timeout(mesh: DeviceMesh, whole: dist.ProcessGroup | None) -> None:
+    """DeviceMesh gives its groups the backend's default timeout: give them that of the group of all of the mesh's ranks."""
+    if whole is None:
+        return
     for group in mesh.get_all_groups():
-        _torch.set_timeout(group, _torch.timeout_of(_world()))
+        _torch.set_timeout(group, _torch.timeout_of(whole))
 
 
 def _world() -> dist.ProcessGroup:
@@ -307,12 +423,16 @@ def main_rank_first() -> Iterator[None]:
         dist.barrier()
 
 
-def _combine(dense: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec) -> DeviceMesh:
-    """One axis out of several; no new group when at most one of them is larger than 1."""
+def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
+    """One axis out of several; no new group when at most one of them is larger than 1. Outside of `ranks`, the view."""
     large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
+    if dist.get_rank() not in ranks:
+        if len(large) > 1:
+            _torch.attend_flattening([[ranks[place] for place in group] for group in spec.groups(*large)])
+        return view
     if len(large) <= 1:
-        return dense[large[0] if large else axes[0]]
-    return _torch.flatten_mesh(dense[large], "_".join(large))
+        return view[large[0] if large else axes[0]]
+    return _torch.flatten_mesh(view[large], "_".join(large))
 
 
 def _default_device_type() -> str:

@@ -34,6 +34,7 @@ from meshkit.parallel.tensor_layout import widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
+from meshkit.whole import set_group
 
 
 def parallelize(
@@ -63,8 +64,9 @@ def parallelize(
     the backend's name.
     Names of parameters do not change.
     Raises: PlanError for a plan that does not fit the model, buffers on meta,
-    or values that differ between ranks.
+    or values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
+    mesh.require_here("parallelize")
     plan = plan if plan is not None else auto_plan(model)
     memory = memory or MemoryPolicy()
     names = dict(model.named_modules())
@@ -152,6 +154,8 @@ def parallelize(
         precision=memory.precision,
     )
     _materialise(model, mesh.device)
+    if mesh.group is not dist.group.WORLD:
+        set_group(model, mesh.group)
     return Run(
         model=model,
         whole=whole,
@@ -288,11 +292,11 @@ def _move(model: nn.Module, mesh: Mesh) -> None:
 def _refuse_different_values(model: nn.Module, mesh: Mesh) -> None:
     """Sharding keeps this rank's slice of this rank's values: they must be one model. Wire: one all-reduce of sums."""
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    if not real or dist.get_world_size() == 1:
+    if not real or mesh.spec.world_size == 1:
         return
     sums = torch.stack([param.detach().double().abs().sum() for param in real.values()])
     extremes = torch.stack([sums, -sums])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group)
     for name, high, low in zip(real, extremes[0], -extremes[1], strict=True):
         if high != low:
             raise PlanError(

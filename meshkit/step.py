@@ -262,10 +262,11 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
         sharded: tuple[str, ...] = ()
         if isinstance(grad, DTensor):
             names = grad.device_mesh.mesh_dim_names or ()
-            for name, placement in zip(names, grad.placements, strict=True):
-                if not placement.is_replicate() and grad.device_mesh[name].size() > 1:
+            for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True)):
+                if not placement.is_replicate() and grad.device_mesh.size(dim) > 1:
                     sharded = (*sharded, name)
-                    axes.setdefault(name, grad.device_mesh[name])
+                    if name not in axes:  # a slice of a mesh takes a millisecond
+                        axes[name] = grad.device_mesh[name]
         by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))
     where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
     for sharded, grads in by_placement.items():
@@ -319,8 +320,8 @@ class NonFiniteGuard:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row <= self.max_skips:
             return False
-        finite = [True] * dist.get_world_size()
-        dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))))
+        finite = [True] * run.mesh.spec.world_size
+        dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))), group=run.mesh.group)
         ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         where = (
             f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"

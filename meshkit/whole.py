@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 _KEY = "_meshkit_whole"
+_GROUP = "_meshkit_group"
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,25 @@ def copies_of(module: nn.Module) -> dict[str, str]:
     """See `Whole.copies`; empty without stages."""
     whole = whole_of(module)
     return whole.copies if whole is not None else {}
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, by single-device name, each once, sharded as the optimizer
+    sees them.
+    """
+    # First, since FSDP brings its shards back for it. After an evaluation the root unit is still gathered: its parameters
+    # would be whole copies, not those the optimizer updates, and after a load the next forward would use the old copies.
+    persistent = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    copies = copies_of(module)
+    return {**{copies.get(name, name): param.detach() for name, param in module.named_parameters()}, **buffers}
+
+
+def set_group(module: nn.Module, group: ProcessGroup) -> None:
+    module.__dict__[_GROUP] = group
+
+
+def group_of(module: nn.Module) -> ProcessGroup | None:
+    """All ranks that hold the model together, for one on a part of the world; None is all of the world."""
+    group: ProcessGroup | None = module.__dict__.get(_GROUP)
+    return group

@@ -8,18 +8,23 @@ and a rank of cp some of the tokens of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshkit.algos.objectives import (
     Pairs,
     PreferenceLoss,
     bradley_terry,
+    log_sum_squares,
+    mean_of,
     packed_logps,
     preference_loss,
     whole_sequences,
+    wpo_weights,
 )
 from meshkit.algos.tally import Tally
 from meshkit.errors import DataError
@@ -42,11 +47,9 @@ def model_inputs(part: dict[str, Any]) -> dict[str, Any]:
     return {name: part[name] for name in ("input_ids", "position_ids", "mask") if name in part}
 
 
-def label_log_probs(model: nn.Module, part: dict[str, Any]) -> Tensor:
+def label_log_probs(model: nn.Module, part: dict[str, Any], *, temperature: float = 1.0) -> Tensor:
     """The log-probability of each label, 0 where it is ignored; [rows, T] of this rank's tokens."""
-    output = model(**model_inputs(part))
-    log_probs: Tensor = token_log_probs(getattr(output, "logits", output), part["labels"]).log_probs
-    return log_probs
+    return token_log_probs(_logits(model, part), part["labels"], temperature=temperature).log_probs
 
 
 def sums_of_answers(values: Sequence[Tensor], part: dict[str, Any], mesh: Mesh, answers: int) -> list[Tensor]:
@@ -60,37 +63,71 @@ def sums_of_answers(values: Sequence[Tensor], part: dict[str, Any], mesh: Mesh, 
     return list(whole_sequences(torch.stack([own.double() for own in sums]), mesh["cp"]).unbind())
 
 
-def preference_objective(mesh: Mesh, batch: Batch, *losses: PreferenceLoss, tally: Tally | None = None) -> Loss:
+@dataclass(frozen=True, kw_only=True)
+class StepStatistics:
+    """What all parts of a step of pairs must share, see `Pairs`; `first_pass.pair_statistics` finds it."""
+
+    partners: Tensor | None = None
+    """[pairs of the rank's batch], or [pairs, 2]"""
+    reward_shift: float = 0.0
+
+
+def preference_objective(
+    mesh: Mesh,
+    batch: Batch,
+    *losses: PreferenceLoss,
+    statistics: StepStatistics | None = None,
+    wpo: bool = False,
+    tally: Tally | None = None,
+) -> Loss:
     """The loss of a batch of pairs, for `forward_backward(batch, loss=..., count=count_pairs)`.
 
     Reads the reference's log-probabilities from batch["reference_log_probs"], [rows, T], where the losses need them.
-    tally: gets the sums over pairs of accuracy, margin, chosen_reward and rejected_reward.
+    statistics: for the kinds "aot", "aot_unpaired" and "bco", of this very batch.
+    wpo: weigh each pair by how likely the policy is to write it, see `wpo_weights`.
+    tally: gets the sums over pairs of those it names: accuracy, margin, chosen_reward, rejected_reward, and chosen_log_prob,
+    rejected_log_prob, the policy's of whole answers; and the number of tokens.
+    Every rank must call it. Wire: for kind "sft" an all-reduce of two numbers over the ranks with different tokens.
     """
-    answers = _answers_of_pairs(batch)
+    answers, shared = answers_of_pairs(batch), statistics or StepStatistics()
+    tokens_per_pair = _tokens_per_pair(mesh, batch) if any(each.kind == "sft" for each in losses) else None
 
     def loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
+        logits = _logits(model, part)
         valid = (part["labels"] != IGNORED).double()
-        given = [label_log_probs(model, part), valid, part["ends"].double()]
+        log_probs = token_log_probs(logits, part["labels"]).log_probs
+        given = {"policy": log_probs, "tokens": valid, "ends": part["ends"].double()}
         if REFERENCE in part:
-            given.append(part[REFERENCE] * valid)
-        policy, tokens, ends, *reference = sums_of_answers(given, part, mesh, answers)
-        here = ends[0::2] > 0
+            given["reference"] = part[REFERENCE] * valid
+        if wpo:
+            given["aligned"] = (log_probs.detach() - log_sum_squares(logits)) * valid
+        sums = dict(zip(given, sums_of_answers(list(given.values()), part, mesh, answers), strict=True))
+        chosen, rejected = ({name: values[side::2] for name, values in sums.items()} for side in (0, 1))
         pairs = Pairs(
-            chosen=policy[0::2],
-            rejected=policy[1::2],
-            ref_chosen=reference[0][0::2] if reference else None,
-            ref_rejected=reference[0][1::2] if reference else None,
-            chosen_tokens=tokens[0::2],
-            rejected_tokens=tokens[1::2],
+            chosen=chosen["policy"],
+            rejected=rejected["policy"],
+            ref_chosen=chosen.get("reference"),
+            ref_rejected=rejected.get("reference"),
+            chosen_tokens=chosen["tokens"],
+            rejected_tokens=rejected["tokens"],
+            weights=wpo_weights(chosen["aligned"], chosen["tokens"], rejected["aligned"], rejected["tokens"])
+            if wpo
+            else None,
+            partners=shared.partners,
+            reward_shift=shared.reward_shift,
+            tokens_per_pair=tokens_per_pair,
         )
         values = preference_loss(pairs, *losses)
-        share = here / mesh["cp"].size()  # every rank of cp has all of it
+        share = (chosen["ends"] > 0) / mesh["cp"].size()  # every rank of cp has all of it
         if tally is not None:
             tally.add(
                 accuracy=values.accuracies * share,
                 margin=values.margins * share,
                 chosen_reward=values.chosen_rewards * share,
                 rejected_reward=values.rejected_rewards * share,
+                chosen_log_prob=chosen["policy"] * share,
+                rejected_log_prob=rejected["policy"] * share,
+                tokens=part["segment_ids"] > 0,
             )
         return (values.losses * share).sum()
 
@@ -101,9 +138,10 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, tally: Ta
     """The Bradley-Terry loss of a batch of pairs, of a model that returns a score for each token [rows, T].
 
     The score of an answer is that of its last token. batch may have `margin` and `preference` at the ends of answers, as
-    `ExampleLoader` puts an example's scalars. tally: gets the sums over pairs of accuracy, margin and score.
+    `ExampleLoader` puts an example's scalars. tally: gets the sums over pairs of those it names: accuracy, margin, score; and
+    the number of tokens.
     """
-    answers = _answers_of_pairs(batch)
+    answers = answers_of_pairs(batch)
 
     def loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
         ends = part["ends"].double()
@@ -117,14 +155,42 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, tally: Ta
         share = (ends_A[0::2] > 0) / mesh["cp"].size()
         if tally is not None:
             mean = (scores_A[0::2] + scores_A[1::2]).detach() / 2
-            tally.add(accuracy=values.accuracies * share, margin=values.margins * share, score=mean * share)
+            tally.add(
+                accuracy=values.accuracies * share,
+                margin=values.margins * share,
+                score=mean * share,
+                tokens=part["segment_ids"] > 0,
+            )
         return (values.losses * share).sum()
 
     return loss
 
 
-def _answers_of_pairs(batch: Batch) -> int:
-    answers = int(batch["segment_ids"].max()) if batch["segment_ids"].numel() else 0
+def _logits(model: nn.Module, part: dict[str, Any]) -> Any:
+    output = model(**model_inputs(part))
+    return getattr(output, "logits", output)
+
+
+def _tokens_per_pair(mesh: Mesh, batch: Batch) -> Tensor:
+    """The learnt tokens of chosen answers over the pairs of the whole step, as `Pairs` wants it.
+
+    Ranks of cp have the same rows, which count equally often on both sides of the fraction.
+    """
+    learnt = ((batch["labels"] != IGNORED) & (batch["segment_ids"] % 2 == 1)).sum()
+    sums = torch.stack([learnt, count_pairs(batch)]).to(mesh.device, torch.float64)
+    if mesh.tokens.size() > 1:
+        dist.all_reduce(sums, group=mesh.tokens.get_group())
+    return mean_of(sums).clamp(min=1)
+
+
+def count_of_answers(batch: Batch) -> int:
+    """The answers of the rank's whole batch."""
+    return int(batch["segment_ids"].max()) if batch["segment_ids"].numel() else 0
+
+
+def answers_of_pairs(batch: Batch) -> int:
+    """`count_of_answers`. Raises: DataError for an odd number."""
+    answers = count_of_answers(batch)
     if answers % 2:
         raise DataError(
             f"a batch of pairs has an even number of answers, but segment_ids go up to {answers}. Build it from `Pair`s: "

@@ -1,14 +1,18 @@
-"""How well a model predicts text that it was not trained on."""
+"""How well a model does on text and pairs that it was not trained on."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from meshkit.data import Tokenizer, Tokens, evaluation_batches, token_bytes
+from meshkit.algos.answers import count_pairs
+from meshkit.algos.tally import Tally
+from meshkit.data import Example, Pair, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
 from meshkit.memory.loss import IGNORED
-from meshkit.step import Batch, Run
+from meshkit.step import Batch, Loss, Run
 
 
 def bits_per_byte(
@@ -37,3 +41,34 @@ def bits_per_byte(
         loss, size = run.evaluate(batch, count=count_bytes)
         nats, total = nats + loss.item(), total + size.item()
     return nats / math.log(2) / max(total, 1)
+
+
+def nats_per_token(run: Run, examples: Sequence[Example], *, seq_len: int, rows: int) -> float:
+    """Cross-entropy of a learnt token, over all the examples, packed into batches of `rows` rows a rank.
+
+    Every rank must call it.
+    """
+    batches = example_batches(examples, seq_len=seq_len, rows=rows, rank=run.mesh.data_rank, ranks=run.mesh.data_ranks)
+    nats, tokens = torch.stack([torch.stack(run.evaluate(batch)) for batch in batches]).sum(0).tolist()
+    return float(nats / max(tokens, 1))
+
+
+def pair_means(
+    run: Run,
+    pairs: Sequence[Pair],
+    objective: Callable[[Batch, Tally], Loss],
+    names: tuple[str, ...],
+    *,
+    seq_len: int,
+    rows: int = 4,
+) -> dict[str, float]:
+    """`loss`, and `names` of what the objective tallies, each the mean over all the pairs.
+
+    objective: of a batch and a tally to add to, as `preference_objective`; it may add to the batch, such as a reference.
+    rows: of a batch, on each rank. Every rank must call it.
+    """
+    mesh, tally, total = run.mesh, Tally(run.mesh, names), 0.0
+    for batch in example_batches(pairs, seq_len=seq_len, rows=rows, rank=mesh.data_rank, ranks=mesh.data_ranks):
+        loss, _ = run.evaluate(batch, loss=objective(batch, tally), count=count_pairs)
+        total += loss.item()
+    return {"loss": total / max(len(pairs), 1), **tally.means(len(pairs))}

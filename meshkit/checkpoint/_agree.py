@@ -8,19 +8,19 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from meshkit import _torch
 from meshkit.errors import CheckpointError, MeshkitError
+from meshkit.mesh import Mesh
 
 T = TypeVar("T")
 
 
-def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks for host values alone. Collective, on the main thread.
+def host_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks of the mesh for host values alone. Collective of those, on the main thread.
 
     What it sends, from whichever thread, never queues behind or between the collectives of training.
     """
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-    return group
+    return _torch.twin_group(mesh.group, backend="gloo", timeout=timeout)
 
 
 def agree(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> list[T]:

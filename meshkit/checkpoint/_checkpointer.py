@@ -28,7 +28,6 @@ from meshkit.checkpoint._state import (
     MODEL,
     ParameterFacts,
     finish_update,
-    model_tensors,
     optimizer_state,
     optimizer_targets,
     parameter_names,
@@ -42,7 +41,7 @@ from meshkit.checkpoint._state import (
 )
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
-from meshkit.whole import copies_of
+from meshkit.whole import copies_of, model_tensors
 
 STATE = "state.pt"
 CONFIG = "config.json"
@@ -97,6 +96,7 @@ class Checkpointer:
     folder: on a file system that all nodes share.
     Use it as a context manager, or call `wait()` before the program ends: an error in the thread surfaces at the next
     `save` or `wait`. `save`, `load` and `resume` are collective: every rank calls them, with the same values.
+    Ranks are those of the run's mesh: runs on parts of the world have a Checkpointer and a folder each.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Checkpointer:
         went wrong with the save before.
         """
         self.wait()
-        group = self._group()
+        group = self._group(run)
         what = f"save(step={step})"
         content = each(
             group,
@@ -225,7 +225,7 @@ class Checkpointer:
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
         self.wait()
-        newest = on_first(self._group(), "resume()", self.latest)
+        newest = on_first(self._group(run), "resume()", self.latest)
         if newest is None:
             return 0
         return self.load(run, optimizer, scheduler=scheduler, loader=loader, step=newest, config=config)
@@ -253,8 +253,7 @@ class Checkpointer:
         sound step; or naming the first key that differs. The loader's DataError for other data.
         """
         self.wait()
-        group = self._group()
-        rank = dist.get_rank()
+        group = self._group(run)
         chosen = on_first(group, "load()", lambda: self._choose(step))
         saved = self._checked(chosen, group)
         what = f"load(step={chosen})"
@@ -272,14 +271,14 @@ class Checkpointer:
         if scheduler is not None:
             scheduler.load_state_dict(saved.state["scheduler"])
         set_rng({key: state for key, state in targets.items() if key.startswith("rng.")})
-        if rank == 0:
-            _say_what_is_not_restored(saved, dist.get_world_size(), holders)
+        if run.mesh.rank == 0:
+            _say_what_is_not_restored(saved, dist.get_world_size(group), holders)
         self._current = chosen
         return chosen
 
-    def _group(self) -> dist.ProcessGroup:
+    def _group(self, run: Run) -> dist.ProcessGroup:
         if self._own_group is None:
-            self._own_group = host_group(self._timeout)
+            self._own_group = host_group(run.mesh, self._timeout)
         return self._own_group
 
     def _path(self, step: int) -> Path:
@@ -348,7 +347,7 @@ class Checkpointer:
         manifest = files.Manifest(
             format=files.FORMAT,
             step=job.step,
-            world_size=dist.get_world_size(),
+            world_size=dist.get_world_size(job.group),
             mesh=job.mesh,
             torch=torch.__version__,
             tensors={
@@ -397,7 +396,7 @@ class Checkpointer:
         manifest = each(group, f"load(step={step})", lambda: files.read_manifest(path))
 
         def check() -> None:
-            share = files.share_files(manifest.files, dist.get_world_size())[dist.get_rank()]
+            share = files.share_files(manifest.files, dist.get_world_size(group))[dist.get_rank(group)]
             for name in share:
                 files.check_file(path / name, manifest.files[name])
 
@@ -449,7 +448,7 @@ def _collect(
         "extra": extra,
     }
     return _Collected(
-        parts=parts_to_write({**tensors, **rng_tensors(dist.get_rank(), run.mesh.device)}),
+        parts=parts_to_write({**tensors, **rng_tensors(run.mesh.rank, run.mesh.device)}),
         facts=facts,
         state=_frozen(state),
         config=_encode_config(config),
@@ -473,7 +472,7 @@ def _targets(
     targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
         targets |= optimizer_targets(optimizer, parameter_names(run.model), saved.index, saved.facts)
-    return targets | rng_targets(dist.get_rank(), run.mesh.device, saved.index)
+    return targets | rng_targets(run.mesh.rank, run.mesh.device, saved.index)
 
 
 def _common(step: int, content: _Collected) -> dict[str, str]:

@@ -49,14 +49,14 @@ class SaveOnSignal:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def should_stop(self, mesh: Mesh) -> bool:
-        """True on every rank once a signal has reached any of them. Call it after each step.
+        """True on every rank of the mesh once a signal has reached any of them. Call it after each step.
 
         Wire: one all-reduce of 4 bytes over gloo, which does not wait for the accelerator; nothing on one rank.
         """
         if mesh.spec.world_size == 1:
             return self.received is not None
         if self._group is None:
-            self._group = host_group(timedelta(minutes=30))
+            self._group = host_group(mesh, timedelta(minutes=30))
         flag = torch.tensor(int(self.received is not None), dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)

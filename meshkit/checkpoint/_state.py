@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from meshkit.checkpoint._dcp import Index, Part
 from meshkit.errors import CheckpointError
 from meshkit.sharding import local_slices, local_tensor
-from meshkit.whole import copies_of, whole_of
+from meshkit.whole import copies_of, model_tensors, whole_of
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -40,18 +40,6 @@ class ParameterFacts:
 
     options: dict[str, Any]
     values: dict[str, Any]
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank holds, by single-device name, each once, sharded as the optimizer
-    sees them.
-    """
-    # First, since FSDP brings its shards back for it. After an evaluation the root unit is still gathered: its parameters
-    # would be whole copies, not those the optimizer updates, and after a load the next forward would use the old copies.
-    persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    copies = copies_of(model)
-    return {**{copies.get(name, name): param.detach() for name, param in model.named_parameters()}, **buffers}
 
 
 def whole_tensors(model: nn.Module) -> dict[str, Tensor]:

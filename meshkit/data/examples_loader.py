@@ -20,10 +20,11 @@ class ExampleLoader:
 
     packing: what a sample is, of which each step takes `global_batch`.
     "rows": a row of seq_len tokens, filled once for all with as many units as fit. Steps have equal sizes in tokens.
-    "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds. Steps have
-    equal numbers of units, and between steps the number of rows differs.
-    "none": a unit, alone in its row; rows are as long as the longest of the step, rounded up to `pad_multiple`. A pair is one
-    row too, its answers one after the other, so that no split of the rows parts them.
+    "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds, which are then
+    made as short as still hold them. Steps have equal numbers of units, and between steps the rows differ.
+    "none": a unit, alone in its row; rows are as long as the longest of the step. A pair is one row too, its answers one
+    after the other, so that no split of the rows parts them.
+    pad_multiple: lengths of rows other than seq_len are rounded up to it; with sequence parallelism a multiple of tp.
     The order of samples, shares of the ranks and resume are those of `Loader`: any number of data ranks gives the same
     steps, of any rank's batch may be [0, T], and a state may be loaded with another number of ranks or global batch.
     Batches: see `build_rows`. Everything is in memory.
@@ -75,11 +76,10 @@ class ExampleLoader:
         step = [self._samples[index] for index in self._cursor.indices(range(self.global_batch))]
         length = self._seq_len
         if self._packing == "step":
-            step = _pack([unit for sample in step for unit in sample], length)
+            step, length = _pack_short([unit for sample in step for unit in sample], self._pad_multiple, length)
         elif self._packing == "none":
             length = _rounded(step, self._pad_multiple, length)
-        share = rank_rows(len(step), self._rank, self._ranks)
-        batch = build_rows(step[share.start : share.stop], length=length, names=self._names)
+        batch = _share(step, length, self._names, self._rank, self._ranks)
         self._cursor.advance()
         return batch
 
@@ -93,6 +93,30 @@ class ExampleLoader:
         Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
         """
         self._cursor.load_state_dict(state)
+
+
+def pack_step(
+    units: Sequence[Unit],
+    *,
+    seq_len: int,
+    rank: int = 0,
+    ranks: int = 1,
+    names: Sequence[str] | None = None,
+    pad_multiple: int = 8,
+    vocab_size: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """The batch of one data rank from the units of one step, packed as `ExampleLoader(packing="step")` packs them.
+
+    Every rank gives all units of the step and gets its share of the rows; or each gives its own, with ranks=1.
+    names: of their values, by default those of the units: a rank that may have no units must say them.
+    Raises: DataError for a unit longer than seq_len, unequal values, or an id outside of the vocabulary.
+    """
+    check_rank(rank, ranks)
+    rows, length = list[list[Unit]](), seq_len
+    if units:
+        _samples(units, seq_len, "step", vocab_size)
+        rows, length = _pack_short(units, pad_multiple, seq_len)
+    return _share(rows, length, value_names(units) if names is None else names, rank, ranks)
 
 
 def example_batches(
@@ -121,6 +145,13 @@ def example_batches(
     return (build_rows(samples[start : start + rows], length=length, names=names) for start in starts)
 
 
+def _share(
+    rows: Sequence[Sequence[Unit]], length: int, names: Sequence[str], rank: int, ranks: int
+) -> dict[str, torch.Tensor]:
+    share = rank_rows(len(rows), rank, ranks)
+    return build_rows(rows[share.start : share.stop], length=length, names=names)
+
+
 def _samples(units: Sequence[Unit], seq_len: int, packing: str, vocab_size: int | None) -> list[list[Unit]]:
     if packing not in ("rows", "step", "none"):
         raise DataError(f"packing={packing!r}: no such way. Give rows, step or none.")
@@ -141,6 +172,22 @@ def _samples(units: Sequence[Unit], seq_len: int, packing: str, vocab_size: int 
 def _pack(units: Sequence[Unit], seq_len: int) -> list[list[Unit]]:
     bins = first_fit_decreasing([unit_length(unit) for unit in units], seq_len)
     return [[units[index] for index in indices] for indices in bins]
+
+
+def _pack_short(units: Sequence[Unit], multiple: int, seq_len: int) -> tuple[list[list[Unit]], int]:
+    """(rows, their length): as few as there are of seq_len, and as short as bisection finds: less padding for few rows."""
+    rows, length = _pack(units, seq_len), seq_len
+    least = max(-(-sum(map(unit_length, units)) // len(rows)), *map(unit_length, units))
+    shorter = range(-(-least // multiple) * multiple, seq_len, multiple)
+    low, high = 0, len(shorter)
+    while low < high:
+        middle = (low + high) // 2
+        found = _pack(units, shorter[middle])
+        if len(found) > len(rows):
+            low = middle + 1
+        else:
+            rows, length, high = found, shorter[middle], middle
+    return rows, length
 
 
 def _rounded(rows: Sequence[Sequence[Unit]], multiple: int, seq_len: int) -> int:

@@ -8,16 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshkit.data.chat import Chat, Message
+from meshkit.data.chat import Chat, Message, load_chat
 from meshkit.data.chat_mask import EndOfTurn, encode_chat
 from meshkit.data.cross_prompt import cross_prompt_pairs
-from meshkit.data.examples import Example, Pair, encode_completion
-from meshkit.data.tokenizer import Tokenizer
+from meshkit.data.examples import Example, Pair, Truncation, Unit, encode_completion, fit
+from meshkit.data.records import Record, encode_records
+from meshkit.data.tokenizer import Tokenizer, load_tokenizer
 from meshkit.errors import DataError
+
+
+def load_encoder(folder: Path, rows: Sequence[Record], *, chosen: str = "chosen") -> Chat | Tokenizer:
+    """What `encode_pairs` needs of a Hugging Face folder: its chat for rows with messages, its tokenizer for text.
+
+    Raises: DataError as `load_chat` and `load_tokenizer` do.
+    """
+    text = isinstance(rows[0].fields.get(chosen), str)
+    return load_tokenizer(folder) if text else load_chat(folder)
+
+
+def encode_pairs(
+    rows: Sequence[Record],
+    encoder: Chat | Tokenizer,
+    *,
+    seq_len: int,
+    truncate: Truncation,
+    scalars: Sequence[str] = (),
+) -> list[Unit]:
+    """`encode_pair` of every row, and of the pairs what `fit` makes of them. Raises: DataError as both do."""
+    pairs = encode_records(rows, lambda row: encode_pair(row.fields, encoder, scalars=scalars, source=row.source))
+    return fit(pairs, seq_len=seq_len, truncate=truncate)
 
 
 def encode_pair(

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshkit.data.corpus import Corpus, standard_library
 from meshkit.data.prepare import is_held_out
 from meshkit.data.records import Record
 from meshkit.errors import DataError
+
+WrongBody = Literal["mismatched", "scrambled", "reversed", "repeated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ def question_tasks(*, held_out: float = 0.1, limit_bytes: int = 1200, corpus: Co
 
 def preference_tasks(
     *,
-    kinds: Sequence[str] = ("mismatched", "scrambled", "reversed", "repeated"),
+    kinds: Sequence[WrongBody] = ("mismatched", "scrambled", "reversed", "repeated"),
+    every: bool = False,
     held_out: float = 0.1,
     limit_bytes: int = 1200,
     seed: int = 0,
@@ -90,7 +93,7 @@ def preference_tasks(
 
     kinds: "mismatched" is the body of another function of the same half, "scrambled" has the words of each line in another
     order, "reversed" has the lines from last to first, "repeated" has the first line in place of every other. Of those that
-    differ from the real body one is drawn per function, by seed and name.
+    differ from the real body one is drawn per function, by seed and name; or with `every` each makes a row.
     Raises: DataError for an unknown kind.
     """
     unknown = sorted(set(kinds) - _CORRUPTIONS.keys() - {"mismatched"})
@@ -101,12 +104,13 @@ def preference_tasks(
     def rows(half: list[Function]) -> Iterator[tuple[Function, dict[str, Any]]]:
         for each in half:
             draw = random.Random(f"{seed} {each.name} {each.file}:{each.line}")
-            wrong = {kind: _CORRUPTIONS[kind](each.body, draw) for kind in kinds if kind != "mismatched"}
+            wrong: dict[str, str] = {
+                kind: _CORRUPTIONS[kind](each.body, draw) for kind in kinds if kind != "mismatched"
+            }
             if "mismatched" in kinds:
                 wrong["mismatched"] = draw.choice(half).body
             usable = [kind for kind in kinds if wrong[kind].strip() and wrong[kind] != each.body]
-            if usable:
-                kind = draw.choice(usable)
+            for kind in usable if every or not usable else [draw.choice(usable)]:
                 yield each, {"prompt": each.head, "chosen": each.body, "rejected": wrong[kind], "kind": kind}
 
     halves = [[each for each in functions if is_held_out(each.file, held_out) is out] for out in (False, True)]

@@ -26,7 +26,7 @@ from meshkit.parallel.expert import ExpertPolicy
 from meshkit.parallel.pipeline import Generator, Schedule
 from meshkit.parallelize import parallelize
 from meshkit.plan import Plan, match_names
-from meshkit.step import Run, clip_grad_norm
+from meshkit.step import Loss, Run, clip_grad_norm, next_token_loss
 
 Build = Callable[[Mesh], Run]
 MakeOptimizer = Callable[[Run], torch.optim.Optimizer]
@@ -46,6 +46,7 @@ def estimate(
     coordinate: dict[str, int] | None = None,
     kernels: Kernels = "cuda",
     optimizer: MakeOptimizer | None = None,
+    loss: Loss = next_token_loss,
     plan: Plan | None = None,
     memory: MemoryPolicy | None = None,
     zero: int | None = None,
@@ -62,7 +63,7 @@ def estimate(
     no GPU, seconds, about 1 GiB for Llama-3-8B on any number of ranks.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
     world_size: default what `spec` needs. coordinate: the rank's place on each dense axis, default 0 everywhere; stages
-    differ. optimizer: what makes it of the run, default `adamw`.
+    differ. optimizer: what makes it of the run, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
     does; "cpu" counts what a run on CPU holds. Not in it: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
     Compiled blocks are counted as if they were not. Tokens choose experts all alike.
@@ -110,7 +111,7 @@ def estimate(
             made = (optimizer or adamw_of)(run)
             for _ in range(2):  # the first makes the optimizer's state
                 tracker.forget_points()
-                tracked_step(tracker, run, made, batch, microbatches)
+                tracked_step(tracker, run, made, batch, microbatches, loss)
         return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
 
 
@@ -161,11 +162,16 @@ def count_parameters(tracker: Tracker, model: nn.Module) -> None:
 
 
 def tracked_step(
-    tracker: Tracker, run: Run, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], microbatches: int
+    tracker: Tracker,
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    microbatches: int,
+    loss: Loss = next_token_loss,
 ) -> None:
     """One optimizer step, and where in it we are."""
     tracker.start(FORWARD_BACKWARD)
-    run.forward_backward(batch, microbatches=microbatches)
+    run.forward_backward(batch, microbatches=microbatches, loss=loss)
     tracker.start(CLIP)
     clip_grad_norm(run, 1.0)
     tracker.start(OPTIMIZER)

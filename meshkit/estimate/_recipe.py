@@ -1,7 +1,8 @@
 """A training script as something that can be estimated.
 
 Two names make it one: a dataclass `Config` of its flags, and `build(config, mesh) -> Run`, which it calls itself. Of the
-config, `mesh`, `seq_len`, `global_batch` and `microbatches` say the rest; `build_optimizer(config, run)` if there is one.
+config, `mesh`, `seq_len`, `global_batch` and `microbatches` say the rest; `build_optimizer(config, run)` if there is one, and
+`estimated_loss(model, batch)` where the model makes no logits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshkit.errors import PlanError
 from meshkit.estimate._estimate import Kernels, estimate
 from meshkit.estimate._result import Estimate
 from meshkit.mesh import MeshSpec
+from meshkit.step import next_token_loss
 
 NEEDED = ("mesh", "seq_len", "global_batch")
 
@@ -74,6 +76,7 @@ class Recipe:
             coordinate=coordinate,
             kernels=kernels,
             optimizer=None if make is None else partial(make, self.config),
+            loss=getattr(self.module, "estimated_loss", next_token_loss),
         )
 
 

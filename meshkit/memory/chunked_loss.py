@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.memory.linear_logits import Head, LinearLogits, whole_weight
-from meshkit.memory.vocabulary import find_labels, softmax_, wide_dtype
+from meshkit.memory.vocabulary import IGNORED, find_labels, softmax_, wide_dtype
 
 
 def chunked_cross_entropy(logits: LinearLogits, labels: Tensor) -> Tensor:
     """`cross_entropy` of logits that are never made whole: at most `ChunkedLoss.tokens` tokens' at a time.
 
     The gradients of hidden state, weight and bias are made with the loss, since that is linear in what comes from above: they
-    are scaled in backward. Their matrix products are those of whole logits, summed over chunks in fp32 at least.
+    are scaled in backward. Their matrix products are those of whole logits, summed over chunks in fp32 at least, on a CPU
+    without tokens whose label is ignored.
     Keeps: the gradients, N·C + V·C numbers. Without gradients wanted only the loss is computed.
     Wire, vocabulary shared over an axis: per chunk, what `cross_entropy` sends for its tokens. Nothing in backward.
     Source: the idea is https://github.com/mgmalek/efficient_cross_entropy; Hsu et al. 2024, Liger Kernel.
@@ -49,9 +51,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         whole_weight(weight)
         loss = hidden.new_zeros((), dtype=wide_dtype(hidden.dtype))
         grads = Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        size = head.loss.tokens
-        for start in range(0, len(labels), size):
-            tokens = slice(start, start + size)
+        for tokens in chunks_of(labels, head.loss.tokens, head.axis):
             d_logits = _chunk_loss(loss, hidden[tokens], weight, bias, labels[tokens], head, bool(grads))
             if d_logits is not None:
                 grads.add(tokens, d_logits)
@@ -63,6 +63,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a graph that is retained may come here again.
         return (*(None if value is None else value * grad for value in ctx.saved_tensors), None, None)
+
+
+def chunks_of(labels_N: Tensor, size: int, axis: DeviceMesh | None) -> list[slice] | list[Tensor]:
+    """Which tokens make a chunk: an index of at most `size` tokens for each.
+
+    On a CPU none whose label is ignored, so that prompts and padding cost nothing in the head; elsewhere the host would
+    have to wait to be told how many are left. Where ranks of `axis` share the vocabulary, all of them: what is sent for a
+    token is then known before the labels are.
+    """
+    if labels_N.device.type == "cpu" and axis is None:
+        places = (labels_N != IGNORED).nonzero().squeeze(-1)
+        if len(places) < len(labels_N):
+            return list(places.split(size)) if len(places) else []
+    return slices_of(len(labels_N), size)
+
+
+def slices_of(tokens: int, size: int) -> list[slice]:
+    """All tokens, at most `size` at a time."""
+    return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def _chunk_loss(
@@ -86,16 +105,18 @@ class Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self.given, self.weight = hidden, weight
         wide = wide_dtype(hidden.dtype)
-        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None  # zero where no chunk has the token
         self.of_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
     def __bool__(self) -> bool:
         return any(grad is not None for grad in (self.hidden, self.of_weight, self.bias))
 
-    def add(self, tokens: slice, d_logits_NV: Tensor) -> None:
-        if self.hidden is not None:
+    def add(self, tokens: slice | Tensor, d_logits_NV: Tensor) -> None:
+        if self.hidden is not None and isinstance(tokens, slice):
             torch.mm(d_logits_NV, self.weight, out=self.hidden[tokens])
+        elif self.hidden is not None:
+            self.hidden[tokens] = d_logits_NV @ self.weight
         if self.of_weight is not None:
             add_product_(self.of_weight, d_logits_NV.mT, self.given[tokens])
         if self.bias is not None:

@@ -111,9 +111,9 @@ def whole_weight(weight: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- the head of a model
 
 
-def head_of(model: nn.Module, plan: Plan) -> str:
+def head_of(model: nn.Module, plan: Plan, *, asked: str = "MemoryPolicy(loss=ChunkedLoss())") -> str:
     """The linear layer that makes logits: the one that is vocab() in the plan, what get_output_embeddings() returns, or one
-    called lm_head. Raises: PlanError if there is none, or several.
+    called lm_head. asked: what needs it. Raises: PlanError if there is none, or several.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -126,9 +126,9 @@ def head_of(model: nn.Module, plan: Plan) -> str:
     found = found or [name for name in linear if name.rpartition(".")[2] == "lm_head"]
     if len(found) != 1:
         raise PlanError(
-            f"MemoryPolicy(loss=ChunkedLoss()): {f'several heads, {found}' if found else 'no head'} in "
+            f"{asked}: {f'several heads, {found}' if found else 'no head'} in "
             f"{type(model).__name__}. Give the one linear layer that makes its logits the style vocab() in the plan's tensor "
-            "table, or use loss=None."
+            "table."
         )
     (name,) = found
     return str(name)

@@ -1,4 +1,4 @@
-"""What post-training asks of a model: the log-probability of each label, and the entropy of each prediction.
+"""What post-training asks of a model: the log-probability of each label; of each prediction the entropy, and how sharp it is.
 
 Dims: N tokens, C features, V the vocabulary of this rank.
 """
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.errors import PlanError
-from meshkit.memory.chunked_loss import Gradients
+from meshkit.memory.chunked_loss import Gradients, chunks_of, slices_of
 from meshkit.memory.linear_logits import LinearLogits, whole_weight
 from meshkit.memory.loss import refuse_other_labels, vocabulary_part
 from meshkit.memory.policy import ChunkedLoss
@@ -35,7 +35,8 @@ def token_log_probs(logits: Tensor | LinearLogits, labels: Tensor, *, temperatur
     """The log-probability of every label and the entropy of every prediction, differentiable both; 0 where the label is -100.
 
     logits: [..., V] in each of the forms that `cross_entropy` takes, divided by `temperature`. labels: [...] int64.
-    Logits of a chunked loss are made chunk by chunk, in forward and again in backward; whole ones are read chunk by chunk.
+    Logits of a chunked loss are made chunk by chunk, in forward and again in backward, on a CPU without those of ignored
+    labels; whole ones are read chunk by chunk.
     Wire, sharded logits only: forward, all-reduces of one maximum and three sums per label, in fp32. Backward: nothing.
     Raises: PlanError as `cross_entropy` does, and for a temperature that is not positive.
     """
@@ -44,19 +45,45 @@ def token_log_probs(logits: Tensor | LinearLogits, labels: Tensor, *, temperatur
         raise PlanError(
             f"token_log_probs(temperature={temperature}): it divides the logits, so give a positive number."
         )
-    size = ChunkedLoss().tokens
-    weight, bias, axis, first = None, None, None, 0
-    vocabulary = logits.shape[-1]
-    if isinstance(logits, LinearLogits):
-        head, hidden = logits.head, logits.hidden
-        weight, bias, axis, first, size = head.weight, head.bias, head.axis, head.first, head.loss.tokens
-    elif isinstance(logits, DTensor):
-        hidden, first, axis = vocabulary_part("token_log_probs", logits)
-    else:
-        hidden = logits
-    choices = _Choices(first, vocabulary, axis, size, temperature)
+    hidden, weight, bias, choices = _taken_apart("token_log_probs", logits, temperature)
     log_probs, entropy = _TokenLogProbs.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), choices)
     return TokenLogProbs(log_probs.view(labels.shape), entropy.view(labels.shape))
+
+
+@torch.no_grad()
+def log_sum_squares(logits: Tensor | LinearLogits) -> Tensor:
+    """log sum_v pi(v)^2 of every prediction, without a gradient; [...] in fp32 at least.
+
+    What WPO compares a token's log-probability with. logits: [..., V] in each of the forms that `cross_entropy` takes.
+    Wire, sharded logits only: all-reduces of one maximum and two sums per prediction, in fp32.
+    Source: Zhou et al. 2024 (2406.11827), section 3.2, weights by sampled alignment.
+    """
+    hidden, weight, bias, choices = _taken_apart("log_sum_squares", logits, 1.0)
+    hidden = hidden.flatten(0, -2)
+    found = hidden.new_zeros(len(hidden), dtype=wide_dtype(hidden.dtype))
+    for tokens in slices_of(len(hidden), choices.size):
+        wide = _logits(hidden[tokens], weight, bias, choices)
+        subtract_peak_(wide, choices.axis)
+        weights = wide.exp_()
+        total, squares = sum_over(choices.axis, weights.sum(-1), weights.square().sum(-1))
+        found[tokens] = squares.log() - 2 * total.log()
+        del wide, weights
+    return found.view(logits.shape[:-1])
+
+
+def _taken_apart(
+    caller: str, logits: Tensor | LinearLogits, temperature: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, _Choices]:
+    """(hidden, weight, bias, choices); without a weight the first is the logits of this rank."""
+    vocabulary = logits.shape[-1]
+    if isinstance(logits, LinearLogits):
+        head = logits.head
+        choices = _Choices(head.first, vocabulary, head.axis, head.loss.tokens, temperature)
+        return logits.hidden, head.weight, head.bias, choices
+    first, axis = 0, None
+    if isinstance(logits, DTensor):
+        logits, first, axis = vocabulary_part(caller, logits)
+    return logits, None, None, _Choices(first, vocabulary, axis, ChunkedLoss().tokens, temperature)
 
 
 class _Choices(NamedTuple):
@@ -69,9 +96,6 @@ class _Choices(NamedTuple):
     def find(self, labels: Tensor, wide: Tensor) -> Labels:
         return find_labels(labels, self.first, wide.shape[-1], self.vocabulary)
 
-    def chunks(self, tokens: int) -> list[slice]:
-        return [slice(start, start + self.size) for start in range(0, tokens, self.size)]
-
 
 class _TokenLogProbs(torch.autograd.Function):
     """hidden: [N, C] with a weight, or the logits [N, V] without one."""
@@ -80,9 +104,9 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, choices: _Choices
     ) -> tuple[Tensor, Tensor]:
-        # Zeros, since a rank without tokens runs no chunk.
+        # Zeros, since tokens whose label is ignored may be in no chunk.
         log_probs, entropy, normaliser = hidden.new_zeros((3, len(labels)), dtype=wide_dtype(hidden.dtype))
-        for tokens in choices.chunks(len(labels)):
+        for tokens in chunks_of(labels, choices.size, choices.axis):
             wide = _logits(hidden[tokens], weight, bias, choices)
             found = choices.find(labels[tokens], wide)
             peak = subtract_peak_(wide, choices.axis)
@@ -103,9 +127,9 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         choices = ctx.choices
-        of_logits = torch.empty_like(hidden) if weight is None else None
+        of_logits = torch.zeros_like(hidden) if weight is None else None
         grads = None if weight is None else Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for tokens in choices.chunks(len(labels)):
+        for tokens in chunks_of(labels, choices.size, choices.axis):
             wide = _logits(hidden[tokens], weight, bias, choices)
             found = choices.find(labels[tokens], wide)
             # With p the probabilities: d log p(label) = [label] - p, d entropy = -p (log p + entropy).

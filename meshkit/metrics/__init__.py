@@ -15,3 +15,4 @@ from ._peaks import peak_flops_of as peak_flops_of
 from ._peaks import peak_flops_per_s as peak_flops_per_s
 from ._profile import profile as profile
 from ._progress import Progress as Progress
+from ._samples import show_samples as show_samples

@@ -76,6 +76,11 @@ class Logger:
         if self._board is not None:
             self._board.add_image(name, image_CHW, step)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add a text to TensorBoard, which reads it as Markdown; the other places of scalars have none for it."""
+        if self._board is not None:
+            self._board.add_text(name, text, step)
+
     def close(self) -> None:
         """Flush and close the files. Leaving the `with` block calls it."""
         if self._file is not None:

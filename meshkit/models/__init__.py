@@ -43,5 +43,6 @@ from meshkit.models.presets import QWEN3_8B as QWEN3_8B
 from meshkit.models.presets import QWEN3_30B_A3B as QWEN3_30B_A3B
 from meshkit.models.reward import REWARD_PLAN as REWARD_PLAN
 from meshkit.models.reward import RewardModel as RewardModel
+from meshkit.models.reward import reward_plan as reward_plan
 from meshkit.models.router import Router as Router
 from meshkit.models.router import RouterConfig as RouterConfig

@@ -32,7 +32,7 @@ from meshkit.models.llama import Llama, LlamaConfig
 from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
 from meshkit.models.reward import RewardModel
 from meshkit.sharding import full_tensor
-from meshkit.whole import whole_of, whole_state
+from meshkit.whole import group_of, whole_of, whole_state
 
 WEIGHTS_FILE = "model.safetensors"
 _ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -186,7 +186,7 @@ def save_pretrained(
     keeps the model's. extra: more fields for config.json, see `save_config`. The folder must not exist or be empty; it
     appears under its name when it is complete, and not before.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each tensor of other stages.
-    Memory: global rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
+    Memory: rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
     of stacked experts all.
     Raises: CheckpointError, on every rank, if the folder is not empty; PlanError for a config that no family has.
     """
@@ -223,7 +223,7 @@ def save_pretrained(
         write_config(raw, partial, extra)
         partial.rename(folder)
 
-    on_rank_zero(begin)
+    on_rank_zero(model, begin)
     owners, gather = gatherer(model)
     gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
     for file, keys in shards.items():
@@ -233,18 +233,18 @@ def save_pretrained(
             if gathered is None or gathered[0] is not tensor:
                 gathered = None  # one whole at a time
                 gathered = tensor, gather(tensor, owners.get(id(tensor), 0))
-            if is_rank_zero():
+            if is_rank_zero(model):
                 part = pieces[key].of(gathered[1])
                 # A copy, for safetensors takes no two tensors in one storage.
                 copy = pieces[key].expert is not None
                 held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
-        if is_rank_zero():
+        if is_rank_zero(model):
             save_file(held, partial / file, metadata={"format": "pt"})
-    on_rank_zero(finish)
+    on_rank_zero(model, finish)
 
 
 def gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
-    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor). Global rank 0 gets all.
+    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor). The model's rank 0 gets all.
 
     A collective of the ranks that hold the tensor; others get it as it is, on meta.
     """
@@ -252,7 +252,7 @@ def gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], 
     if whole is None:
         return {}, lambda tensor, owner: full_tensor(tensor)
     group, rank = whole.group, dist.get_rank(whole.group)
-    reaches_zero = dist.get_global_rank(group, 0) == 0
+    reaches_zero = dist.get_global_rank(group, 0) == dist.get_process_group_ranks(group_of(model))[0]
     state = whole_state(model)
 
     def gather(tensor: Tensor, owner: int) -> Tensor:
@@ -295,19 +295,20 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def is_rank_zero() -> bool:
-    return not _distributed() or dist.get_rank() == 0
+def is_rank_zero(model: nn.Module) -> bool:
+    """Of the ranks that hold the model."""
+    return not _distributed() or dist.get_rank(group_of(model)) == 0
 
 
-def on_rank_zero(action: Callable[[], None]) -> None:
-    """Do it on global rank 0; every rank waits for it, and raises what it raised. Wire: one broadcast of a string."""
+def on_rank_zero(model: nn.Module, action: Callable[[], None]) -> None:
+    """Do it on the model's rank 0; its others wait for it, and raise what it raised. Wire: one broadcast of a string."""
     refusal: list[str | None] = [None]
-    if is_rank_zero():
+    if is_rank_zero(model):
         try:
             action()
         except (CheckpointError, OSError) as error:
             refusal = [str(error)]
     if _distributed():
-        dist.broadcast_object_list(refusal, src=0)
+        dist.broadcast_object_list(refusal, group=group_of(model), group_src=0)
     if refusal[0] is not None:
         raise CheckpointError(refusal[0])

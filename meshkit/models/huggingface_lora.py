@@ -49,7 +49,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
     base: name or path of the frozen model, noted in the folder. The folder must not exist or be empty; it appears under its
     name when it is complete. For a model whose names are transformers' ones, as those of `meshkit.models` become.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each of other stages.
-    Memory: global rank 0 holds all adapters on the host. Raises: CheckpointError, on every rank, if the folder is not empty;
+    Memory: rank 0 holds all adapters on the host. Raises: CheckpointError, on every rank, if the folder is not empty;
     PlanError for a model without adapters.
     """
     folder = Path(folder)
@@ -68,14 +68,14 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         partial.rename(folder)
 
-    on_rank_zero(begin)
+    on_rank_zero(model, begin)
     owners, gather = gatherer(model)
     held: dict[str, Tensor] = {}
     for key, piece in pieces.items():
         whole = gather(piece.tensor, owners.get(id(piece.tensor), 0))
-        if is_rank_zero():
+        if is_rank_zero(model):
             held[PREFIX + key] = whole.to("cpu", copy=True).contiguous()
-    on_rank_zero(finish)
+    on_rank_zero(model, finish)
 
 
 def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dict[str, object]:

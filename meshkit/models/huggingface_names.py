@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.lora import is_adapter, lora_of
 from meshkit.models.deepseek import DeepseekV3
-from meshkit.models.moe import Mixtral
+from meshkit.models.moe import MixtralConfig
 from meshkit.models.reward import RewardModel
 from meshkit.sharding import local_slices, local_tensor
 from meshkit.whole import whole_of, whole_state
@@ -103,14 +103,15 @@ def _pieces(model: nn.Module, own: dict[str, Tensor], verb: str, *, part: bool =
 
 def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
     key = name if name.startswith(("lm_head.", "score.")) else f"model.{_layer_name(model, name)}"
-    if isinstance(model, Mixtral):
+    mixtral = isinstance(getattr(model, "config", None), MixtralConfig)  # a reward model is no Mixtral
+    if mixtral:
         key = key.replace(".mlp.", ".block_sparse_moe.")
     stacked = STACKED.fullmatch(key)
     if stacked is None:
         yield key, Piece(tensor)
         return
     projection = stacked["projection"]
-    projection = MIXTRAL_WEIGHTS[projection] if isinstance(model, Mixtral) else projection
+    projection = MIXTRAL_WEIGHTS[projection] if mixtral else projection
     for expert in range(tensor.shape[0]):
         yield f"{stacked['experts']}.{expert}.{projection}.weight", Piece(tensor, expert)
 

@@ -158,8 +158,46 @@ class SplitAttention(Protocol):
     def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor: ...
 
 
+class Documents:
+    """Causal attention inside of documents that lie end to end; each is computed alone, so no pair of two of them is.
+
+    documents_BT: a number for each token, another one where a document starts. Inside a compiled block it is a dense mask,
+    for lengths are another graph.
+    """
+
+    def __init__(self, documents_BT: Tensor, window: int | None) -> None:
+        self.documents_BT, self.window = documents_BT, window
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Of the documents, rows end to end."""
+        batch, tokens = self.documents_BT.shape
+        rows = torch.arange(batch, device=self.documents_BT.device).unsqueeze(-1) * (tokens + 1)
+        _, counts = (self.documents_BT + rows).flatten().unique_consecutive(return_counts=True)
+        lengths: list[int] = counts.tolist()
+        return lengths
+
+    def dense(self) -> Tensor:
+        """Who sees whom as a bool tensor [B, 1, T, T]."""
+        batch, tokens = self.documents_BT.shape
+        return _dense_mask(_visibility(self.documents_BT, self.window), batch, tokens, self.documents_BT.device)
+
+    def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+        """[B, T, H, D of v]"""
+        if torch.compiler.is_compiling():
+            return attention(q_BTHD, k_BTKD, v_BTKD, self.dense())
+        q, k, v = (heads.flatten(0, 1).unsqueeze(0).split(self.lengths, dim=1) for heads in (q_BTHD, k_BTKD, v_BTKD))
+        outs = [attention(*one, self._within(one[0].shape[1])) for one in zip(q, k, v, strict=True)]
+        return torch.cat(outs, dim=1).view(*q_BTHD.shape[:-1], v_BTKD.shape[-1])
+
+    def _within(self, length: int) -> Tensor | None:
+        if self.window is None or self.window >= length:
+            return None
+        return _dense_mask(_visibility(None, self.window), 1, length, self.documents_BT.device)
+
+
 # None is plain causal; a bool tensor [B, 1, T, S] is dense; a BlockMask is FlexAttention's.
-KernelMask = Tensor | BlockMask | SplitAttention | None
+KernelMask = Tensor | BlockMask | Documents | SplitAttention | None
 
 
 def attention_mask(
@@ -174,8 +212,9 @@ def attention_mask(
     input_ids: [B, T]. mask: a `meshkit.Mask` of T tokens for every row, or of B*T, rows end to end; `window` cuts it. None:
     a query sees the keys of its own document that are not after it and, with `window`, less than `window` tokens before it;
     a document starts wherever a position of position_ids [B, T] is not the last one plus 1.
-    Returns None where that is plain causal attention, which has the fastest kernels; else a BlockMask on
-    CUDA, a dense bool tensor elsewhere. On CUDA nothing is read back, so position_ids always lead to a BlockMask there.
+    Returns None where that is plain causal attention, which has the fastest kernels; else a BlockMask on CUDA, and elsewhere
+    `Documents` or, of a description or a window alone, a dense bool tensor. On CUDA nothing is read back, so position_ids
+    always lead to a BlockMask there.
     """
     batch, tokens = input_ids.shape
     if mask is not None:
@@ -191,6 +230,8 @@ def attention_mask(
             documents_BT = starts.cumsum(dim=1)
     if not input_ids.numel() or (documents_BT is None and window is None):
         return None
+    if documents_BT is not None and not input_ids.is_cuda:
+        return Documents(documents_BT, window)
     sees = _visibility(documents_BT, window)
     if input_ids.is_cuda:
         blocks: BlockMask = _fused(create_block_mask)(
@@ -257,6 +298,8 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
     Returns [B, T, H, D]. Numbers of heads are those of the arguments, so a rank may hold any of them. Heads of v may be
     smaller than D, and those that are returned are then as small.
     """
+    if isinstance(mask, Documents):
+        return mask.attend(q_BTHD, k_BSKD, v_BSKD)
     if mask is not None and not isinstance(mask, Tensor | BlockMask):
         # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
         size = v_BSKD.shape[-1]

@@ -6,18 +6,25 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.models.layers import SplitAttention
-from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.llama import Decoder, Llama, LlamaConfig
 from meshkit.models.llama_plan import LLAMA_PLAN
-from meshkit.plan import head
+from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+from meshkit.models.moe_plan import moe_plan
+from meshkit.plan import Plan, head
 
 
-class RewardModel(Llama):
-    """`Llama` with `score` [C -> 1] for a head; transformers' LlamaForSequenceClassification with one label."""
+class RewardModel(Decoder):
+    """The decoder of a config, `Llama`, `Mixtral` or `Qwen3Moe`, with `score` [C -> 1] for a head.
+
+    In transformers it is the family's ...ForSequenceClassification with one label.
+    Raises: PlanError for a config of another model.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(replace(config, tie_word_embeddings=False))
+        super().__init__(replace(config, tie_word_embeddings=False), _layers(config))
         del self.lm_head
         self.score = Score(config.hidden_size, 1, bias=False)
 
@@ -36,11 +43,30 @@ class Score(nn.Linear):
         return super().forward(input).sum(-1)  # a view would be less, but FSDP warns of those
 
 
-REWARD_PLAN = replace(
-    LLAMA_PLAN,
-    tensor={
-        **{name: style for name, style in LLAMA_PLAN.tensor.items() if name != "lm_head"},
-        "score": head(),
-    },
-    units=("embed_tokens", "score"),
-)
+def _scored(plan: Plan) -> Plan:
+    """The plan of a decoder with the score in place of the logits."""
+    tensor = {name: style for name, style in plan.tensor.items() if name != "lm_head"}
+    return replace(plan, tensor={**tensor, "score": head()}, units=("embed_tokens", "score"))
+
+
+REWARD_PLAN = _scored(LLAMA_PLAN)
+
+
+def reward_plan(config: LlamaConfig) -> Plan:
+    """The plan of a `RewardModel`: `REWARD_PLAN`, and for a config with experts its own."""
+    if isinstance(config, MixtralConfig | Qwen3MoeConfig):
+        return _scored(moe_plan(config))
+    return REWARD_PLAN
+
+
+def _layers(config: LlamaConfig) -> nn.ModuleList:
+    match config:
+        case MixtralConfig():
+            return Mixtral(config).layers
+        case Qwen3MoeConfig():
+            return Qwen3Moe(config).layers
+        case LlamaConfig():
+            return Llama(config).layers
+    raise PlanError(
+        f"RewardModel: {type(config).__name__} has no reward model here. Use a LlamaConfig, MixtralConfig or Qwen3MoeConfig."
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +202,22 @@ def after_inference(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+
+
+@contextmanager
+def kept_gathered(module: nn.Module) -> Iterator[None]:
+    """Gather all parameters now, so that forwards inside send none of them. No-op if not sharded.
+
+    Follow it by `after_inference`. Experts that a block gathers and frees by itself (see `gather_around`) still are.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    with _torch.without_reshard(module):
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.unshard()
+        yield
 
 
 def reduction_dtype(param: torch.Tensor, precision: Precision | None) -> torch.dtype:

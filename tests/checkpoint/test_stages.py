@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshkit.checkpoint import Checkpointer
 from tests.checkpoint.training import build, refusal
+from tests.depth import DEEP
 from tests.world import pool
 
 LAYERS = 4
@@ -47,15 +48,19 @@ def merged(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
+def others_of(at: int) -> list[tuple[int, str, str]]:
+    """The meshes that load what mesh `at` saved; by default two of the five, so that each loads what two saved."""
+    return MESHES if DEEP else [MESHES[(at + step) % len(MESHES)] for step in (1, 3)]
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("ranks", "spec", "schedule"), MESHES)
-def test_any_stages_continue_what_any_mesh_saved(
-    tmp_path: Path, ranks: int, spec: str, schedule: str, tied: bool
-) -> None:
+@pytest.mark.parametrize("at", range(len(MESHES)))
+def test_any_stages_continue_what_any_mesh_saved(tmp_path: Path, at: int, tied: bool) -> None:
+    ranks, spec, schedule = MESHES[at]
     saved = pool(ranks).run(save, str(tmp_path), spec, schedule, tied)
     before, losses, after = merged([rank[0] for rank in saved]), saved[0][1], merged([rank[2] for rank in saved])
     assert len(before) == 4 * (LAYERS * 9 + (2 if tied else 3))  # a value, two moments and a count of each
-    for other_ranks, other_spec, other_schedule in MESHES:
+    for other_ranks, other_spec, other_schedule in others_of(at):
         loaded = pool(other_ranks).run(load, str(tmp_path), other_spec, other_schedule, tied)
         found = merged([rank[0] for rank in loaded])
         assert found.keys() == before.keys()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshkit.data import Example, ExampleLoader, Pair, Unit, example_batches
+from meshkit.data.bins import first_fit_decreasing
 from meshkit.errors import DataError
 
 UNITS = 11
@@ -91,13 +92,25 @@ def test_each_epoch_holds_each_unit_once_and_steps_run_across(packing: str, glob
 def test_a_step_of_units_has_so_many_units_and_a_step_of_rows_so_many_rows() -> None:
     for batch in islice(loader(packing="step"), 9):
         assert len(seen(batch)) == 4
-        assert batch["labels"].shape[1] == SEQ_LEN
+        assert batch["labels"].shape[1] <= SEQ_LEN
     for batch in islice(loader(packing="rows"), 9):
         assert batch["labels"].shape == (4, SEQ_LEN)
     for batch in islice(loader(packing="none", pad_multiple=4), 9):
         assert len(seen(batch)) == len(batch["labels"]) == 4
         longest = int((batch["segment_ids"] > 0).sum(dim=1).max())
         assert batch["labels"].shape[1] == -(-longest // 4) * 4
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_rows_of_a_step_are_few_and_then_short(multiple: int) -> None:
+    for batch in islice(loader(SINGLES, packing="step", pad_multiple=multiple, global_batch=7), 9):
+        segments = batch["segment_ids"]
+        sizes = torch.bincount(segments.flatten())[1:].tolist()
+        rows, length = segments.shape
+        assert rows == len(first_fit_decreasing(sizes, SEQ_LEN))
+        assert length <= SEQ_LEN and length % multiple == 0
+        shorter = length - multiple
+        assert shorter < max(sizes) or len(first_fit_decreasing(sizes, shorter)) > rows
 
 
 def test_the_same_units_make_a_step_packed_and_unpacked() -> None:

@@ -86,6 +86,9 @@ def test_preferences_differ_and_depend_on_the_seed_only(corpus: Corpus, tokenize
     pairs = [encode_pair(record.fields, tokenizer, source=record.source) for record in tasks.train[:50]]
     assert check_examples(pairs, tokenizer).problems == {}
     assert {r.fields["kind"] for r in preference_tasks(corpus=corpus, kinds=("reversed",)).train} == {"reversed"}
+    every = preference_tasks(corpus=corpus, kinds=("scrambled", "reversed"), every=True).train
+    both = [r for kind in ("scrambled", "reversed") for r in every if r.fields["kind"] == kind]
+    assert len(both) == len(every) > len(preference_tasks(corpus=corpus, kinds=("scrambled", "reversed")).train)
 
 
 def test_what_makes_no_tasks_is_refused(corpus: Corpus, tmp_path: Path) -> None:

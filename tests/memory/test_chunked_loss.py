@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.memory.chunked_loss import liger_cross_entropy
@@ -59,6 +61,30 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) ->
     for grad, own_grad in zip(grads, own_grads, strict=True):
         assert own_grad.dtype == grad.dtype
         assert (grad - own_grad).abs().max() <= TOL_FP64
+
+
+def test_tokens_whose_label_is_ignored_have_no_logits() -> None:
+    _, chunked = heads(8, 13, bias=True, tokens=4, dtype=torch.float64)
+    hidden, labels = inputs(2, 50, 8, 13, torch.float64)
+    valid = int((labels != -100).sum())
+    sizes: list[int] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.default:  # logits, with their bias
+                sizes.append(len(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    own = hidden.clone().requires_grad_()
+    with Products():
+        mk.cross_entropy(chunked(own), labels).backward()
+    assert sum(sizes) == valid < labels.numel() and max(sizes) == 4
+    assert not own.grad[labels == -100].any()
+    sizes.clear()
+    with Products():
+        found = mk.token_log_probs(chunked(own), labels)
+        (found.log_probs.sum() + found.entropy.sum()).backward()
+    assert sum(sizes) == 2 * valid  # once in each direction
 
 
 def test_labels_that_are_all_ignored_give_zeros() -> None:

@@ -10,6 +10,7 @@ from torch.distributions import Categorical
 
 import meshkit as mk
 from meshkit.memory.linear_logits import Head, LinearLogits, as_logits
+from meshkit.memory.token_log_probs import log_sum_squares
 from meshkit.observe import Peak
 from meshkit.parallel.tensor import shard_parameter
 from meshkit.sharding import chunk, full_tensor
@@ -62,6 +63,16 @@ def test_values_and_gradients_of_whole_logits_are_those_of_torch() -> None:
     assert ours.equal(before), "the logits were written over"
 
 
+def test_log_sum_squares_of_chunks_and_of_whole_logits_are_the_closed_form() -> None:
+    plain, chunked = heads(8, 13, bias=True, tokens=5, dtype=torch.float64)
+    hidden, _ = inputs(2, 7, 8, 13, torch.float64)
+    logits = plain(hidden * 20)
+    expected = logits.softmax(-1).square().sum(-1).log()
+    for given in (logits, chunked(hidden * 20)):
+        found = log_sum_squares(given)
+        assert not found.requires_grad and differences([found], [expected]) <= TOL_FP64
+
+
 def test_their_sum_is_the_cross_entropy() -> None:
     _, chunked = heads(8, 13, bias=True, tokens=5, dtype=torch.float64)
     hidden, labels = inputs(2, 7, 8, 13, torch.float64)
@@ -112,8 +123,11 @@ def test_the_peak_does_not_follow_the_logits() -> None:
 # ----------------------------------------------------------------------------------------- vocabulary over ranks
 
 
-def errors_over_ranks(vocabulary: int) -> tuple[float, float, float]:
-    """(of a chunked head, of its cross-entropy, of whole logits), each rank with its part of the vocabulary, maybe none."""
+def errors_over_ranks(vocabulary: int) -> tuple[float, float, float, float]:
+    """(of a chunked head, of its cross-entropy, of whole logits, of log_sum_squares).
+
+    Each rank has its part of the vocabulary, maybe none.
+    """
     torch.manual_seed(1)
     axis = mesh_for("tp=4")["tp"]
     own = chunk(vocabulary, 4, axis.get_local_rank())
@@ -148,7 +162,11 @@ def errors_over_ranks(vocabulary: int) -> tuple[float, float, float]:
     split = shard_parameter(logits, axis, Shard(2)).requires_grad_()
     found = mk.token_log_probs(split, labels, temperature=0.8)
     weighted(found).backward()
-    return chunked, summed, differences([*found, full_tensor(split.grad)], [*expected, logits.grad])
+    whole_logits = differences([*found, full_tensor(split.grad)], [*expected, logits.grad])
+
+    sharp = logits.softmax(-1).square().sum(-1).log()
+    forms = (split, LinearLogits(mine[0], head))
+    return chunked, summed, whole_logits, differences([log_sum_squares(form) for form in forms], [sharp, sharp])
 
 
 def _worst(mine: list[Tensor], theirs: list[Tensor]) -> float:

@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshkit.errors import MeshkitError
-from meshkit.metrics import Logger
+from meshkit.metrics import Logger, show_samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,3 +126,19 @@ def test_importing_metrics_imports_neither_tensorboard_nor_rich():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
     assert child.stdout.strip() == "[]"
+
+
+def test_samples_are_shown_and_kept_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evenly chosen, and markup in a sample is text."""
+    rows = [(f"p{n}", "[bold]a[/bold]", f"{n}.00") for n in range(6)]
+    with Logger(tmp_path) as logger:
+        show_samples(3, ("prompt", "answer", "score"), rows, logger, most=3)
+    printed = capsys.readouterr().out
+    assert [name for name, *_ in rows if name in printed] == ["p0", "p2", "p4"]
+    assert "step 3" in printed and "[bold]a[/bold]" in printed
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    (event,) = board.Tensors("samples/text_summary")
+    assert event.step == 3
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0] == "|prompt|answer|score|" and lines[2] == "|`p0`|`[bold]a[/bold]`|`0.00`|" and len(lines) == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.generation import generate
+from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config, mtp_loss
 from meshkit.models.moe_plan import moe_plan
 from meshkit.sharding import full_tensor
+from tests.depth import covering, deal, deep, draws
 from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, run_cell, start
-from tests.parity.test_parity import TOL_FP64, draws
+from tests.parity.test_parity import TOL_FP64
 from tests.parity.test_precision import BF16_RATIO, errors
 from tests.world import RankError, pool
 
@@ -52,21 +54,36 @@ def test_training_with_a_chunked_loss_equals_one_device(cell: Cell) -> None:
     check(cell)
 
 
+CHOICES = {
+    "sequence": [False, True],
+    "microbatches": [1, 3],
+    "zero": [1, 2, 3],
+    "tied": [False, True],
+    "vocab": [61, 3],
+    "all_masked_microbatch": [False, True],
+}
+TWO_AXES = [  # and tokens of a chunk
+    ("dp_shard=2 tp=2", 7),
+    ("dp_replicate=2 tp=2", 16),
+    ("dp_replicate=2 dp_shard=2", 33),
+    ("cp=2 tp=2", ROWS * TOKENS + 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "choice"), deal(covering(CHOICES), TWO_AXES, each=3), ids=[mesh for mesh, _ in TWO_AXES * 3]
+)
+def test_chunks_on_two_axes_equal_one_device(where: tuple[str, int], choice: dict) -> None:
+    mesh, tokens = where
+    check(Cell(mesh=mesh, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=tokens)), **choice))
+
+
+@deep
 @draws(6)
 @given(
-    mesh=st.sampled_from(["dp_shard=2 tp=2", "dp_replicate=2 tp=2", "dp_replicate=2 dp_shard=2", "cp=2 tp=2"]),
+    mesh=st.sampled_from([mesh for mesh, _ in TWO_AXES]),
     tokens=st.integers(1, ROWS * TOKENS + 1),
-    choice=st.fixed_dictionaries(
-        {
-            "sequence": st.booleans(),
-            "microbatches": st.integers(1, 3),
-            "zero": st.sampled_from([1, 2, 3]),
-            "tied": st.booleans(),
-            "vocab": st.sampled_from([64, 61, 3]),
-            "documents": st.booleans(),
-            "all_masked_microbatch": st.booleans(),
-        }
-    ),
+    choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
 )
 def test_any_chunk_on_any_mesh_equals_one_device(mesh: str, tokens: int, choice: dict) -> None:
     check(Cell(mesh=mesh, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=tokens)), **choice))
@@ -96,9 +113,10 @@ def evaluations(cell: Cell) -> tuple[tuple[float, int], list[int]]:
     run = start(cell)
     batch = own_rows(batches(cell)[0], run.mesh)
     loss, counted = run.evaluate(batch)
-    ids = generate(run, [1, 2, 3], new_tokens=6, context=TOKENS, temperature=0.9, seed=1)
+    sampling = Sampling(max_new_tokens=6, temperature=0.9)
+    (sample,) = generate(run, [Prompt(ids=np.array([1, 2, 3]), key=0)], sampling=sampling, seed=1)
     run.forward_backward(batch)  # what an evaluation has freed is gathered again
-    return (loss.item(), int(counted)), ids
+    return (loss.item(), int(counted)), sample.ids.tolist()
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2 tp=2", "pp=2 tp=2", "cp=2 dp_shard=2"])

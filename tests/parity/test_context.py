@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshkit as mk
+from tests.depth import covering, deal, deep, draws
 from tests.parity.cases import Cell
-from tests.parity.test_parity import check, choices, draws
+from tests.parity.test_parity import CHOICES, check, choices
 
 # How the ranks are shared between cp and the other axes.
 FEW = [
@@ -19,26 +20,38 @@ FEW = [
     (4, "dp_replicate=2 cp=2"),
     (4, "cp=2 tp=2"),
 ]
-EIGHT = ["cp=8", "cp=4 tp=2", "dp_shard=2 cp=2 tp=2", "dp_replicate=2 cp=2 tp=2", "dp_replicate=2 dp_shard=2 cp=2"]
+EIGHT = [
+    (8, "cp=8"),
+    (8, "cp=4 tp=2"),
+    (8, "dp_shard=2 cp=2 tp=2"),
+    (8, "dp_replicate=2 cp=2 tp=2"),
+    (8, "dp_replicate=2 dp_shard=2 cp=2"),
+]
 
-policies = st.builds(
-    mk.ContextPolicy,
-    scheme=st.sampled_from(["auto", "ring", "all_gather", "group_cast", "ulysses"]),
-    balance=st.sampled_from(["auto", "contiguous", "zigzag", "per_document", "locality"]),
-)
+POLICIES = {
+    "scheme": ["auto", "ring", "all_gather", "group_cast", "ulysses"],
+    "balance": ["auto", "contiguous", "zigzag", "per_document", "locality"],
+}
+policies = st.builds(mk.ContextPolicy, **{name: st.sampled_from(values) for name, values in POLICIES.items()})
 
 
-@pytest.mark.parametrize(("world", "mesh"), FEW, ids=lambda value: str(value).replace(" ", ","))
-@draws(5)
+def cells() -> list:
+    """Every scheme with every balance; most of them on few ranks."""
+    found = []
+    for (world, mesh), row in deal(covering({**CHOICES, **POLICIES}), (FEW * 5)[:26] + EIGHT):
+        policy = mk.ContextPolicy(**{name: row.pop(name) for name in POLICIES})
+        found.append(pytest.param(world, Cell(mesh=mesh, context=policy, **row), id=mesh.replace(" ", ",")))
+    return sorted(found, key=lambda cell: cell.values[0])
+
+
+@pytest.mark.parametrize(("world", "cell"), cells())
+def test_a_model_equals_one_device(world: int, cell: Cell) -> None:
+    check(world, cell)
+
+
+@deep
+@pytest.mark.parametrize(("world", "mesh"), FEW + EIGHT)
+@draws(3)
 @given(choice=choices, policy=policies)
-def test_a_model_on_a_few_ranks_equals_one_device(
-    world: int, mesh: str, choice: dict, policy: mk.ContextPolicy
-) -> None:
+def test_any_choices_equal_one_device(world: int, mesh: str, choice: dict, policy: mk.ContextPolicy) -> None:
     check(world, Cell(mesh=mesh, context=policy, **choice))
-
-
-@pytest.mark.parametrize("mesh", EIGHT)
-@draws(2)
-@given(choice=choices, policy=policies)
-def test_a_model_on_eight_ranks_equals_one_device(mesh: str, choice: dict, policy: mk.ContextPolicy) -> None:
-    check(8, Cell(mesh=mesh, context=policy, **choice))

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from meshkit.mask import FAR, Band, Mask
 from meshkit.parallel.context import ContextPolicy, Shape, SplitMask, choose
+from tests.depth import draws
 from tests.parity.cases import mesh_for
 from tests.world import pool
 
@@ -133,17 +134,10 @@ policies = st.sampled_from(
         for balance in ("auto", "contiguous", "zigzag", "per_document", "locality")
     ]
 )
-draws = settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@draws
+@draws(30)
 @given(
     mask=masks,
     policy=policies,

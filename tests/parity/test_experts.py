@@ -21,8 +21,9 @@ from meshkit.mesh import MeshSpec
 from meshkit.observe import observe
 from meshkit.parallel.expert import Capacity, ExpertPolicy, OneRank
 from meshkit.parallel.expert._hot import hot_of
+from tests.depth import covering, deal, deep, draws
 from tests.parity.cases import Cell, Moe, batches, own_rows, start
-from tests.parity.test_parity import check, draws
+from tests.parity.test_parity import check
 from tests.world import RankError, pool, run_ranks
 
 FOLDINGS = [
@@ -48,39 +49,53 @@ FOLDINGS = [
     for folded in foldings
 ]
 
-routers = st.fixed_dictionaries(
-    {
-        "chosen": st.integers(1, 3),
-        "shared": st.sampled_from([None, 24]),
-        "score": st.sampled_from(["softmax", "softmax_of_chosen", "sigmoid"]),
-        "normalise": st.booleans(),
-        "bias": st.booleans(),
-        "z": st.sampled_from([0.0, 0.01]),
-    }
+ROUTERS = {
+    "chosen": [1, 2, 3],
+    "shared": [None, 24],
+    "score": ["softmax", "softmax_of_chosen", "sigmoid"],
+    "normalise": [False, True],
+    "bias": [False, True],
+    "z": [0.0, 0.01],
+    "per": ["sequence", "batch", "global"],
+    "balance": [0.0, 0.5],
+    "even": [False, True],  # as many experts on each rank of ep
+}
+RUNS = {
+    "microbatches": [1, 2, 3],
+    "sequence": [False, True],
+    "zero": [1, 2, 3],
+    "recompute": ["none", "full", "selective"],
+    "schedule": ["1f1b", "zb-h1"],
+}
+EXPERTS = {1: (5, 5), 2: (9, 8), 4: (11, 8), 8: (15, 8)}  # by ep: uneven and even
+
+
+def cell_of(mesh: str, choice: dict) -> Cell:
+    """What cannot be is replaced: sequences are whole on no rank of cp, and rows of zeros count in a batch's loss."""
+    spec, router = MeshSpec.parse(mesh), {name: choice[name] for name in ROUTERS}
+    router["experts"] = EXPERTS[spec.ep][router.pop("even")]
+    if spec.cp > 1 and router["per"] == "sequence":
+        router["per"] = "global"
+    moe, run = Moe(**router), {name: choice[name] for name in RUNS}
+    if moe.balance and moe.per == "batch":
+        run["microbatches"] = 1
+    return Cell(mesh=mesh, layers=3, moe=moe, **run)
+
+
+@pytest.mark.parametrize(
+    ("folding", "choice"), deal(covering({**ROUTERS, **RUNS}), FOLDINGS), ids=[mesh for _, mesh in FOLDINGS]
 )
+def test_every_folding_equals_one_device(folding: tuple[int, str], choice: dict) -> None:
+    ranks, mesh = folding
+    check(ranks, cell_of(mesh, choice))
 
 
+@deep
 @pytest.mark.parametrize(("ranks", "mesh"), FOLDINGS)
 @draws(3)
-@given(router=routers, data=st.data())
-def test_every_folding_equals_one_device(ranks: int, mesh: str, router: dict, data: st.DataObject) -> None:
-    spec = MeshSpec.parse(mesh)
-    per = data.draw(st.sampled_from(["batch", "global"] if spec.cp > 1 else ["sequence", "batch", "global"]))
-    experts = data.draw(st.sampled_from({1: [5], 2: [8, 9], 4: [8, 11], 8: [8, 15]}[spec.ep]))
-    moe = Moe(experts=experts, **router, per=per, balance=data.draw(st.sampled_from([0.0, 0.5])))
-    # The loss of a batch is that of its microbatches, and rows of zeros count in it.
-    alone = moe.balance and per == "batch"
-    cell = Cell(
-        mesh=mesh,
-        layers=3,
-        moe=moe,
-        microbatches=1 if alone else data.draw(st.integers(1, 3)),
-        sequence=data.draw(st.booleans()),
-        zero=data.draw(st.sampled_from([1, 2, 3])),
-        recompute=data.draw(st.sampled_from(["none", "full", "selective"])),
-        schedule=data.draw(st.sampled_from(["1f1b", "zb-h1"])),
-    )
-    check(ranks, cell)
+@given(choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**ROUTERS, **RUNS}.items()}))
+def test_any_choices_equal_one_device(ranks: int, mesh: str, choice: dict) -> None:
+    check(ranks, cell_of(mesh, choice))
 
 
 @pytest.mark.parametrize(

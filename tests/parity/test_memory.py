@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ import meshkit as mk
 from meshkit.memory.gradient import gradient_of
 from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy, Recompute
 from meshkit.sharding import local_tensor
+from tests.depth import draws
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, own_rows, plan_of, run_cell, start
 from tests.parity.test_bytes import observe_step
 from tests.world import pool, run_ranks
@@ -81,13 +82,7 @@ def cells(draw: Any, ranks: int) -> Cell:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@settings(
-    max_examples=7,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
-)
+@draws(7)
 @given(data=st.data())
 def test_all_ways_together_equal_one_device(ranks: int, data: st.DataObject) -> None:
     cell = data.draw(cells(ranks))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.depth import covering, deal, deep, draws
 from tests.parity.cases import Cell, build, run_cell
 from tests.world import pool
 
@@ -22,52 +23,40 @@ MESHES = [
     if r * s * t == world
 ]
 
-choices = st.fixed_dictionaries(
-    {
-        "sequence": st.booleans(),
-        "microbatches": st.integers(1, 3),
-        "zero": st.sampled_from([1, 2, 3]),
-        "recompute": st.sampled_from(["none", "full", "selective"]),
-        "tied": st.booleans(),
-        "vocab": st.sampled_from([64, 61]),
-        "hidden_mlp": st.sampled_from([48, 45]),
-        "heads": st.sampled_from([(8, 2), (8, 8), (8, 1), (9, 3), (12, 3)]),
-        "qwen": st.booleans(),
-        "window": st.sampled_from([None, 5]),
-        "documents": st.booleans(),
-        "all_masked_microbatch": st.booleans(),
-    }
-)
+CHOICES = {
+    "sequence": [False, True],
+    "microbatches": [1, 2, 3],
+    "zero": [1, 2, 3],
+    "recompute": ["none", "full", "selective"],
+    "tied": [False, True],
+    "vocab": [64, 61],
+    "hidden_mlp": [48, 45],
+    "heads": [(8, 2), (8, 8), (8, 1), (9, 3), (12, 3)],
+    "qwen": [False, True],
+    "window": [None, 5],
+    "documents": [False, True],
+    "all_masked_microbatch": [False, True],
+}
+choices = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()})
+FEW_RANKS = [(world, mesh) for world, mesh in MESHES if world < 8]
+EIGHT_RANKS = [(world, mesh) for world, mesh in MESHES if world == 8]
+CELLS = [
+    pytest.param(world, Cell(mesh=mesh, **choice), id=mesh.replace(" ", ","))
+    for (world, mesh), choice in deal(covering(CHOICES), FEW_RANKS * 3 + EIGHT_RANKS)
+]
 
 
-few_ranks = pytest.mark.parametrize(
-    ("world", "mesh"), [pair for pair in MESHES if pair[0] < 8], ids=lambda value: str(value).replace(" ", ",")
-)
-eight_ranks = pytest.mark.parametrize("mesh", [mesh for world, mesh in MESHES if world == 8])
+@pytest.mark.parametrize(("world", "cell"), sorted(CELLS, key=lambda cell: cell.values[0]))
+def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, cell: Cell) -> None:
+    check(world, cell)
 
 
-def draws(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        phases=(Phase.explicit, Phase.generate),  # shrinking would restart the ranks for every try
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-@few_ranks
-@draws(6)
-@given(choice=choices)
-def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, mesh: str, choice: dict) -> None:
-    check(world, Cell(mesh=mesh, **choice))
-
-
-@eight_ranks
+@deep
+@pytest.mark.parametrize(("world", "mesh"), MESHES)
 @draws(3)
 @given(choice=choices)
-def test_eight_ranks_equal_one_device(mesh: str, choice: dict) -> None:
-    check(8, Cell(mesh=mesh, **choice))
+def test_any_choices_equal_one_device(world: int, mesh: str, choice: dict) -> None:
+    check(world, Cell(mesh=mesh, **choice))
 
 
 def check(world: int, cell: Cell) -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.depth import covering, deal, deep, draws
 from tests.parity.cases import Cell
-from tests.parity.test_parity import check, choices, draws
+from tests.parity.test_parity import CHOICES, check, choices
 
 SCHEDULES = [
     "gpipe",
@@ -23,31 +24,36 @@ SCHEDULES = [
     "auto",
 ]
 
-few = choices.map(lambda choice: {**choice, "microbatches": choice["microbatches"] * 2 - 1})  # 1, 3 and 5
+# (ranks, mesh, layers, schedule): every schedule alone, and those that differ in kind with a second and a third axis.
+RUNS = [
+    *((ranks, f"pp={ranks}", 2 * ranks + 1, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES),
+    *(
+        (4, f"pp=2 {axis}=2", 5, schedule)
+        for axis in ("dp_shard", "dp_replicate", "tp", "cp")
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
+    ),
+    *(
+        (8, mesh, 8, schedule)
+        for mesh in ("pp=2 dp_shard=2 tp=2", "pp=2 cp=2 tp=2", "pp=4 dp_shard=2")
+        for schedule in ("1f1b", "zbv")
+    ),
+]
+ROWS = covering({**CHOICES, "microbatches": [1, 3, 5]})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("run", "choice"), deal(ROWS, RUNS), ids=[f"{run[1]},{run[3]}" for run in RUNS])
+def test_every_schedule_equals_one_device(run: tuple[int, str, int, str], choice: dict) -> None:
+    ranks, mesh, layers, schedule = run
+    check(ranks, Cell(mesh=mesh, layers=layers, schedule=schedule, **choice))
+
+
+@deep
+@pytest.mark.parametrize("run", RUNS, ids=str)
 @draws(2)
-@given(choice=few)
-def test_every_schedule_equals_one_device(ranks: int, schedule: str, choice: dict) -> None:
-    check(ranks, Cell(mesh=f"pp={ranks}", layers=2 * ranks + 1, schedule=schedule, **choice))
-
-
-@pytest.mark.parametrize("mesh", ["pp=2 dp_shard=2", "pp=2 dp_replicate=2", "pp=2 tp=2", "pp=2 cp=2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"])
-@draws(2)
-@given(choice=few)
-def test_schedules_on_two_axes_equal_one_device(mesh: str, schedule: str, choice: dict) -> None:
-    check(4, Cell(mesh=mesh, layers=5, schedule=schedule, **choice))
-
-
-@pytest.mark.parametrize("mesh", ["pp=2 dp_shard=2 tp=2", "pp=2 cp=2 tp=2", "pp=4 dp_shard=2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@draws(1)
-@given(choice=few, microbatches=st.integers(1, 6))
-def test_schedules_on_eight_ranks_equal_one_device(mesh: str, schedule: str, choice: dict, microbatches: int) -> None:
-    check(8, Cell(mesh=mesh, layers=8, schedule=schedule, **{**choice, "microbatches": microbatches}))
+@given(choice=choices, microbatches=st.integers(1, 6))
+def test_any_choices_equal_one_device(run: tuple[int, str, int, str], choice: dict, microbatches: int) -> None:
+    ranks, mesh, layers, schedule = run
+    check(ranks, Cell(mesh=mesh, layers=layers, schedule=schedule, **{**choice, "microbatches": microbatches}))
 
 
 def test_stages_of_given_sizes_equal_one_device() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.generation import generate
+from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.models import Llama, load_pretrained, save_pretrained
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
@@ -45,9 +46,11 @@ def test_first_values_are_those_of_one_device(mesh: str, schedule: str) -> None:
 def evaluated_and_generated(cell: Cell) -> tuple[float, int, list[int]]:
     run = start(cell)
     loss, count = run.evaluate(own_rows(batches(cell)[0], run.mesh))
-    ids = generate(run, [1, 2, 3], new_tokens=5, context=16, temperature=0)
+    (sample,) = generate(
+        run, [Prompt(ids=np.array([1, 2, 3]), key=0)], sampling=Sampling(max_new_tokens=5, temperature=0)
+    )
     run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)  # and training goes on
-    return float(loss), int(count), ids
+    return float(loss), int(count), sample.ids.tolist()
 
 
 @pytest.mark.parametrize("mesh", ["pp=4", "pp=2 dp_shard=2", "pp=2 tp=2", "pp=2 cp=2"])

@@ -1,15 +1,27 @@
-"""Start recipes as a user does, with torchrun, and never wait without end."""
+"""Start recipes as a user does, and never wait without end.
+
+`start` is torchrun, which takes its signals and ends all ranks when one fails. `run` gives the ranks the environment that
+torchrun would, and forks them from a server that has imported torch: most of a short run is imports.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.world import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -28,14 +40,72 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[i
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        process.terminate()  # torchrun ends its ranks, which no signal to its own group would reach
+        try:
+            output, _ = process.communicate(timeout=45)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = str(error.output)
         raise AssertionError(f"no end within {timeout_s} s:\n{output}") from None
     return process.returncode, output
 
 
 def run(ranks: int, script: str, *flags: str, timeout_s: float = 120) -> tuple[int, str]:
-    return finish(start(ranks, script, *flags), timeout_s=timeout_s)
+    """(exit status, output) of ranks without torchrun. When one fails, the others are ended, as torchrun does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = {}
+        for rank in range(ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = CONTEXT.Process(
+                target=_run_script, args=(str(ROOT / script), flags, own, os.getcwd(), output.name)
+            )
+            process.start()
+            processes[process.sentinel] = process
+        failed, deadline = False, time.monotonic() + timeout_s
+        try:
+            while processes:
+                ended = wait(list(processes), timeout=max(0.0, deadline - time.monotonic()))
+                if not ended and failed:
+                    break
+                if not ended:
+                    raise AssertionError(f"no end within {timeout_s} s:\n{output.read()}")
+                for sentinel in ended:
+                    process = processes.pop(sentinel)  # type: ignore[call-overload]
+                    process.join()
+                    if process.exitcode and not failed:
+                        failed, deadline = True, time.monotonic() + 30  # until torchrun kills what ignores a SIGTERM
+                        for other in processes.values():
+                            other.terminate()
+        finally:
+            for process in processes.values():
+                process.kill()
+        return int(failed), output.read()
+
+
+def _run_script(script: str, flags: tuple[str, ...], environment: dict[str, str], folder: str, output: str) -> None:
+    """On a rank: what `python script flags` would do."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    warnings.resetwarnings()
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def read_losses(out: Path) -> dict[int, float]:

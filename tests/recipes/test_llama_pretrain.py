@@ -74,6 +74,6 @@ def test_a_mistake_ends_every_rank_with_its_text(corpus: Path, tmp_path: Path, c
 
 def test_an_error_on_one_rank_ends_the_others_with_that_error(tmp_path: Path) -> None:
     """Rank 1 raises while rank 0 waits for it in a collective."""
-    status, output = run(2, "tests/recipes/one_rank_fails.py", timeout_s=60)
+    status, output = finish(start(2, "tests/recipes/one_rank_fails.py"))
     assert status != 0
     assert "PlanError (rank 1): this rank has had enough" in output, output

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshkit as mk
-from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh import DENSE_AXES, EXPERT_AXES, Mesh, MeshSpec
 from tests.world import pool
 
 sizes = st.sampled_from([1, 2, 3, 4])
@@ -72,6 +72,7 @@ def groups_of(text: str) -> dict[str, list[int]]:
 
     mesh = mk.init_mesh(text)
     axes = {axis: mesh[axis] for axis in (*DENSE_AXES, *EXPERT_AXES)}
+    assert all(mesh[axis] is sliced for axis, sliced in axes.items())
     found = {axis: dist.get_process_group_ranks(part.get_group()) for axis, part in axes.items()}
     return {**found, "tokens": dist.get_process_group_ranks(mesh.tokens.get_group()), "data": [mesh.data_rank]}
 
@@ -108,3 +109,9 @@ def wrong_axis() -> str:
 
 def test_asking_for_an_unknown_axis_names_the_nearest() -> None:
     assert "Did you mean 'dp_shard'?" in pool(2).run(wrong_axis)[0]
+
+
+@pytest.mark.parametrize(("tp", "multiple"), [(1, 8), (2, 8), (3, 24), (16, 16)])
+def test_short_rows_can_be_split_over_tp(tp: int, multiple: int) -> None:
+    mesh = Mesh(spec=MeshSpec(tp=tp), ranks=(), whole=None, dense=None, data=None, tokens=None)
+    assert mesh.row_multiple == multiple

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.generation import generate
+from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.models import LLAMA_PLAN
 from meshkit.sharding import full_tensor, local_tensor
 from meshkit.step import split_rows
@@ -144,13 +145,14 @@ def test_a_batch_whose_tensors_disagree_is_refused() -> None:
 def sampled(text: str) -> tuple[list[int], list[int], float]:
     cell = Cell(mesh=text, sequence=True)
     run = mk.parallelize(build(cell), mesh_for(text), plan=LLAMA_PLAN, sequence=True)
-    greedy = generate(run, [1, 2, 3], new_tokens=6, context=16, temperature=0)
-    drawn = generate(run, [1, 2, 3], new_tokens=20, context=8, seed=4)
+    prompt = Prompt(ids=np.array([1, 2, 3]), key=0)
+    (greedy,) = generate(run, [prompt], sampling=Sampling(max_new_tokens=6, temperature=0))
+    (drawn,) = generate(run, [prompt], sampling=Sampling(max_new_tokens=20, temperature=0.8), seed=4)
     batch = batches(cell)[0]
     loss, tokens = run.evaluate(batch)
     numel = sum(local_tensor(param).numel() for param in run.parameters())
     assert numel * run.mesh.spec.world_size < 1.5 * sum(p.numel() for p in run.parameters()), "left gathered"
-    return greedy, drawn, (loss / tokens).item()
+    return [1, 2, 3, *greedy.ids.tolist()], drawn.ids.tolist(), (loss / tokens).item()
 
 
 def test_generation_and_evaluation_are_the_same_on_every_mesh_and_rank() -> None:

@@ -1,8 +1,10 @@
 """Objectives of post-training as pure functions of tensors: values for each token, pair or answer, which the caller sums."""
 
+from meshkit.memory.token_log_probs import log_sum_squares as log_sum_squares
 from ._moving import update_reference as update_reference
 from ._pairs import Pairs as Pairs
 from ._pairs import PreferenceValues as PreferenceValues
+from ._parse import parse_losses as parse_losses
 from ._preference import PREFERENCE_KINDS as PREFERENCE_KINDS
 from ._preference import PreferenceLoss as PreferenceLoss
 from ._preference import preference_loss as preference_loss
@@ -22,7 +24,6 @@ from ._tokens import aligned_logps as aligned_logps
 from ._tokens import answer_positions as answer_positions
 from ._tokens import desensitised_logps as desensitised_logps
 from ._tokens import dft_losses as dft_losses
-from ._tokens import log_sum_squares as log_sum_squares
 from ._tokens import packed_logps as packed_logps
 from ._tokens import sequence_logps as sequence_logps
 from ._tokens import sft_losses as sft_losses

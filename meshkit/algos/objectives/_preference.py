@@ -76,6 +76,11 @@ class PreferenceLoss:
         if not 0 < self.tau <= 1:
             raise PlanError(f"PreferenceLoss: tau={self.tau} gives a loss that grows without end. Use (0, 1].")
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with a reference."""
+        return self.kind not in _WITHOUT_REFERENCE
+
 
 def preference_loss(pairs: Pairs, *losses: PreferenceLoss) -> PreferenceValues:
     """Loss and rewards of each pair; several losses are added by their weights (MPO, Wang et al. 2024, 2411.10442).
@@ -270,6 +275,7 @@ _KINDS = {
     "sft": _Kind(_sft, ()),
 }
 PREFERENCE_KINDS = tuple(_KINDS)
+_WITHOUT_REFERENCE = ("orpo", "simpo", "nll", "sft")
 
 
 def _near(name: str, known: tuple[str, ...]) -> str:

@@ -79,15 +79,6 @@ def desensitised_logps(logps_NT: Tensor, positions_NT: Tensor, shared_N: Tensor,
     return torch.where(positions_NT > shared_N.unsqueeze(1), alpha * logps_NT, logps_NT).sum(1)
 
 
-def log_sum_squares(logits_NTV: Tensor) -> Tensor:
-    """log sum_v pi(v)^2, without a gradient: what WPO compares a token's log-probability with; [N, T], fp32 at least.
-
-    Plain logits, not sharded over the vocabulary.
-    """
-    wide_NTV = _wide(logits_NTV.detach())
-    return (2 * wide_NTV).logsumexp(-1) - 2 * wide_NTV.logsumexp(-1)
-
-
 def aligned_logps(logps_NT: Tensor, log_sum_squares_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """Sum over unmasked tokens of log pi(y_t) - log sum_v pi(v)^2, without a gradient; [N]. See `wpo_weights`."""
     return _masked((logps_NT - log_sum_squares_NT).detach(), mask_NT).sum(1)

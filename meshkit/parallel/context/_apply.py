@@ -149,7 +149,7 @@ def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             f"context parallelism: {type(module).__name__} was given an attention_mask, which is about this rank's tokens "
             "only. Describe it as a meshkit.Mask to split_batch; padding needs none if it comes last and its labels are -100."
         )
-    if not isinstance(kwargs.get("mask"), SplitMask):
+    if not hasattr(kwargs.get("mask"), "attend"):  # of a split batch, or of generation, whose ranks see all tokens
         raise PlanError(
             f"context parallelism: {type(module).__name__} was called without `mask=` of a split batch, and would attend to "
             "this rank's tokens only. Call batch = mk.split_batch(model, batch), and hand on its mask."

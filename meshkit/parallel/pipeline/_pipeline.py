@@ -213,10 +213,8 @@ def _tokens(part: Any) -> Tensor:
 @lru_cache
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two groups of the same ranks, made once."""
-    ranks, timeout = dist.get_process_group_ranks(group), _torch.timeout_of(group)
-    up, down = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) for _ in range(2))
-    assert isinstance(up, dist.ProcessGroup) and isinstance(down, dist.ProcessGroup)
-    return up, down
+    timeout = _torch.timeout_of(group)
+    return _torch.twin_group(group, timeout=timeout), _torch.twin_group(group, timeout=timeout)
 
 
 def plan_pipeline(

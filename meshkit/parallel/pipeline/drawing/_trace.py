@@ -15,6 +15,7 @@ from meshkit.parallel.pipeline._record import Measured, times_of
 from meshkit.parallel.pipeline._simulate import Simulation, simulate
 from meshkit.parallel.pipeline._table import Row, Task
 from meshkit.parallel.pipeline.drawing._common import WORDS
+from meshkit.whole import group_of
 
 if TYPE_CHECKING:
     from meshkit.parallel.pipeline._pipeline import Pipeline
@@ -59,7 +60,7 @@ def trace(simulation: Simulation | None = None, measured: Iterable[Measured] = (
 
 @contextmanager
 def record_trace(pipeline: Pipeline | None, path: str | PathLike[str], *, enabled: bool = True) -> Iterator[None]:
-    """Record the step inside; global rank 0 then writes the trace of its pipeline, beside its simulation with the mean times.
+    """Record the step inside; rank 0 of the mesh then writes its pipeline's trace, beside a simulation with the mean times.
 
     Does nothing without a pipeline, or if not enabled. A collective on the axis.
     """
@@ -69,7 +70,7 @@ def record_trace(pipeline: Pipeline | None, path: str | PathLike[str], *, enable
     with pipeline.record() as recording:
         yield
     measured = recording.gather()
-    if dist.get_rank() == 0 and recording.schedule is not None:
+    if dist.get_rank(group_of(pipeline.staged.model)) == 0 and recording.schedule is not None:
         simulation = simulate(recording.schedule, times_of(measured, recording.schedule))
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(trace(simulation, measured))

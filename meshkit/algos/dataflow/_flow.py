@@ -1,0 +1,242 @@
+"""Run a dataflow: each rank walks the rows it takes part in, and remembers the samples it holds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync
+from meshkit.algos.dataflow._exchange import DataRanks, Exchange, merge, share
+from meshkit.algos.dataflow._guard import Guard
+from meshkit.algos.dataflow._program import Row, program
+from meshkit.errors import DataError, PlanError
+from meshkit.mesh import Mesh
+
+_numbers = itertools.count()
+
+
+class Flow:
+    """Calls of models as one algorithm, over meshes that are the same ranks or others.
+
+    meshes: by the names that calls have in `on`; all made by every rank, each perhaps `init_mesh(..., ranks=...)`.
+    calls: in an order in which they can run. syncs: parameters that go from mesh to mesh after each train stage.
+    source(iteration): the first samples of an iteration, the same list on every rank; each mesh shares them out over its data
+    ranks in runs of equal numbers, and what becomes of a sample stays on the data rank of its source. All samples of one
+    source are on one data rank, such as the answers to one prompt. The field `source` is added, its place in the list.
+    fields: those the first samples have. total: iterations of the whole run, after which no rollouts are made ahead.
+    staleness: so many iterations the rollout stage runs ahead of the train stage, with parameters that are as much older; on
+    meshes that do not overlap, both run at the same time.
+    timeout: of one row, in which ranks may wait for others; see `Guard`.
+    Collective: every rank of the world makes the same flow and calls `step`, those without any call too.
+    Wire: for each row a barrier of its ranks; for fields that are needed on another mesh two all-to-alls.
+    Raises: PlanError for a graph that cannot run; StepError from `step` where a rank does not come.
+    """
+
+    def __init__(
+        self,
+        meshes: Mapping[str, Mesh],
+        calls: Sequence[Call],
+        *,
+        source: Callable[[int], list[Sample]],
+        fields: Sequence[str],
+        total: int,
+        syncs: Sequence[Sync] = (),
+        staleness: int = 0,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        for what, name in [(f"call {call.name!r}", call.on) for call in calls] + [
+            (f"sync {sync.name!r}", end) for sync in syncs for end in (sync.source, sync.destination)
+        ]:
+            if name not in meshes:
+                raise PlanError(f"{what} is on mesh {name!r}, which is not there. There are {', '.join(meshes)}.")
+        self._meshes, self._calls, self._syncs = dict(meshes), {call.name: call for call in calls}, list(syncs)
+        self._source, self._fields, self._total, self._staleness = source, tuple(fields), total, staleness
+        self._data_ranks = {name: data_ranks(mesh) for name, mesh in meshes.items()}
+        self._rank = dist.get_rank()
+        self._next = self._made = 0
+        self._held: dict[int, dict[str, list[Sample]]] = {}
+        self._sources: dict[int, int] = {}
+        self.seconds: dict[str, float] = {}
+        """what each row of the last step took on this rank; `wait` is for other ranks to come"""
+        rows = self.program(range(2))  # checks the graph
+        ends = {frozenset(self._ranks_of(row)) for row in rows}
+        # All ranks make all groups, in one order; one that is not in a group gets a placeholder that it never uses.
+        self._groups: dict[frozenset[int], Any] = {
+            ranks: dist.new_group(sorted(ranks), backend="gloo", timeout=timeout) for ranks in sorted(ends, key=sorted)
+        }
+        self._guard = Guard(f"flow-{next(_numbers)}", timeout=timeout)
+
+    @property
+    def iteration(self) -> int:
+        """The next whose train stage runs."""
+        return self._next
+
+    def program(self, iterations: range, made: int = 0) -> list[Row]:
+        """The rows that these iterations are, for all ranks, if `made` have their rollouts. No communication."""
+        calls = list(self._calls.values())
+        how: dict[str, Any] = {"total": self._total, "staleness": self._staleness, "made": made}
+        return list(program(calls, self._syncs, self._fields, iterations=iterations, **how))
+
+    def step(self) -> list[Sample]:
+        """Run the next iteration to the end of its train stage; returns the samples this rank held last in it, or [].
+
+        They are those of the mesh of the last call in the list that this rank is on.
+        """
+        if self._next >= self._total:
+            raise DataError(f"the flow has run its {self._total} iterations. Give a larger total.")
+        self.seconds = {"wait": 0.0}
+        for row in self.program(range(self._next, self._next + 1), self._made):
+            if self._rank in self._ranks_of(row):
+                self._run(row)
+        done, held = self._next, self._held.pop(self._next, {})
+        self._sources.pop(done, None)
+        self._next += 1
+        self._made = min(self._next + self._staleness, self._total)
+        return next((held[call.on] for call in reversed(self._calls.values()) if call.on in held), [])
+
+    def _run(self, row: Row) -> None:
+        what = f"iteration {row.iteration}, {row.kind} {row.name}"
+        began = time.perf_counter()
+        group = self._groups[frozenset(self._ranks_of(row))]
+        self._guard.meet(what, group)
+        met = time.perf_counter()
+        with self._guard.told(what):
+            if row.kind == "sync":
+                next(sync for sync in self._syncs if sync.name == row.name).function()
+            elif row.kind == "send":
+                self._send(row, group, what)
+            else:
+                self._call(self._calls[row.name], row.iteration, what)
+        self.seconds["wait"] += met - began
+        self.seconds[row.name] = self.seconds.get(row.name, 0.0) + time.perf_counter() - met
+
+    def _call(self, call: Call, iteration: int, what: str) -> None:
+        given = self._samples(iteration, call.on)
+        returned = call.function([dict(sample) for sample in given])
+        if returned is None and not call.gives:
+            return
+        if returned is None:
+            raise DataError(f"{what}: returned nothing, but gives {', '.join(call.gives)}. Return the samples.")
+        sources = {sample[SOURCE] for sample in given}
+        for sample in returned:
+            missing = [name for name in (SOURCE, *call.gives) if name not in sample]
+            if missing or sample[SOURCE] not in sources:
+                raise DataError(
+                    f"{what}: returned a sample "
+                    + (f"without {', '.join(missing)}." if missing else "of another rank.")
+                    + f" Return the samples it was given, each with {', '.join(call.gives)}."
+                )
+        self._held[iteration][call.on] = returned
+
+    def _send(self, row: Row, group: dist.ProcessGroup, what: str) -> None:
+        held = self._samples(row.iteration, row.source) if self._is_on(row.source) else []
+        way = Exchange(self._data_ranks[row.source], self._data_ranks[row.destination], group)
+        received = way.send(held, row.fields, self._number_of_sources(row.iteration))
+        if self._is_on(row.destination):
+            there = self._samples(row.iteration, row.destination)
+            self._held[row.iteration][row.destination] = merge(there, received, what)
+
+    def _samples(self, iteration: int, mesh: str) -> list[Sample]:
+        """This rank's on the mesh; at first its share of the iteration's."""
+        held = self._held.setdefault(iteration, {})
+        if mesh not in held:
+            first = self._source(iteration)
+            missing = [name for name in self._fields if any(name not in sample for sample in first)]
+            if missing:
+                raise DataError(f"the source's samples of iteration {iteration} have no {', '.join(missing)}.")
+            own = share(len(first), self._data_ranks[mesh], self._rank)
+            self._sources[iteration] = len(first)
+            held[mesh] = [{**first[index], SOURCE: index} for index in own]
+        return held[mesh]
+
+    def _number_of_sources(self, iteration: int) -> int:
+        if iteration not in self._sources:
+            self._sources[iteration] = len(self._source(iteration))
+        return self._sources[iteration]
+
+    def _is_on(self, mesh: str) -> bool:
+        return self._rank in self._meshes[mesh].ranks
+
+    def _ranks_of(self, row: Row) -> set[int]:
+        return {*self._meshes[row.source].ranks, *self._meshes[row.destination].ranks}
+
+    def describe(self) -> str:
+        """The calls, their meshes and ranks, and the rows of one iteration in the middle of the run."""
+        lines = [
+            f"{name}: {len(mesh.ranks)} ranks from {mesh.ranks[0]} on, {len(self._data_ranks[name])} data ranks"
+            for name, mesh in self._meshes.items()
+        ]
+        middle = min(max(self._total - self._staleness - 2, 0), 1)
+        lines += [
+            f"one iteration, rollouts {self._staleness} ahead:",
+            *map(str, self.program(range(middle, middle + 1), middle + self._staleness)),
+        ]
+        return "\n".join(lines)
+
+    # -------------------------------------------------------------------------------------------------- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the flow stands, and the samples that rollouts have made ahead; the same on every rank, for any meshes.
+
+        A collective. Wire: one all-gather of the pending samples, as objects.
+        """
+        own = {
+            iteration: {
+                mesh: samples
+                for mesh, samples in held.items()
+                if self._rank == next(ranks[0] for ranks in self._data_ranks[mesh] if self._rank in ranks)
+            }
+            for iteration, held in self._held.items()
+        }
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        pending: dict[int, dict[str, list[Sample]]] = {}
+        for rank in everyone:
+            for iteration, held in rank.items():
+                for mesh, samples in held.items():
+                    pending.setdefault(iteration, {}).setdefault(mesh, []).extend(map(_to_tensors, samples))
+        for held in pending.values():
+            for samples in held.values():
+                samples.sort(key=lambda sample: sample[SOURCE])
+        return {"iteration": self._next, "made": self._made, "staleness": self._staleness, "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Raises: DataError for a state of another staleness: other samples would be pending."""
+        if state["staleness"] != self._staleness:
+            raise DataError(
+                f"the saved flow ran its rollouts {state['staleness']} iterations ahead, this one {self._staleness}. "
+                "Give the same staleness."
+            )
+        self._next, self._made = state["iteration"], state["made"]
+        self._held, self._sources = {}, {}
+        for iteration, held in state["pending"].items():
+            sources = self._number_of_sources(iteration)
+            for mesh, samples in held.items():
+                own = share(sources, self._data_ranks[mesh], self._rank)
+                if self._is_on(mesh):
+                    kept = [_to_arrays(sample) for sample in samples if sample[SOURCE] in own]
+                    self._held.setdefault(iteration, {})[mesh] = kept
+
+
+def data_ranks(mesh: Mesh) -> DataRanks:
+    """For each data rank of the mesh the ranks of the world that have its samples: all of pp, cp and tp."""
+    spec = mesh.spec
+    grid = torch.tensor(mesh.ranks).view(spec.pp, spec.dp_replicate * spec.dp_shard, spec.cp * spec.tp)
+    ranks: list[list[int]] = grid.movedim(1, 0).flatten(1).tolist()
+    return ranks
+
+
+def _to_tensors(sample: Sample) -> Sample:
+    """Checkpoints hold tensors, not arrays."""
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+
+
+def _to_arrays(sample: Sample) -> Sample:
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}

@@ -1,0 +1,80 @@
+"""Nobody waits for a rank that has left: ranks meet before each row, and say who does not come, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from meshkit import _torch
+from meshkit.errors import StepError
+
+LOOK_S = 1.0
+"""how often a rank that waits looks whether another has failed"""
+
+
+class Guard:
+    """Rows that ranks enter together. name: the same on every rank, and of this guard alone in its world.
+
+    timeout: how long ranks wait for one that is busy elsewhere: longer than the longest row.
+    Wire: for each row a barrier of its ranks, and from each one request to the store that the world was made with.
+    """
+
+    def __init__(self, name: str, *, timeout: timedelta) -> None:
+        self._store, self._name, self._timeout_s = _torch.world_store(), name, timeout.total_seconds()
+        self._rank = dist.get_rank()
+
+    def meet(self, row: str, group: ProcessGroup) -> None:
+        """Return when all ranks of the group are here; each comes with the same rows in the same order.
+
+        Raises: StepError with the error a rank left with, or after `timeout` with the ranks that are elsewhere, and where.
+        """
+        self._store.set(f"{self._name}/at/{self._rank}", row)
+        began, looked = time.monotonic(), time.monotonic()
+        meeting = dist.barrier(group=group, async_op=True)
+        pause_s = 1e-4
+        while not meeting.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.01)
+            now = time.monotonic()
+            if now - looked > LOOK_S:
+                looked = now
+                self._tell_failure()
+            if now - began > self._timeout_s:
+                raise StepError(self._absent(row, group))
+        try:
+            meeting.wait()
+        except RuntimeError as error:  # a connection is gone, and with it a rank
+            self._tell_failure()
+            raise StepError(self._absent(row, group)) from error
+
+    @contextmanager
+    def told(self, row: str) -> Iterator[None]:
+        """What fails inside is told to the ranks that wait for this one at a later row."""
+        try:
+            yield
+        except Exception as error:
+            if not self._store.check([f"{self._name}/left"]):
+                self._store.set(f"{self._name}/left", f"rank {self._rank} left {row}: {type(error).__name__}: {error}")
+            raise
+
+    def _tell_failure(self) -> None:
+        if self._store.check([f"{self._name}/left"]):
+            raise StepError(self._store.get(f"{self._name}/left").decode())
+
+    def _absent(self, row: str, group: ProcessGroup) -> str:
+        elsewhere = []
+        for rank in dist.get_process_group_ranks(group):
+            key = f"{self._name}/at/{rank}"
+            at = self._store.get(key).decode() if self._store.check([key]) else "nothing yet"
+            if at != row:
+                elsewhere.append(f"rank {rank} (came last to {at})")
+        waited = f"{row}: {', '.join(elsewhere) or 'no rank'} had not come"
+        return (
+            f"{waited} after {self._timeout_s:.0f} s at most. It has ended, waits for other ranks, or is slow: look at what "
+            "it printed, or give the flow a longer timeout."
+        )

@@ -1,0 +1,42 @@
+"""What a recipe leaves behind: weights or adapters with the tokenizer and the chat template they belong to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from meshkit.data import Chat, Tokenizer, save_chat_template, save_tokenizer
+from meshkit.lora import lora_of
+from meshkit.models import save_lora, save_pretrained
+from meshkit.step import Run
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def export_model(
+    run: Run, folder: Path, encoder: Chat | Tokenizer, *, came_from: Path | None = None, base: Path | None = None
+) -> None:
+    """Write a folder that transformers reads or, of a model with adapters, one that PEFT reads. Every rank must call it.
+
+    encoder: its tokenizer is written, and of a chat the template. came_from: the folder of that tokenizer, whose files are
+    then copied, with all that only transformers knows of it. base: of adapters, the folder of the frozen model.
+    Wire, memory: as `save_pretrained`. Raises: CheckpointError, on every rank, if the folder is not empty.
+    """
+    tokenizer = encoder.tokenizer if isinstance(encoder, Chat) else encoder
+    if lora_of(run.model) is None:
+        config: Any = run.whole.config
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        save_pretrained(run.model, config, folder, extra=ids)
+    else:
+        save_lora(run.model, folder, base=None if base is None else str(base))
+    if run.mesh.rank != 0:
+        return
+    if came_from is None:
+        save_tokenizer(tokenizer, folder)
+    else:
+        for file in (came_from / name for name in _TOKENIZER_FILES):
+            if file.exists():
+                shutil.copy(file, folder)
+    if isinstance(encoder, Chat):
+        save_chat_template(encoder.template, folder)

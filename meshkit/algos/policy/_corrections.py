@@ -1,0 +1,106 @@
+"""Constant factors for tokens that another policy wrote, or the same one with other numerics.
+
+Three policies: pi_rollout wrote the tokens (the generator's numerics), pi_old is the trainer's snapshot of it, pi is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshkit.algos.policy._answers import Answers
+from meshkit.algos.policy._ratios import exp
+from meshkit.errors import DataError, PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """w = pi_old / pi_rollout, bounded, times the loss of the token: decoupled PPO where the loss clips pi / pi_old.
+
+    level: "token"; "sequence", the product over the answer; "geometric", its geometric mean, which does not grow with length.
+    kind: "truncate" is w bounded to [low, high] (TIS); "mask" is w inside, 0 outside (MIS, IcePop); "reject" is 1 inside, 0
+    outside. Tokens of a rejected answer still count in the mean.
+    Token weights are biased, those of sequences are not but vary without bound (1.1^100 is 13,780); geometric rejection of
+    [0.999, 1.001] is length-neutral.
+    Source: Hilton et al. 2021 (2110.00641) for the decoupling; Yao et al. 2025 for truncation; verl's rollout correction.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    kind: Literal["truncate", "mask", "reject"] = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("level", ("token", "sequence", "geometric")), ("kind", ("truncate", "mask", "reject"))):
+            if getattr(self, name) not in allowed:
+                raise PlanError(
+                    f"Correction: {name}={getattr(self, name)!r} is not known. Choose from {', '.join(allowed)}."
+                )
+        if not 0 <= self.low < self.high:
+            raise PlanError(f"Correction: low={self.low}, high={self.high} bound a ratio. Use 0 <= low < high.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyMask:
+    """Drops an answer with A < 0 whose mean of log pi_rollout - log pi is above `threshold`: its mistakes are another's.
+
+    Without rollout log-probabilities those of pi_old count. Source: DeepSeek-V3.2 2025.
+    """
+
+    threshold: float = 0.05
+
+
+@torch.no_grad()
+def correction_weights(
+    correction: Correction | OffPolicyMask,
+    answers: Answers,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor | None,
+    advantages: Tensor,
+) -> Tensor:
+    """[...] fp64, a constant factor for each token.
+
+    Raises: DataError for a `Correction` without rollout log-probabilities.
+    """
+    if isinstance(correction, OffPolicyMask):
+        wrote = old_log_probs if rollout_log_probs is None else rollout_log_probs
+        drift = answers.spread(answers.means(answers.only(wrote) - answers.only(log_probs)))
+        return ((advantages >= 0) | (drift <= correction.threshold)).double()
+    if rollout_log_probs is None:
+        raise DataError(
+            f"{correction}: compares with the policy that wrote the tokens. Give rollout_log_probs, or leave it out."
+        )
+    log_w = answers.only(old_log_probs) - answers.only(rollout_log_probs)
+    if correction.level == "sequence":
+        log_w = answers.spread(answers.sums(log_w)[0])
+    elif correction.level == "geometric":
+        log_w = answers.spread(answers.means(log_w))
+    weight = exp(log_w)
+    if correction.kind == "truncate":
+        return weight.clamp(correction.low, correction.high)
+    inside = (weight >= correction.low) & (weight <= correction.high)
+    return torch.where(inside, weight if correction.kind == "mask" else 1.0, 0.0)
+
+
+@torch.no_grad()
+def high_entropy(entropy: Tensor, share: float) -> float:
+    """The entropy that the `share` of tokens with the most of it reach, from those of the whole step; [N] of learnt tokens.
+
+    Tokens below it get weight 0: `weights = (entropy >= high_entropy(...)).double()`.
+    Source: Wang et al. 2025 (2506.01939), share = 0.2.
+    """
+    if not 0 < share <= 1:
+        raise PlanError(f"high_entropy: share={share} is the share of tokens that learn. Use (0, 1].")
+    # numpy's linear quantile; torch's refuses more than 2^24 numbers.
+    ordered = entropy.double().flatten().sort().values
+    if not len(ordered):
+        return math.inf
+    at = (1 - share) * (len(ordered) - 1)
+    below = ordered[math.floor(at)]
+    return float(torch.lerp(below, ordered[math.ceil(at)], at - math.floor(at)))

@@ -1,0 +1,189 @@
+"""A policy loss as a choice on each of its axes: advantage, ratio, bound, aggregation, KL, corrections, entropy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshkit.algos.policy._advantages import GroupAdvantage
+from meshkit.algos.policy._answers import Answers, refuse_other_shapes
+from meshkit.algos.policy._clips import Bound, Clip, Reinforce, Surrogate, Vespo, geometric_clip, surrogate
+from meshkit.algos.policy._corrections import Correction, OffPolicyMask, correction_weights
+from meshkit.algos.policy._kl import KL, kl_estimates
+from meshkit.algos.policy._ratios import RATIOS, Ratio, exp, log_ratios
+from meshkit.algos.policy._returns import GAE, RewardToGo
+from meshkit.errors import DataError, PlanError
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """Which objective. Every choice goes with every other, but for those that are refused.
+
+    advantage: what each token's advantage is; `step_advantages` reads it, the loss takes the result.
+    ratio: see `log_ratios`. clip: what bounds the update.
+    aggregation, with l the tokens of an answer, over all answers and ranks of the step:
+    "token_mean": the mean over tokens (DAPO). "sequence_mean": the mean over answers of their means over tokens (GRPO).
+    "sequence_sum": the mean over answers of their sums (LUSPO). "constant": that over `max_tokens` (Dr. GRPO).
+    Answers without a learnt token count in none. KL and entropy are aggregated as the rest is.
+    kl: of place "reward" it is `step_advantages` that applies it.
+    corrections: constant factors of the policy's part, multiplied; not of KL and entropy.
+    entropy: the bonus, times the entropy of each prediction.
+    Raises: PlanError for choices that are not known or do not go together.
+    """
+
+    advantage: GroupAdvantage | GAE | RewardToGo = field(default_factory=GroupAdvantage)
+    ratio: Ratio = "token"
+    clip: Bound = field(default_factory=Clip)
+    aggregation: Aggregation = "token_mean"
+    max_tokens: int | None = None
+    kl: KL = field(default_factory=KL)
+    corrections: tuple[Correction | OffPolicyMask, ...] = ()
+    entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("ratio", RATIOS), ("aggregation", AGGREGATIONS)):
+            if getattr(self, name) not in allowed:
+                raise PlanError(
+                    f"PolicyLoss: {name}={getattr(self, name)!r} is not known. Choose from {', '.join(allowed)}."
+                )
+        kind = type(self.clip).__name__
+        if self.ratio == "geometric" and (not isinstance(self.clip, Clip) or self.clip.dual is not None):
+            raise PlanError(
+                f"PolicyLoss: ratio='geometric' clips log-ratios before their mean, which {self.clip} does not say. Use "
+                "Clip(low=0.4, high=0.4)."
+            )
+        if isinstance(self.clip, Vespo) and self.ratio != "trajectory":
+            raise PlanError(f"PolicyLoss: Vespo weighs whole answers. Use ratio='trajectory', not {self.ratio!r}.")
+        if isinstance(self.clip, Reinforce) and (self.ratio != "token" or self.kl.weighted):
+            raise PlanError(f"PolicyLoss: {kind} has no ratio, so ratio={self.ratio!r} and kl.weighted have no use.")
+        if (self.max_tokens is None) == (self.aggregation == "constant"):
+            raise PlanError(
+                f"PolicyLoss: aggregation={self.aggregation!r} with max_tokens={self.max_tokens}. Give max_tokens, the most "
+                "an answer may have, with 'constant', and only there."
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise PlanError(f"PolicyLoss: max_tokens={self.max_tokens} divides. Use at least 1.")
+        if self.entropy < 0:
+            raise PlanError(f"PolicyLoss: entropy={self.entropy} is a bonus. Use at least 0.")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the sum of `PolicyValues.losses` is to be divided by the tokens of the step, or by its answers."""
+        return self.aggregation == "token_mean"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyValues:
+    """Of each token, [...], 0 where masked; fp64.
+
+    losses: with the gradient. Their sum over the number of tokens or answers of the step (`PolicyLoss.counts_tokens`) is the
+    objective. Without a gradient: shares, what a token counts in it; policy and kl, the loss's parts before that (kl without
+    its coefficient, 0 without a reference); ratios; corrections, the product of the constant factors.
+    clipped_low, clipped_high: [...] bool.
+    """
+
+    losses: Tensor
+    shares: Tensor
+    policy: Tensor
+    kl: Tensor
+    ratios: Tensor
+    corrections: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+
+
+def policy_loss(
+    loss: PolicyLoss,
+    answers: Answers,
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    old_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PolicyValues:
+    """The loss of each token. All tensors are [...], one number for each token of `answers`; what is masked may be anything.
+
+    log_probs: log pi(y_t), with the gradient. old: of the snapshot; default: log_probs themselves, a step on policy, where
+    the ratio is 1 and has a gradient. rollout: of the policy that wrote, as its generator computed them, for `corrections`.
+    To take them for the old ones ("bypass") give them as old, and no correction. reference: for `kl` of place "loss".
+    entropy: of each prediction, with the gradient, for `entropy`. weights: constant factors of the policy's part.
+    Wire: with an axis, what `Answers.sums` sends, once for each level of an answer that is asked for.
+    Raises: DataError for other shapes, and for what the loss needs and was not given.
+    """
+    given = [
+        ("log_probs", log_probs),
+        ("advantages", advantages),
+        ("old_log_probs", old_log_probs),
+        ("rollout_log_probs", rollout_log_probs),
+        ("reference_log_probs", reference_log_probs),
+        ("entropy", entropy),
+        ("weights", weights),
+    ]
+    refuse_other_shapes("policy_loss", answers, given)
+    if loss.kl.in_loss and reference_log_probs is None:
+        raise DataError(
+            f"policy_loss: {loss.kl} compares with a reference. Give reference_log_probs, or coefficient=0."
+        )
+    if loss.entropy and entropy is None:
+        raise DataError(f"policy_loss: entropy={loss.entropy} needs the entropy of each prediction. Give entropy.")
+    log_probs, advantages = answers.only(log_probs), answers.only(advantages.detach())
+    old = log_probs.detach() if old_log_probs is None else answers.only(old_log_probs.detach())
+    log_ratio = log_ratios(log_probs - old, answers, loss.ratio)
+    bounded = _bounded(loss, answers, log_ratio, log_probs, advantages)
+
+    factor = answers.mask.double() if weights is None else answers.only(weights.detach())
+    for correction in loss.corrections:
+        factor = factor * correction_weights(
+            correction,
+            answers,
+            log_probs=log_probs,
+            old_log_probs=old,
+            rollout_log_probs=rollout_log_probs,
+            advantages=advantages,
+        )
+    policy = total = answers.only(bounded.losses * factor)
+    kl = torch.zeros_like(policy)
+    if reference_log_probs is not None:
+        kl = kl_estimates(log_probs, answers.only(reference_log_probs), loss.kl.estimator)
+        if loss.kl.weighted:
+            kl = kl * exp(log_ratio)
+        kl = answers.only(kl)
+        if loss.kl.in_loss:
+            total = total + loss.kl.coefficient * kl
+    if loss.entropy and entropy is not None:
+        total = total - loss.entropy * answers.only(entropy)
+    shares = _shares(loss, answers)
+    return PolicyValues(
+        losses=total * shares,
+        shares=shares,
+        policy=policy.detach(),
+        kl=kl.detach(),
+        ratios=answers.only(exp(log_ratio.detach())),
+        corrections=answers.only(factor),
+        clipped_low=bounded.low & answers.mask,
+        clipped_high=bounded.high & answers.mask,
+    )
+
+
+def _bounded(loss: PolicyLoss, answers: Answers, log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Surrogate:
+    if loss.ratio != "geometric":
+        return surrogate(loss.clip, log_ratio, log_probs, advantages)
+    assert isinstance(loss.clip, Clip)
+    clipped, low, high = geometric_clip(loss.clip, log_ratio, advantages)
+    return Surrogate(-advantages * exp(answers.spread(answers.means(clipped))), low, high)
+
+
+def _shares(loss: PolicyLoss, answers: Answers) -> Tensor:
+    mask = answers.mask.double()
+    if loss.aggregation == "sequence_mean":
+        return mask / answers.spread(answers.lengths.clamp(min=1))
+    return mask / loss.max_tokens if loss.max_tokens is not None else mask

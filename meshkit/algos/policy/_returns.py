@@ -1,0 +1,125 @@
+"""Advantages of tokens, from rewards of tokens and, with a critic, values. Computed on the host, once a step.
+
+Dims: B rows of T tokens, packed as `build_rows` lays them out: a token's numbers stand where it is the label. segments: [B,
+T], 0 is padding. learn: [B, T] bool, the labels that the policy wrote; what lies between them (a tool's output, the prompt)
+is read only, and the recursions pass over it. A reward that stands where nothing is learnt, such as a score at the end of
+an answer, counts for the last learnt token before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshkit.algos.policy._kl import KL, kl_estimates
+from meshkit.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAE:
+    """Generalised advantage estimation: delta_t = r_t + discount V_{t+1} - V_t, A_t = delta_t + discount decay A_{t+1}.
+
+    V after the end of an answer is 0. bootstrap: an answer that was cut off has no score, and goes on with the value of
+    its last state (ReaL); False: it has its score, and ends (TRL, which takes a penalty from it).
+    whiten: the advantages, not the returns; over all learnt tokens of the step.
+    Source: Schulman et al. 2015 (1506.02438), equations 11 and 12.
+    """
+
+    discount: float = 1.0
+    decay: float = 0.95
+    bootstrap: bool = True
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.discount <= 1 or not 0 <= self.decay <= 1:
+            raise PlanError(f"GAE: discount={self.discount}, decay={self.decay} are shares. Use 0 to 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardToGo:
+    """A_t = the discounted sum of the rewards from t on: REINFORCE++, Hu 2025 (2501.03262), whitened over the step."""
+
+    discount: float = 1.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.discount <= 1:
+            raise PlanError(f"RewardToGo: discount={self.discount} is a share. Use 0 to 1.")
+
+
+class TokenAdvantages(NamedTuple):
+    """advantages, returns: [B, T] fp64, 0 where not learnt."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@torch.no_grad()
+def token_rewards(
+    rewards_BT: Tensor,
+    learn_BT: Tensor,
+    *,
+    kl: KL | None = None,
+    old_log_probs_BT: Tensor | None = None,
+    reference_log_probs_BT: Tensor | None = None,
+) -> Tensor:
+    """The rewards less beta KL of each learnt token; [B, T] fp64.
+
+    kl: with place="reward"; of pi_old, which wrote the tokens, against the reference. Source: Ziegler et al. 2019.
+    """
+    rewards_BT = rewards_BT.double()
+    if kl is None or not kl.in_reward:
+        return rewards_BT
+    if old_log_probs_BT is None or reference_log_probs_BT is None:
+        raise PlanError("token_rewards: KL(place='reward') needs old_log_probs and reference_log_probs. Give both.")
+    penalty_BT = kl_estimates(old_log_probs_BT, reference_log_probs_BT, kl.estimator)
+    return rewards_BT - torch.where(learn_BT.bool(), kl.coefficient * penalty_BT, 0.0)
+
+
+@torch.no_grad()
+def gae(
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    learn_BT: Tensor,
+    segments_BT: Tensor,
+    *,
+    discount: float = 1.0,
+    decay: float = 0.95,
+    open_BT: Tensor | None = None,
+) -> TokenAdvantages:
+    """Advantages and returns A + V of each segment; [B, T] fp64.
+
+    values: of the state before each label, which is where the critic's output stands. open: True at the last token of a
+    segment that goes on with the value there (it was cut off); others end with 0.
+    """
+    rewards_TB, values_TB = rewards_BT.double().T, values_BT.double().T
+    learn_TB, segments_TB = learn_BT.bool().T, segments_BT.T
+    open_TB = torch.zeros_like(learn_TB) if open_BT is None else open_BT.bool().T
+    advantages_TB = torch.zeros_like(rewards_TB)
+    zeros_B = rewards_TB.new_zeros(rewards_TB.shape[1])
+    ahead_B, value_B, pending_B, segment_B = zeros_B, zeros_B, zeros_B, torch.zeros_like(segments_TB[:1].sum(0))
+    for t in reversed(range(len(rewards_TB))):
+        entered_B = segments_TB[t] != segment_B
+        segment_B = segments_TB[t]
+        ahead_B, pending_B = ahead_B.masked_fill(entered_B, 0.0), pending_B.masked_fill(entered_B, 0.0)
+        # Only the last token of a segment is open, so no later value is overwritten.
+        value_B = torch.where(open_TB[t], values_TB[t], value_B.masked_fill(entered_B, 0.0))
+        pending_B = pending_B + rewards_TB[t]
+        learnt_B = learn_TB[t]
+        delta_B = pending_B + discount * value_B - values_TB[t]
+        ahead_B = torch.where(learnt_B, delta_B + discount * decay * ahead_B, ahead_B)
+        value_B = torch.where(learnt_B, values_TB[t], value_B)
+        pending_B = pending_B.masked_fill(learnt_B, 0.0)
+        advantages_TB[t] = torch.where(learnt_B, ahead_B, 0.0)
+    advantages_BT = advantages_TB.T.contiguous()
+    return TokenAdvantages(advantages_BT, torch.where(learn_BT.bool(), advantages_BT + values_BT.double(), 0.0))
+
+
+@torch.no_grad()
+def rewards_to_go(rewards_BT: Tensor, learn_BT: Tensor, segments_BT: Tensor, *, discount: float = 1.0) -> Tensor:
+    """The discounted sum of the rewards from each learnt token on; [B, T] fp64. That is GAE of values 0 with decay 1."""
+    zeros_BT = torch.zeros_like(rewards_BT)
+    return gae(rewards_BT, zeros_BT, learn_BT, segments_BT, discount=discount, decay=1.0).advantages

@@ -1,0 +1,11 @@
+"""Parameters from one layout of a model to another: other mesh, other axes, other ranks, other dtype."""
+
+from ._layout import Laid as Laid
+from ._layout import Layout as Layout
+from ._layout import layout_of as layout_of
+from ._move import Reallocation as Reallocation
+from ._move import prepare_reallocation as prepare_reallocation
+from ._move import reallocate as reallocate
+from ._plan import ReallocationPlan as ReallocationPlan
+from ._plan import Transfer as Transfer
+from ._plan import plan_reallocation as plan_reallocation

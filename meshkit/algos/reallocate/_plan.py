@@ -1,0 +1,187 @@
+"""Who sends what to whom: decided from two layouts alone, the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from meshkit.algos.reallocate._drawing import draw
+from meshkit.algos.reallocate._layout import Laid, Layout
+from meshkit.algos.reallocate._region import Region, intersect, split, volume
+from meshkit.errors import PlanError
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of one tensor, from the rank `sender` to the rank `receiver` of the world, in `dtype`."""
+
+    name: str
+    region: Region
+    sender: int
+    receiver: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return volume(self.region) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReallocationPlan:
+    """What moves, and what only has to be copied. Print it.
+
+    rounds: transfers that travel at the same time, of which no rank sends and receives more than `bucket_bytes` together.
+    copies: what a rank has already, sender and receiver being one.
+    lower_bound_bytes: of every receiver, what it will hold and does not hold yet, in the narrower of the two dtypes.
+    ranks_per_node: links between ranks of one node are the faster ones.
+    """
+
+    rounds: tuple[tuple[Transfer, ...], ...]
+    copies: tuple[Transfer, ...]
+    lower_bound_bytes: int
+    bucket_bytes: int
+    ranks_per_node: int
+
+    @cached_property
+    def links(self) -> Counter[tuple[int, int]]:
+        """Bytes by (sender, receiver)."""
+        links: Counter[tuple[int, int]] = Counter()
+        for transfer in (transfer for transfers in self.rounds for transfer in transfers):
+            links[transfer.sender, transfer.receiver] += transfer.bytes
+        return links
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.links.total()
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        return sum(size for (a, b), size in self.links.items() if a // self.ranks_per_node != b // self.ranks_per_node)
+
+    @property
+    def bytes_local(self) -> int:
+        return sum(copy.bytes for copy in self.copies)
+
+    @property
+    def messages(self) -> int:
+        """One for each pair of ranks and round."""
+        return sum(len({(transfer.sender, transfer.receiver) for transfer in transfers}) for transfers in self.rounds)
+
+    def __str__(self) -> str:
+        return draw(self)
+
+
+def plan_reallocation(
+    src: Layout,
+    dst: Layout,
+    *,
+    exact: bool = False,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ranks_per_node: int = 8,
+) -> ReallocationPlan:
+    """Give every rank of `dst` its part, each byte once, from itself if it has it in `src`, else from one that does.
+
+    Of ranks that have the same, one in the receiver's node sends, and of those the one that has sent least so far.
+    What travels is of the narrower dtype of the two; with `exact` of the source's, for a receiver that computes with it.
+    Raises: PlanError for two different models, naming the first tensor that differs, and for a source with gaps.
+    """
+    _refuse_other_model(src, dst)
+    sent: Counter[int] = Counter()
+    copies: list[Transfer] = []
+    moving: list[Transfer] = []
+    bound = 0
+    for name, there in dst.tensors.items():
+        have = src.tensors[name]
+        dtype = have.dtype if exact or there.dtype.itemsize >= have.dtype.itemsize else there.dtype
+        cells = _holders(have)
+        for region, receivers in _holders(there).items():
+            boxes = [(box, holders) for cell, holders in cells.items() if (box := intersect(region, cell)) is not None]
+            missing = volume(region) - sum(volume(box) for box, _ in boxes)
+            if missing:
+                raise PlanError(_gap(name, have, missing))
+            for receiver in receivers:
+                own = intersect(region, have.regions[receiver]) if receiver in have.regions else None
+                bound += (volume(region) - (volume(own) if own is not None else 0)) * dtype.itemsize
+                for box, holders in boxes:
+                    sender = receiver if receiver in holders else _sender(holders, receiver, sent, ranks_per_node)
+                    transfer = Transfer(name, box, sender, receiver, dtype)
+                    if sender == receiver:
+                        copies.append(transfer)
+                    else:
+                        moving.append(transfer)
+                        sent[sender] += transfer.bytes
+    return ReallocationPlan(
+        rounds=_rounds(moving, bucket_bytes),
+        copies=tuple(piece for copy in copies for piece in _pieces(copy, bucket_bytes)),
+        lower_bound_bytes=bound,
+        bucket_bytes=bucket_bytes,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def _holders(laid: Laid) -> dict[Region, list[int]]:
+    """The different parts of a tensor, and the ranks that have each."""
+    cells: dict[Region, list[int]] = {}
+    for rank, region in laid.regions.items():
+        cells.setdefault(region, []).append(rank)
+    return cells
+
+
+def _sender(holders: Sequence[int], receiver: int, sent: Counter[int], ranks_per_node: int) -> int:
+    node = receiver // ranks_per_node
+    return min(holders, key=lambda rank: (rank // ranks_per_node != node, sent[rank], rank))
+
+
+def _pieces(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
+    """Parts of at most a quarter of a bucket, so that buckets fill up well."""
+    for region in split(transfer.region, max(1, bucket_bytes // 4 // transfer.dtype.itemsize)):
+        yield Transfer(transfer.name, region, transfer.sender, transfer.receiver, transfer.dtype)
+
+
+def _rounds(moving: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
+    """Each piece in the first round in which both of its ranks have room, those that are nearly full left out."""
+    rounds: list[list[Transfer]] = []
+    used: list[Counter[int]] = []
+    first: Counter[int] = Counter()
+    for piece in (piece for transfer in moving for piece in _pieces(transfer, bucket_bytes)):
+        ends, size = (piece.sender, piece.receiver), piece.bytes
+        at = max(first[end] for end in ends)
+        while at < len(rounds) and any(used[at][end] + size > bucket_bytes for end in ends):
+            at += 1
+        if at == len(rounds):
+            rounds.append([])
+            used.append(Counter())
+        rounds[at].append(piece)
+        for end in ends:
+            used[at][end] += size
+            while first[end] < len(rounds) and used[first[end]][end] > bucket_bytes * 3 // 4:
+                first[end] += 1
+    return tuple(map(tuple, rounds))
+
+
+def _refuse_other_model(src: Layout, dst: Layout) -> None:
+    for name in [*dst.tensors, *src.tensors]:
+        if name in src.tensors and name in dst.tensors:
+            if src.tensors[name].shape == dst.tensors[name].shape:
+                continue
+            difference = f"{name!r} has shape {src.tensors[name].shape} there and {dst.tensors[name].shape} here"
+        else:
+            holder, other = ("source", "destination") if name in src.tensors else ("destination", "source")
+            difference = f"only the {holder} has {name!r}, and the {other} does not"
+        advice = "Build both from one configuration."
+        if ".lora_" in name:
+            advice = "Give both models the same adapters, or merge them by mk.merge_lora first."
+        raise PlanError(f"reallocate: source and destination are different models: {difference}. {advice}")
+
+
+def _gap(name: str, have: Laid, missing: int) -> str:
+    return (
+        f"reallocate: the ranks {sorted(have.regions)} of the source do not hold each element of {name!r} {have.shape} once: "
+        f"{missing} too few for a destination. A layout is of all ranks that hold the model."
+    )

@@ -1,0 +1,41 @@
+"""Boxes of indices: what a rank holds of a tensor, and what two ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+Region = tuple[tuple[int, int], ...]
+"""(start, stop) of each dim of the whole tensor"""
+
+
+def volume(region: Region) -> int:
+    return prod(stop - start for start, stop in region)
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """None where they have no index in common."""
+    both = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = max(a, c), min(b, d)
+        if start >= stop:
+            return None
+        both.append((start, stop))
+    return tuple(both)
+
+
+def within(region: Region, held: Region) -> tuple[slice, ...]:
+    """Where the region lies in the local tensor of a rank that holds `held`."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, held, strict=True))
+
+
+def split(region: Region, most: int) -> Iterator[Region]:
+    """The region in parts of at most `most` elements, cut along the outermost dims, so that parts are long runs of memory."""
+    if volume(region) <= most:
+        yield region
+        return
+    dim = next(index for index, (start, stop) in enumerate(region) if stop - start > 1)
+    start, stop = region[dim]
+    rows = max(1, most * (stop - start) // volume(region))
+    for first in range(start, stop, rows):
+        yield from split((*region[:dim], (first, min(first + rows, stop)), *region[dim + 1 :]), most)

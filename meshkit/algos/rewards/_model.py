@@ -1,0 +1,50 @@
+"""The scores of a trained reward model, on whatever mesh it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshkit.algos.answers import model_inputs
+from meshkit.algos.rewards._score import Scores, Unscored
+from meshkit.algos.token_values import token_values
+from meshkit.data.bins import build_rows, first_fit_decreasing
+from meshkit.data.examples import Example
+from meshkit.errors import DataError
+from meshkit.step import Run
+
+
+def model_scores(
+    run: Run, sequences: Sequence[np.ndarray], *, seq_len: int, microbatches: int = 1, truncated: Sequence[bool] = ()
+) -> Scores:
+    """The score at the last token of each sequence, by a model that returns one for each token: a `RewardModel`.
+
+    sequences: [L] ids each, prompt and answer with its end token as they were sampled, of this data rank; may be none.
+    They are packed into rows of seq_len. truncated: sequences that never ended; they have no score, if it is given.
+    Collective over the run's mesh; ranks of a data rank give the same and get the same. Wire: as `token_values`.
+    Raises: DataError, before anything is sent, for a sequence longer than seq_len.
+    """
+    longest = max(map(len, sequences), default=0)
+    if longest > seq_len:
+        raise DataError(f"model_scores: a sequence has {longest} tokens, but a row holds seq_len={seq_len}. Give more.")
+    examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
+    bins = first_fit_decreasing([len(ids) for ids in sequences], seq_len)
+    batch = build_rows([[examples[index] for index in row] for row in bins], length=seq_len)
+    found = token_values(run, batch, _scores_of_tokens, microbatches=microbatches).cpu()
+    at_ends = found[batch["ends"] == 1]  # in the order of rows, as segment_ids count them
+    values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)
+    for index, value in zip((index for row in bins for index in row), at_ends.tolist(), strict=True):
+        finite = bool(torch.isfinite(torch.tensor(value)))
+        values[index] = value if finite else Unscored(kind="not finite", text=f"the reward model gives {value}")
+    for index in np.flatnonzero(truncated).tolist():
+        values[index] = Unscored(kind="no score", text="the answer was stopped by its length")
+    return Scores(values=tuple(values))
+
+
+def _scores_of_tokens(model: nn.Module, part: dict[str, Any]) -> Tensor:
+    scores: Tensor = model(**model_inputs(part))
+    return scores

@@ -1,0 +1,142 @@
+"""Python that nobody has read, run where it can compute and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshkit.errors import RewardError
+
+_CHILD = Path(__file__).with_name("_sandbox_child.py")
+_MOST_BYTES = 1 << 14
+"""of a verdict; what a program writes beyond is not read"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """What a program may take."""
+
+    wall_s: float = 5.0
+    cpu_s: int = 5
+    memory_bytes: int = 512 << 20
+    """of address space; Python itself takes about 20 MiB"""
+    file_bytes: int = 0
+    """0: no file can be written. Else of each file, in a folder that is deleted; how many files there are has no limit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a program ended."""
+
+    end: Literal["passed", "raised", "timed out", "killed"]
+    text: str
+    """what was raised and where; the limit it met; the signal"""
+
+
+def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdict:
+    """Run a program to its end in a process of its own, without site-packages; what it prints is thrown away.
+
+    The process gets limits on time, memory and files, no capabilities, no new privileges; a seccomp filter refuses it new
+    processes and threads, sockets, signals and what concerns other processes; Landlock lets it read Python's own folders and
+    the system's libraries alone. When its time is up, or this process ends, it is killed. A program "passed" only if its last
+    line was reached: exit(0) on the way is "killed". It keeps mistakes, fork bombs and attempts at cheating away from the
+    run; it is no fence against someone who has a hole in the kernel, and a program that searches the interpreter's own
+    frames can find what a pass is.
+    Raises: RewardError where the system lacks one of these: it is Linux 5.13 or later on x86-64 or 64-bit Arm.
+    Source: landlock(7), seccomp(2), setrlimit(2).
+    """
+    limits = SandboxLimits() if limits is None else limits
+    password = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="meshkit-sandbox-") if limits.file_bytes else nullcontext() as folder:
+        order = {**asdict(limits), "program": program, "password": password, "folder": folder}
+        read, write = os.pipe()
+        try:
+            process = _start(write)
+            os.close(write)
+            try:
+                said = _listen(process, json.dumps(order).encode(), read, limits.wall_s)
+            finally:
+                _kill(process)
+        finally:
+            os.close(read)
+    return _verdict(said, process, password, limits)
+
+
+def _start(pipe: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(_CHILD), str(pipe), sys.base_prefix],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[pipe],
+        env={},
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def _listen(process: subprocess.Popen[bytes], order: bytes, read: int, wall_s: float) -> bytes | None:
+    """What the child wrote to its pipe until it ended; None when time is up. It never blocks on a child that does."""
+    assert process.stdin is not None
+    deadline = time.monotonic() + wall_s
+    stdin = process.stdin.fileno()
+    os.set_blocking(stdin, False)
+    said = b""
+    while True:
+        left = deadline - time.monotonic()
+        readable, writable, _ = select.select([read], [stdin] if order else [], [], max(0.0, left))
+        if left <= 0 or not (readable or writable):
+            return None
+        if writable:
+            try:
+                order = order[os.write(stdin, order) :]
+            except BrokenPipeError:
+                order = b""
+            if not order:
+                process.stdin.close()
+        if readable:
+            more = os.read(read, _MOST_BYTES)
+            said += more
+            if not more or len(said) > _MOST_BYTES:
+                return said
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(0.2)  # one that has said its last leaves by itself, and its status says how
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _verdict(said: bytes | None, process: subprocess.Popen[bytes], password: str, limits: SandboxLimits) -> Verdict:
+    if said is None:
+        return Verdict(end="timed out", text=f"not done within {limits.wall_s} s")
+    try:
+        last = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = {}
+    if isinstance(last, dict) and last.get("password") == password:
+        if "refused" in last:
+            raise RewardError(f"run_sandboxed: {last['refused']}. Run it on Linux 5.13 or later, x86-64 or 64-bit Arm.")
+        if "passed" in last:
+            return Verdict(end="passed", text="")
+        return Verdict(end="raised", text=str(last.get("raised")))
+    status = process.returncode
+    if status == -signal.SIGXCPU:
+        return Verdict(end="timed out", text=f"more than {limits.cpu_s} s of processor time")
+    name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    return Verdict(end="killed", text=f"it left before its end: {name}")

@@ -1,0 +1,72 @@
+"""Rewards that need no model: 1 for a right answer, 0 for a wrong one. They read what is right from the answer's fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+
+from meshkit.algos.rewards._answer import Answer
+
+LONGEST_EXPRESSION = 200
+"""characters; ast.parse of much longer ones can exhaust the stack"""
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
+
+
+def exact_match(answer: Answer) -> float:
+    """Whether the text is `completion`, white space around it aside. A truncated answer is wrong: it never ended."""
+    return float(not answer.truncated and answer.text.strip() == str(answer.fields["completion"]).strip())
+
+
+def arithmetic(answer: Answer) -> float:
+    """Whether the last number of the text equals the last number of `completion`, as exact decimals: 1,000 is 1000.0.
+
+    Raises: ValueError for a completion without a number.
+    """
+    wanted = _last_number(str(answer.fields["completion"]))
+    if wanted is None:
+        raise ValueError(
+            f"the completion {answer.fields['completion']!r} has no number. Give rows whose completion has."
+        )
+    return float(not answer.truncated and _last_number(answer.text) == wanted)
+
+
+def countdown(answer: Answer) -> float:
+    """Whether the text is an expression that gives `target`, of `numbers`, each used at most as often as it is there.
+
+    + - * / ( ) and whole numbers, evaluated exactly; what stands after a last `=` is not read. Source: the rules of the
+    countdown game as TinyZero has them, except that numbers may be left over.
+    """
+    expression = answer.text.split("=")[0].strip()
+    if answer.truncated or len(expression) > LONGEST_EXPRESSION:
+        return 0.0
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        used: Counter[int] = Counter()
+        value = _evaluate(tree, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return 0.0
+    return float(value == answer.fields["target"] and used <= Counter(answer.fields["numbers"]))
+
+
+def _last_number(text: str) -> Fraction | None:
+    found = _NUMBER.findall(text)
+    return Fraction(found[-1].replace(",", "").rstrip(".")) if found else None
+
+
+def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
+    """Never eval: only the four operators and whole numbers are walked. A `**` could ask for all memory there is."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used[node.value] += 1
+        return Fraction(node.value)
+    raise ValueError("not an expression of numbers and + - * /")

@@ -1,0 +1,81 @@
+"""Numbers of a model for each token come back to the examples they belong to, on any mesh and from any packing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import meshkit as mk
+from meshkit.algos.answer_values import answer_values, with_values
+from meshkit.algos.answers import label_log_probs
+from meshkit.data import Example, pack_step
+from tests.world import pool
+
+SHAPE = mk.models.LlamaConfig(
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+TOL_FP64_SUM = 1e-10  # only summation order differs
+
+
+def examples() -> list[Example]:
+    """Ragged, one of a single token, one with nothing learnt, one whose first token is learnt but is no label."""
+    draw = np.random.default_rng(0)
+    made = []
+    for length, first in ((5, 2), (9, 0), (1, 0), (7, 7), (3, 1), (6, 4)):
+        learn = np.arange(length) >= first
+        made.append(Example(ids=draw.integers(0, SHAPE.vocab_size, length), learn=learn))
+    return made
+
+
+def build(mesh: mk.Mesh) -> mk.Run:
+    with torch.device("meta"):
+        model = mk.models.Llama(SHAPE).double()
+    run = mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN)
+    mk.init_weights(run.model, seed=0, plan=run.plan)
+    return run
+
+
+def values_on(spec: str) -> tuple[int, list[np.ndarray]]:
+    mesh = mk.init_mesh(spec)
+    run = build(mesh)
+    own = examples()[mesh.data_rank :: mesh.data_ranks] if mesh.data_ranks < 3 else examples()[: 0 if mesh.rank else 6]
+    found = answer_values(run, own, label_log_probs, seq_len=16, microbatches=2)
+    batch = pack_step([with_values(e, {"v": v}) for e, v in zip(own, found, strict=True)], seq_len=12, names=["v"])
+    assert torch.equal(batch["v"] != 0, batch["labels"] >= 0)  # they stand where their token is the label
+    return mesh.data_rank, found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec"), [(2, "dp_shard=2"), (2, "tp=2"), (2, "pp=2"), (2, "cp=2"), (3, "dp_shard=3")]
+)
+def test_values_are_those_of_each_example_alone(ranks: int, spec: str) -> None:
+    results = dict(pool(ranks).run(values_on, spec))
+    expected = pool(1).run(alone)[0]
+    if spec == "dp_shard=3":  # one rank has all of them, the others none
+        assert [len(results[rank]) for rank in range(3)] == [6, 0, 0]
+        results = {0: results[0]}
+    for rank, found in results.items():
+        for mine, theirs in zip(found, expected[rank :: len(results)], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOL_FP64_SUM)
+
+
+def alone() -> list[np.ndarray]:
+    run = build(mk.init_mesh())
+    found = []
+    for example in examples():
+        ids = torch.from_numpy(example.ids)[None]
+        with torch.no_grad():
+            log_probs = run.model(ids).log_softmax(-1)[0]
+        own = np.zeros(len(example))
+        for place in range(1, len(example)):
+            if example.learn[place]:
+                own[place] = log_probs[place - 1, example.ids[place]]
+        found.append(own)
+    return found

@@ -1,0 +1,155 @@
+"""Reallocation between runs that live: values, bytes on the wire, memory, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshkit as mk
+from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
+from meshkit.observe import Peak
+from meshkit.sharding import local_slices, local_tensor
+from meshkit.whole import model_tensors
+from tests.algos.reallocation import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
+from tests.world import pool
+
+BUCKET_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Side:
+    spec: str
+    ranks: tuple[int, ...]
+    dtype: str = "float32"
+
+
+def check(model: Model, src: Side, dst: Side) -> tuple[int, int, int]:
+    """Move; (bytes this rank was seen to send, the plan's bytes, lower bound)."""
+    first = start(model, src.spec, src.ranks, src.dtype, values=True)
+    second = start(model, dst.spec, dst.ranks, dst.dtype, values=False)
+    run = prepare_reallocation(first, second, bucket_bytes=BUCKET_BYTES)
+    held = dict(second.named_parameters()) if second is not None else {}
+    before = {name: local_tensor(tensor).clone() for name, tensor in held_by(first).items()}
+    with mk.observe(mesh_on("dp_shard=-1", tuple(range(dist.get_world_size())))) as seen, Peak() as peak:
+        run()
+    assert peak.bytes <= 2 * BUCKET_BYTES
+    whole = model_tensors(whole_model(model))
+    for name, tensor in held_by(second).items():
+        expected = whole[name][local_slices(tensor)].to(getattr(torch, src.dtype)).to(getattr(torch, dst.dtype))
+        assert torch.equal(local_tensor(tensor), expected), name
+    for name, tensor in held_by(first).items():
+        assert torch.equal(local_tensor(tensor), before[name]), name
+    if second is not None:
+        assert all(held[name] is param for name, param in second.named_parameters())
+    said = {side: layout_of(whole_model(model), side.spec, plan=model.plan, ranks=side.ranks) for side in (src, dst)}
+    for side, live in ((src, first), (dst, second)):
+        for name, tensor in held_by(live).items():
+            region = tuple((part.start, part.stop) for part in local_slices(tensor))
+            empty = any(start == stop for start, stop in region)
+            assert said[side].tensors[name].regions.get(dist.get_rank()) == (None if empty else region), name
+    sent = sum(message.size * count for message, count in seen.items() if message.op == "send")
+    assert sent == sum(moved for (sender, _), moved in run.plan.links.items() if sender == dist.get_rank())
+    return sent, run.plan.bytes_moved, run.plan.lower_bound_bytes
+
+
+def held_by(run: mk.Run | None) -> dict[str, torch.Tensor]:
+    return model_tensors(run.model) if run is not None else {}
+
+
+def assert_minimal(results: list[tuple[int, int, int]]) -> None:
+    (plan,) = {result[1:] for result in results}
+    assert sum(sent for sent, _, _ in results) == plan[0] == plan[1]
+
+
+SIDES = [
+    Side("dp_shard=2 tp=2", (0, 1, 2, 3)),
+    Side("pp=2 tp=2", (0, 1, 2, 3), "bfloat16"),
+    Side("dp_replicate=2 dp_shard=2", (0, 1, 2, 3)),
+    Side("tp=2", (0, 1), "bfloat16"),
+    Side("dp_shard=2", (2, 3)),
+    Side("pp=3", (1, 2, 3)),
+    Side("cp=2", (1, 2)),
+    Side("tp=1", (3,)),
+]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from([DENSE, TIED_ODD, FEW_HEADS]), st.sampled_from(SIDES), st.sampled_from(SIDES))
+def test_a_destination_has_what_a_full_gather_would_give_it(model: Model, src: Side, dst: Side) -> None:
+    assert_minimal(pool(4).run(check, model, src, dst))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (Side("dp_shard=2 tp=2 ep=2 etp=2", (0, 1, 2, 3)), Side("pp=2", (0, 1), "bfloat16")),
+        (Side("dp_shard=3 ep=3", (0, 1, 2)), Side("tp=2 ep=2", (2, 3))),
+    ],
+)
+def test_experts_and_their_buffers_move_between_expert_layouts(src: Side, dst: Side) -> None:
+    assert_minimal(pool(4).run(check, EXPERTS, src, dst))
+
+
+def again_and_mixed() -> tuple[list[float], list[float]]:
+    src = start(DENSE, "tp=2", (0, 1), "float32", values=True)
+    dst = start(DENSE, "dp_shard=2", (0, 1), "bfloat16", values=False)
+    assert src is not None and dst is not None
+    follow = prepare_reallocation(src, dst, mix=0.25)
+    found: list[float] = []
+    for value in (1.0, 5.0):
+        with torch.no_grad():
+            for tensor in src.parameters():
+                local_tensor(tensor).fill_(value)
+        follow()
+        found.append(float(local_tensor(next(dst.parameters())).float().mean()))
+    before = [param._version for param in dst.parameters()]
+    plan = reallocate(src, dst)
+    assert plan.bytes_moved * 2 == follow.plan.bytes_moved  # a mixed one travels whole
+    assert all(after._version > version for after, version in zip(dst.parameters(), before, strict=True))
+    found.append(float(local_tensor(next(dst.parameters())).float().mean()))
+    return found, [-7 * 0.75 + 1 * 0.25, (-7 * 0.75 + 1 * 0.25) * 0.75 + 5 * 0.25, 5.0]
+
+
+def test_a_prepared_one_moves_again_and_mix_is_a_moving_average() -> None:
+    for found, expected in pool(2).run(again_and_mixed):
+        assert found == pytest.approx(expected, abs=0.02)  # bf16
+
+
+def refusals() -> list[str]:
+    rank = dist.get_rank()
+    dense = start(DENSE, "tp=2", (0, 1), "float32", values=True)
+    tied = start(TIED_ODD, "dp_shard=2", (0, 1), "float32", values=False)
+    texts = []
+    for ask in (
+        lambda: reallocate(dense, tied),
+        lambda: reallocate(dense, None),
+        lambda: reallocate(dense if rank == 0 else None, dense),
+        lambda: reallocate(dense, dense, mix=1.0 if rank == 0 else 0.5),
+        lambda: reallocate(dense, dense, mix=0.0),
+    ):
+        with pytest.raises(mk.MeshkitError) as error:
+            ask()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_lockstep_errors_are_the_same_on_every_rank() -> None:
+    first, second = pool(2).run(refusals)
+    assert first == second
+    for text, match in zip(
+        first,
+        [
+            "reallocate: source and destination are different models: 'embed_tokens.weight' has shape (64, 32) there and",
+            "reallocate: no rank gives the destination. Pass the Run on the ranks of its mesh, and None elsewhere.",
+            "reallocate: rank 0 gives a source on ranks [0, 1], and rank 1 gives none. Every rank of a run's mesh calls",
+            "reallocate: rank 0 asks for mix=1.0 and bucket_bytes=67108864, rank 1 for mix=0.5",
+            "reallocate: mix=0.0 is the source's share. Use (0, 1]; 1 copies it.",
+        ],
+        strict=True,
+    ):
+        assert text.startswith(match), text

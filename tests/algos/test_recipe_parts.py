@@ -1,0 +1,180 @@
+"""What recipes of answers share: prompts and answers as ids, right answers before rewards, the tasks they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshkit as mk
+from meshkit.algos.gather import gather_over_data
+from meshkit.algos.generation import Completion, Sampling
+from meshkit.algos.prompting import answers_of, completion_example, encode_prompts, greedy_score, sample_rows
+from meshkit.algos.questions import questions
+from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
+from meshkit.algos.rewards import Answer, Scores, score
+from meshkit.algos.teach import teach
+from meshkit.data import REFERENCE_ALPHABET, Example, Record, character_tokenizer
+from meshkit.models import config_from_pretrained, load_pretrained
+from tests.world import pool
+
+TOL_FP64_SUM = 1e-10  # only summation order differs
+TOKENIZER = character_tokenizer(REFERENCE_ALPHABET)
+SHAPE = mk.models.LlamaConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+ROWS = [
+    Record(fields={"prompt": f"{a}+{b}=", "completion": str(a + b)}, source=f"{a}+{b}")
+    for a in range(3)
+    for b in range(2)
+]
+
+
+def build(mesh: mk.Mesh) -> mk.Run:
+    with torch.device("meta"):
+        model = mk.models.Llama(SHAPE).double()
+    run = mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN)
+    mk.init_weights(run.model, seed=0, plan=run.plan)
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- prompts and answers
+def test_prompts_begin_with_bos_and_answers_end_without_eos() -> None:
+    (prompt,) = encode_prompts([(7, ROWS[3])], TOKENIZER)
+    head = [] if TOKENIZER.bos_id is None else [TOKENIZER.bos_id]
+    assert prompt.key == 7 and prompt.ids.tolist() == head + TOKENIZER.encode("1+1=")
+    ids = np.array([*TOKENIZER.encode("12"), TOKENIZER.eos_id])
+    written = [
+        Completion(prompt=prompt, sample=0, ids=ids, log_probs=np.array([-1.0, -2.0, -3.0]), reason="stop"),
+        Completion(prompt=prompt, sample=1, ids=ids[:2], log_probs=np.array([-1.0, -2.0]), reason="length"),
+    ]
+    stopped, cut = answers_of(written, {7: ROWS[3]}, TOKENIZER)
+    assert (stopped.text, stopped.truncated, cut.text, cut.truncated) == ("12", False, "12", True)
+    assert stopped.ids.tolist() == ids.tolist() and stopped.fields is ROWS[3].fields
+    assert sample_rows([stopped, cut], [1.0, 0.5]) == [("1+1=", "12", "", "1.00"), ("1+1=", "12", "cut", "0.50")]
+    example = completion_example(written[1], reward=0.5)
+    assert example.learn.tolist() == [False] * len(prompt.ids) + [True] * 2
+    assert example.token_values["rollout_log_probs"][-2:].tolist() == [-1.0, -2.0]
+    assert example.scalars == {"groups": 7.0, "truncated": 1.0, "rewards": 0.5}
+
+
+def gathered(spec: str) -> list:
+    mesh = mk.init_mesh(spec)
+    return gather_over_data(mesh, list(range(mesh.data_rank)))
+
+
+@pytest.mark.parametrize(("spec", "expected"), [("dp_shard=2", [[], [0]]), ("tp=2", [[]]), ("cp=2", [[]])])
+def test_every_rank_gets_what_each_data_rank_has(spec: str, expected: list) -> None:
+    assert pool(2).run(gathered, spec) == [expected, expected]
+
+
+def scored(spec: str) -> float:
+    run = build(mk.init_mesh(spec))
+    task = questions("addition", seed=0, evaluated=5)
+    return greedy_score(
+        run, task.held_out, TOKENIZER, _length_scores, sampling=Sampling(max_new_tokens=3, stop_ids=(TOKENIZER.eos_id,))
+    )
+
+
+def _length_scores(answers: Sequence[Answer]) -> Scores:
+    return score(answers, lambda answer: float(answer.ids.sum() + len(answer.fields["prompt"])))
+
+
+def test_greedy_scores_are_of_all_rows_on_any_mesh() -> None:
+    expected = pool(1).run(scored, "dp_shard=1")[0]
+    assert expected > 0
+    assert pool(2).run(scored, "dp_shard=2") == [expected, expected]  # three rows and two
+
+
+# ---------------------------------------------------------------------------------------------- questions
+def test_questions_are_those_of_the_task_unless_told() -> None:
+    found = questions("reversal", held_out=0.1, evaluated=3, seed=1)
+    task = REFERENCE_TASKS["reversal"]
+    assert found.train == task.rows(held_out=0.1, seed=1).train
+    assert len(found.held_out) == 3
+    assert found.max_new_tokens == task.max_new_tokens == 6  # five letters and the end
+    assert questions("reversal", max_new_tokens=9).max_new_tokens == 9
+
+
+def test_questions_of_files_are_checked_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}?", "completion": "{n}"}}\n' for n in range(40)))
+    found = questions("addition", [path], held_out=0.3)
+    assert len(found.train) + len(found.held_out) == 40 and found.max_new_tokens == 256
+    assert str(found).startswith(f"{len(found.train)} prompts, {len(found.held_out)} held out, like ")
+
+
+# ---------------------------------------------------------------------------------------------- teach and begin
+def lessons() -> list[Example]:
+    draw = np.random.default_rng(0)
+    made = []
+    for length, first in ((5, 2), (9, 4), (7, 1), (3, 1), (6, 4)):
+        learn = np.arange(length) >= first
+        made.append(Example(ids=draw.integers(0, SHAPE.vocab_size, length), learn=learn))
+    return made
+
+
+def taught(spec: str) -> list[float]:
+    run = build(mk.init_mesh(spec))
+    losses: list[float] = []
+    optimizer = mk.adamw(run, lr=1e-2)
+    assert teach(
+        run,
+        optimizer,
+        lessons(),
+        steps=3,
+        global_batch=5,
+        seq_len=12,
+        seed=0,
+        warmup_steps=2,
+        each=lambda step, scalars: losses.append(scalars["loss"]),
+    )
+    return losses
+
+
+def alone() -> list[float]:
+    """One example after the other through a plain loop: a batch is all five, so order and packing do not matter."""
+    model = build(mk.init_mesh("dp_shard=1")).whole
+    model.eval()
+    total = count = 0.0
+    for example in lessons():
+        logits = model(torch.from_numpy(example.ids)[None])[0, :-1]
+        wanted = torch.from_numpy(example.ids[1:]).masked_fill(torch.from_numpy(~example.learn[1:]), -100)
+        total += F.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
+        count += (wanted >= 0).sum().item()
+    return [total / count]
+
+
+def test_lessons_are_the_same_on_any_mesh_and_begin_at_the_loss_of_a_plain_loop() -> None:
+    losses = pool(1).run(taught, "dp_shard=1")[0]
+    assert losses[0] == pytest.approx(pool(1).run(alone)[0][0], abs=TOL_FP64_SUM)
+    assert losses[2] < losses[1] < losses[0]
+    for spec in ("dp_shard=2", "tp=2"):
+        for found in pool(2).run(taught, spec):
+            assert found == pytest.approx(losses, abs=TOL_FP64_SUM)
+
+
+def begun(folder: str) -> float:
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, again = build(mesh), build(mesh)
+    begin(run, mk.adamw(run, lr=1e-2), ROWS, TOKENIZER, Path(folder), steps=2, seed=3, seq_len=16)
+    moved = max((a - b).abs().max().item() for a, b in zip(run.parameters(), again.parameters(), strict=True))
+    assert moved > 0.01
+    load_pretrained(again.model, Path(folder))
+    return max((a - b).abs().max().item() for a, b in zip(run.parameters(), again.parameters(), strict=True))
+
+
+def test_a_folder_holds_the_model_that_began(tmp_path: Path) -> None:
+    assert pool(1).run(begun, str(tmp_path / "model")) == [0.0]
+    assert config_from_pretrained(tmp_path / "model").vocab_size == TOKENIZER.vocab_size
+    assert small_model(31).vocab_size == 31

@@ -1,0 +1,85 @@
+"""The recipe of GRPO learns, is sound at a learning rate of 0, and is the same run on every mesh and across a stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.recipes.launch import finish, run, start, wait_for_step
+
+RECIPE = "examples/grpo.py"
+TOL_CURVE = (
+    1e-4  # relative; fp32 sums in another order, and steps amplify it: so few of them that every draw is the same
+)
+
+
+def flags(out: Path, **changes: object) -> list[str]:
+    chosen = {
+        "task": "reversal",
+        "out": out,
+        "sft-steps": 20,
+        "steps": 4,
+        "warmup-steps": 0,
+        "lr": 1e-4,
+        "prompts": 6,
+        "samples": 4,
+        "seq-len": 32,
+        "eval-every": 4,
+        "eval-prompts": 16,
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+
+
+def curve(out: Path) -> dict[int, tuple[float, float, float]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["reward"], row["answer_tokens"]) for row in rows}
+
+
+def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> None:
+    """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, several updates, microbatches."""
+    more = {"kl": 0.1, "updates": 2, "microbatches": 2, "preset": "DAPO", "temperature": 0.9}
+    status, output = run(1, RECIPE, *flags(tmp_path / "one", **more), timeout_s=280)
+    assert status == 0, output
+    split = tmp_path / "split"
+    (split / "sft-model").parent.mkdir()
+    (split / "sft-model").symlink_to(tmp_path / "one" / "sft-model")
+    first = start(2, RECIPE, *flags(split, **more, mesh="dp_shard=2"))
+    wait_for_step(first, split, 2, timeout_s=200)
+    first.send_signal(signal.SIGTERM)
+    finish(first)
+    status, output = run(2, RECIPE, *flags(split, **more, mesh="tp=2"), timeout_s=280)
+    assert status == 0, output
+    found, expected = curve(split), curve(tmp_path / "one")
+    assert found.keys() == expected.keys() == {1, 2, 3, 4}
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+    assert "held out, 16 prompts" in output
+    folder = split / "model-4"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert list((split / "tensorboard").iterdir())
+
+
+def test_generator_and_trainer_agree_at_a_learning_rate_of_0(tmp_path: Path) -> None:
+    status, output = run(2, RECIPE, *flags(tmp_path, mesh="pp=2"), "--selftest", timeout_s=280)
+    assert status == 0, output
+    assert "selftest passed: ratios are 1" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"preset": "GRPOO"}, "--preset GRPOO is not known. Choose from "),
+        ({"preset": "PPO"}, "--preset PPO needs a critic, which this recipe has not"),
+        ({"preset": "REMAX"}, "--preset REMAX needs greedy answers as a baseline"),
+    ],
+)
+def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) -> None:
+    status, output = run(1, RECIPE, *flags(tmp_path, **change), timeout_s=100)
+    assert status != 0
+    assert match in output, output

@@ -1,0 +1,83 @@
+"""The recipe of PPO is one run wherever its models are, with answers that are pending when it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.recipes.launch import finish, run, start, wait_for_step
+
+RECIPE = "examples/ppo.py"
+TOL_CURVE = (
+    1e-4  # relative; fp32 sums in another order, and steps amplify it: so few of them that every draw is the same
+)
+
+
+def flags(out: Path, **changes: object) -> list[str]:
+    chosen = {
+        "task": "reversal",
+        "out": out,
+        "sft-steps": 20,
+        "steps": 4,
+        "lr": 1e-4,
+        "critic-warmup": 0,
+        "warmup-steps": 0,
+        "prompts": 6,
+        "samples": 3,
+        "minibatches": 2,
+        "seq-len": 32,
+        "kl": 0.05,
+        "preset": "DECOUPLED_PPO",
+        "staleness": 1,
+        "eval-every": 4,
+        "eval-prompts": 16,
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+
+
+def curve(out: Path) -> dict[int, list[float]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("value_loss", "loss", "reward", "policy/reference_kl", "critic/return")
+    return {row["step"]: [row.get(name, 0.0) for name in names] for row in rows}
+
+
+def test_a_run_on_ranks_apart_stopped_and_continued_elsewhere_is_one_run_on_one_rank(tmp_path: Path) -> None:
+    """Learners on two ranks and a sampler on a third; then all on tp=2, with the sampler on its own layout."""
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    status, output = run(1, RECIPE, *flags(whole), timeout_s=280)
+    assert status == 0, output
+    split.mkdir()
+    (split / "sft-model").symlink_to(whole / "sft-model")
+    apart = {"mesh": "dp_shard=2", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
+    first = start(3, RECIPE, *flags(split, **apart))
+    wait_for_step(first, split, 2, timeout_s=200)
+    first.send_signal(signal.SIGTERM)
+    _, output = finish(first)
+    assert "moves" in output and "lower bound" in output  # the plan of the weights
+    status, output = run(2, RECIPE, *flags(split, mesh="tp=2", sampler_mesh="dp_shard=2"), timeout_s=280)
+    assert status == 0, output
+    assert "resume from step" in output
+    found, expected = curve(split), curve(whole)
+    assert found.keys() == expected.keys() == {1, 2, 3, 4}
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+    AutoModelForCausalLM.from_pretrained(split / "model-4")
+    assert list((split / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"preset": "GRPO"}, "--preset GRPO is not a loss with a critic. Choose from PPO, DECOUPLED_PPO"),
+        ({"sampler-ranks": 1}, "--sampler-ranks 1 needs a --sampler-mesh of so many ranks"),
+    ],
+)
+def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) -> None:
+    status, output = run(2, RECIPE, *flags(tmp_path, **change), timeout_s=100)
+    assert status != 0
+    assert match in output, output
