@@ -430,6 +430,14 @@ def _gradients_of(group: FSDPParamGroup) -> Iterator[Tensor]:
                 yield grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def unviewed(value: Any) -> Any:
+    """A tensor that is a view of another as one of its own; anything else as it is.
+
+    2.15: FSDP2 refuses, by a warning, to watch a view that a module returns.
+    """
+    return value.clone() if isinstance(value, Tensor) and value._is_view() else value
+
+
 def is_fake_type(kind: type) -> bool:
     """See `is_fake`."""
     return issubclass(kind, FakeTensor)

@@ -28,17 +28,23 @@ def swap_class(module: nn.Module, **namespace: Any) -> None:
     module.__class__ = made
 
 
-def _key(value: Any) -> Any:
-    """Equal for values that do the same. By identity where nothing is known, which the class keeps alive."""
+def _key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
+    """Equal for values that do the same. By identity where nothing is known, which the class keeps alive.
+
+    inside: of what this is a part, since a function may close over itself (a decorator's wrapper does, for one).
+    """
+    if id(value) in inside:
+        return id(value)
+    key = partial(_key, inside=inside | {id(value)})
     if isinstance(value, FunctionType):
-        cells = tuple(_key(cell.cell_contents) for cell in value.__closure__ or ())
-        return value.__code__, cells, _key(value.__defaults__), _key(value.__kwdefaults__)
+        cells = tuple(key(cell.cell_contents) for cell in value.__closure__ or ())
+        return value.__code__, cells, key(value.__defaults__), key(value.__kwdefaults__)
     if type(value) is partial:
-        return partial, _key(value.func), _key(value.args), _key(value.keywords)
+        return partial, key(value.func), key(value.args), key(value.keywords)
     if type(value) is dict:
-        return dict, tuple((name, _key(item)) for name, item in value.items())
+        return dict, tuple((name, key(item)) for name, item in value.items())
     if type(value) in (tuple, list):
-        return type(value), tuple(_key(item) for item in value)
+        return type(value), tuple(key(item) for item in value)
     if isinstance(value, str | int | float | None):
         return type(value), value
     return id(value)

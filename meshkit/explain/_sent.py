@@ -243,7 +243,8 @@ def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: 
     longest = max(len(even_part(part.rows * part.tokens, tp, rank)) for rank in range(tp)) * tp
     size = longest * width * held.compute.itemsize
     ledger.add("tp", "all_gather", size, "tokens of experts, forward")
-    again = not held.treatment(name).recompute.keeps("collective") and not _overlaps(held, name)
+    # What runs again sends again, whatever is kept: these are no operators whose results could be.
+    again = held.treatment(name).recompute.runs_block_again and not _overlaps(held, name)
     if again and _is_followed(held.model, name):
         ledger.add("tp", "all_gather", size, "tokens of experts, recompute")
     ledger.add("tp", "all_gather", size, "tokens of experts, backward")

@@ -72,16 +72,18 @@ def choose_for_blocks(
     regathers = (False, True) if sequence and spec.tp > 1 else (False,)
     known: dict[Any, list[Offer]] = {}
     offers: dict[str, list[Offer]] = {}
+    # Blocks that cut the stream themselves are given whole tokens.
+    cutters = {call.module for call in layout.calls if call.kind == "split"} if layout is not None else set()
     for name in blocks:
         block = model.get_submodule(name)
-        alike = _signature(block, calls[name])
+        cutting = spec.tp if sequence and layout is not None and name not in cutters else 1
+        alike = _signature(block, calls[name]), cutting
         if alike not in known:
 
             def build(regather: bool, on: str, name: str = name, block: nn.Module = block) -> nn.Module:
                 made = _without_values(block, on, compute)
                 return made if layout is None else alone(made, name, layout, regather=regather)
 
-            cutting = spec.tp if sequence and layout is not None else 1
             known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device, offload))
         offers[name] = [
             (option, treatment) for option, treatment in known[alike] if name in movable or not treatment.offload

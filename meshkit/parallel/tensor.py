@@ -73,10 +73,7 @@ def tensor_parallel(
             _communicate(modules[call.module], mesh, layout, call, region)
             if region is not None:
                 _keep_parts(modules, layout, call, region)
-    for name, heads in layout.heads.items():
-        if hasattr(modules[name], "num_key_value_groups"):  # transformers repeats key/value heads by this number
-            own = heads[mesh.get_local_rank()]
-            modules[name].num_key_value_groups = own.query // own.kv
+    _repeat_own_heads(modules, layout, mesh.get_local_rank())
     return module
 
 
@@ -118,7 +115,15 @@ def alone(part: nn.Module, name: str, layout: TensorLayout, *, rank: int = 0, re
             _communicate(modules[call.module], axis, layout, call, region)
             if region is not None:
                 _keep_parts(modules, layout, call, region)
+    _repeat_own_heads(modules, layout, rank)
     return part
+
+
+def _repeat_own_heads(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
+    """Attention of transformers repeats key/value heads by a number that it keeps."""
+    for name, heads in layout.heads.items():
+        if name in modules and hasattr(modules[name], "num_key_value_groups"):
+            modules[name].num_key_value_groups = heads[rank].query // heads[rank].kv  # type: ignore[assignment]
 
 
 def inside_forward(module: nn.Module, key: str) -> Tensor:

@@ -108,6 +108,7 @@ EXPERT_CELLS = [
     Cell(mesh="dp_shard=2 tp=2 ep=2", layers=3, moe=EXPERTS, recompute="full", sequence=True),
     Cell(mesh="dp_shard=2 tp=2 etp=2", layers=3, moe=replace(EXPERTS, shared=24), recompute="full"),
     Cell(mesh="dp_shard=2 tp=2", layers=3, moe=replace(EXPERTS, balance=0.1, per="global")),
+    Cell(mesh="dp_shard=2 tp=2", layers=3, moe=replace(EXPERTS, shared=24), recompute="selective"),
     Cell(mesh="tp=4 etp=2 ep=2", layers=2, moe=EXPERTS, recompute="full"),
     Cell(mesh="pp=2 dp_shard=2 ep=2", layers=4, moe=EXPERTS, microbatches=3),
     Cell(mesh="cp=4 ep=4", layers=3, moe=EXPERTS, dtype="float32", bf16=True),

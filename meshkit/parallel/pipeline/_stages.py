@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 
 
@@ -135,10 +136,13 @@ def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tup
 
 
 class Absent(nn.Module):
-    """Hands on its first argument, for a module that another stage holds."""
+    """Hands on its first argument, for a module that another stage holds.
+
+    Never a view, such as the last tokens that models of transformers take logits of: it is what the stage returns.
+    """
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
+        return _torch.unviewed(x)
 
 
 class AbsentEmbedding(nn.Module):

@@ -1,0 +1,51 @@
+"""The gate's choice of cells, and the page that is made of them."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from tests.gate import support
+from tests.gate.cell import REFUSALS, Cell, draw
+from tests.gate.choose import covering, seeds, tuples
+
+FIXED = [draw(*seed) for seed in covering(320, among=3000)]
+
+
+def test_at_least_300_distinct_cells_run_in_ci() -> None:
+    assert len(set(FIXED)) >= 300
+
+
+def test_every_feature_is_on_the_page() -> None:
+    assert {feature for cell in FIXED for feature in cell.features()} <= set(support.FEATURES)
+
+
+def test_any_two_features_that_can_meet_do() -> None:
+    """Those that 3000 draws know."""
+    met = set().union(*(tuples(cell, 2) for cell in FIXED if not cell.refusals()))
+    known = {pair for seed in islice(seeds(), 3000) for pair in _pairs(draw(*seed))}
+    assert known - met == set()
+
+
+def _pairs(cell: Cell) -> set[tuple[str, ...]]:
+    return set() if cell.refusals() else tuples(cell, 2)
+
+
+def test_a_cell_prints_as_what_makes_it_again() -> None:
+    for cell in FIXED:
+        assert eval(str(cell), {"Cell": Cell}) == cell
+
+
+def test_every_refusal_is_tried() -> None:
+    tried = {(refusal.one, refusal.other) for cell in FIXED for refusal in cell.refusals()}
+    assert {(refusal.one, refusal.other) for refusal in REFUSALS} - tried == set()
+
+
+def test_the_support_page_is_what_the_gate_has_run() -> None:
+    """Else: python -m tests.gate --page"""
+    for path, text in support.pages(support.read()).items():
+        assert path.read_text() == text, f"{path} is stale: python -m tests.gate --page"
+
+
+def test_what_was_run_is_what_would_be_drawn_now() -> None:
+    """Else the counts are of other cells: run the gate again."""
+    assert support.read().fingerprint == support.fingerprint()

@@ -1,0 +1,31 @@
+"""The gate: every law of the design on cells in which any two features meet, each cell against one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gate.cell import Cell, draw
+from tests.gate.choose import covering
+from tests.gate.verdict import verdict
+
+CELLS = [draw(*seed) for seed in covering(320, among=3000)]
+# What the gate once found broken.
+REGRESSIONS = [
+    Cell(model="transformers", mesh="dp_replicate=2", resume="dp_replicate=2", recompute="full", masked=True),
+    Cell(model="transformers", mesh="tp=2", sequence=True, recompute="budget", offload="disk"),
+    Cell(model="transformers", mesh="cp=2 tp=2", sizes="uneven", recompute="budget", loss="chunked"),
+    Cell(model="transformers", mesh="pp=2", precision="bf16"),
+    Cell(model="moe", mesh="tp=2 etp=2", recompute="selective"),
+]
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_law_holds(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("cell", REGRESSIONS, ids=str)
+def test_what_was_once_broken_holds(cell: Cell) -> None:
+    assert verdict(cell) == ""
