@@ -46,6 +46,8 @@ from meshkit.mesh import init_mesh as init_mesh
 from meshkit.mesh import main_rank_first as main_rank_first
 from meshkit.observe import observe as observe
 from meshkit.optimizer import adamw as adamw
+from meshkit.page import Page as Page
+from meshkit.page import explain_page as explain_page
 from meshkit.parallel.context import ContextPolicy as ContextPolicy
 from meshkit.parallel.context import SplitMask as SplitMask
 from meshkit.parallel.context import context_parallel as context_parallel

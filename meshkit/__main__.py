@@ -4,6 +4,7 @@ python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
+python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.estimate._command import Memory, command
+from meshkit.page._command import Explain
+from meshkit.page._command import command as explain_command
 from meshkit.parallel.pipeline._check import check
 from meshkit.parallel.pipeline._csv import read_csv, write_csv
 from meshkit.parallel.pipeline._simulate import PerStage, Times, overlap, simulate
@@ -147,8 +150,16 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["estimate"]:
             command(sys.argv[2:])  # what it does not know are flags of the script
+        elif sys.argv[1:2] == ["explain"]:
+            explain_command(sys.argv[2:])
         else:
-            draw(choose({"draw": Draw, "estimate": Memory}, prog="python -m meshkit", description=__doc__))
+            draw(
+                choose(
+                    {"draw": Draw, "estimate": Memory, "explain": Explain},
+                    prog="python -m meshkit",
+                    description=__doc__,
+                )
+            )
     except MeshkitError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

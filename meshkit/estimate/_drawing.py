@@ -27,7 +27,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
 .page { fill: #0d1117 } .ink { fill: #e6edf3 } .faint { fill: #9198a1 } .grid { stroke: #3d444d } }
 """
-LEFT, RIGHT, TOP, WIDTH, PANEL, GAP = 64, 16, 62, 720, 150, 52
+LEFT, RIGHT, TOP, WIDTH, PANEL, GAP = 76, 16, 62, 720, 150, 52
 
 
 def svg(estimates: Mapping[str, Estimate]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -94,15 +94,7 @@ def estimate(
     resolved = wanted.resolve(world_size if world_size is not None else wanted.world_size)
     place = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
     began = time.monotonic()
-    with fake_world(resolved.world_size, rank_at(resolved, place)), ExitStack() as stack:
-        mesh = init_mesh(resolved, device_type="cpu")
-        torch.compiler.set_stance("force_eager")
-        stack.callback(torch.compiler.set_stance, "default")
-        stack.enter_context(_torch.propagating_apart())
-        stack.enter_context(estimating(late=kernels == "cuda"))
-        stack.enter_context(Shapes())
-        if kernels == "cuda":
-            stack.enter_context(cuda_kernels(attention=resolved.cp == 1))
+    with pretended_mesh(resolved, place, kernels=kernels) as mesh:
         run = build(mesh)
         batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
         tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
@@ -113,6 +105,21 @@ def estimate(
                 tracker.forget_points()
                 tracked_step(tracker, run, made, batch, microbatches, loss)
         return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+
+
+@contextmanager
+def pretended_mesh(spec: MeshSpec, place: dict[str, int], *, kernels: Kernels) -> Iterator[Mesh]:
+    """The mesh in a world that sends nothing, seen from one place; what is built on it has shapes and no values."""
+    with fake_world(spec.world_size, rank_at(spec, place)), ExitStack() as stack:
+        mesh = init_mesh(spec, device_type="cpu")
+        torch.compiler.set_stance("force_eager")
+        stack.callback(torch.compiler.set_stance, "default")
+        stack.enter_context(_torch.propagating_apart())
+        stack.enter_context(estimating(late=kernels == "cuda"))
+        stack.enter_context(Shapes())
+        if kernels == "cuda":
+            stack.enter_context(cuda_kernels(attention=spec.cp == 1))
+        yield mesh
 
 
 def adamw_of(run: Run) -> torch.optim.Optimizer:

@@ -19,13 +19,13 @@ from typing import Any
 from meshkit.errors import PlanError
 from meshkit.estimate._estimate import Kernels, estimate
 from meshkit.estimate._result import Estimate
-from meshkit.mesh import MeshSpec
-from meshkit.step import next_token_loss
+from meshkit.mesh import Mesh, MeshSpec
+from meshkit.step import Run, next_token_loss
 
 NEEDED = ("mesh", "seq_len", "global_batch")
 
 PROTOCOL = """\
-An estimate needs two names in the script, which it can use itself:
+The command needs two names in the script, which it can use itself:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:                                    # its flags, as tyro reads them
@@ -65,31 +65,35 @@ class Recipe:
     def changed(self, **flags: Any) -> Recipe:
         return Recipe(self.module, dataclasses.replace(self.config, **flags))
 
-    def estimate(self, spec: MeshSpec, coordinate: dict[str, int], kernels: Kernels) -> Estimate:
+    def build(self, mesh: Mesh) -> Run:
+        run: Run = self.module.build(self.config, mesh)
+        return run
+
+    def step(self, spec: MeshSpec) -> dict[str, Any]:
+        """What `estimate` takes besides the model, of the rank that has most rows."""
         make = getattr(self.module, "build_optimizer", None)
-        return estimate(
-            partial(self.module.build, self.config),
-            spec,
-            rows=self.rows(spec),
-            seq_len=int(self.config.seq_len),
-            microbatches=self.microbatches,
-            coordinate=coordinate,
-            kernels=kernels,
-            optimizer=None if make is None else partial(make, self.config),
-            loss=getattr(self.module, "estimated_loss", next_token_loss),
-        )
+        return {
+            "rows": self.rows(spec),
+            "seq_len": int(self.config.seq_len),
+            "microbatches": self.microbatches,
+            "optimizer": None if make is None else partial(make, self.config),
+            "loss": getattr(self.module, "estimated_loss", next_token_loss),
+        }
+
+    def estimate(self, spec: MeshSpec, coordinate: dict[str, int], kernels: Kernels) -> Estimate:
+        return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, **self.step(spec))
 
 
-def load_script(path: Path) -> ModuleType:
-    """The script as a module, without running its main.
+def load_script(path: Path, *, asked: str = "estimate") -> ModuleType:
+    """The script as a module, without running its main. asked: the command, for errors.
 
     Raises: PlanError for a file that is not there, and for one without `Config` and `build`.
     """
     if not path.is_file():
-        raise PlanError(f"estimate: there is no file {path}. Give the path of a training script.")
+        raise PlanError(f"{asked}: there is no file {path}. Give the path of a training script.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise PlanError(f"estimate: {path} is not a Python file. Give the path of a training script.")
+        raise PlanError(f"{asked}: {path} is not a Python file. Give the path of a training script.")
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses look their annotations up there
@@ -102,10 +106,10 @@ def load_script(path: Path) -> ModuleType:
             sys.modules[path.stem] = before
     missing = [name for name in ("Config", "build") if not hasattr(module, name)]
     if missing:
-        raise PlanError(f"estimate: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
+        raise PlanError(f"{asked}: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
     fields = {field.name for field in dataclasses.fields(module.Config)} if _is_config(module) else set()
     if lacking := [name for name in NEEDED if name not in fields]:
-        raise PlanError(f"estimate: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
+        raise PlanError(f"{asked}: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
     return module
 
 

@@ -4,6 +4,9 @@ Pure arithmetic over the same tables that `parallelize` executes: no process gro
 """
 
 from ._explain import explain as explain
+from ._explanation import PHASES as PHASES
 from ._explanation import Explanation as Explanation
 from ._explanation import Message as Message
+from ._explanation import ParamGroup as ParamGroup
 from ._explanation import ParamRow as ParamRow
+from ._explanation import Traffic as Traffic

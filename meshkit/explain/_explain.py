@@ -141,13 +141,20 @@ def explain(
     if held.experts:
         notes += expert_notes(held, experts or ExpertPolicy())
     add_data(ledger, held, microbatches)
-    if cut is not None:
-        checked = check(cut.generate(spec.pp, microbatches))
+    checked = None if cut is None else check(cut.generate(spec.pp, microbatches))
+    if cut is not None and checked is not None:
         add_pipeline(ledger, held, cut, checked, parts)
         notes.append(_pipeline_note(cut, checked, at))
     add_scalars(ledger, held)
     table = [held.row(name) for name in held.params]
-    return Explanation(spec=spec, params=table, messages=ledger.messages, reasons=ledger.reasons, notes=notes)
+    return Explanation(
+        spec=spec,
+        params=table,
+        messages=ledger.messages,
+        reasons=ledger.reasons,
+        notes=notes,
+        schedule=None if checked is None else checked.schedule,
+    )
 
 
 def _part(held: Held, part: Part) -> Part:

@@ -39,7 +39,7 @@ class Ledger:
 def add_context(ledger: Ledger, held: Held, part: Part) -> None:
     """The cp axis in the forward and backward of one microbatch."""
     assert part.layout is not None
-    ledger.add("cp", "all_reduce", 16, "batches compared")
+    ledger.add("cp", "all_reduce", 16, "batches compared, forward")
     layers = attention_heads(held.model, held.plan.tensor, size=held.spec.tp)
     if not layers:
         raise PlanError(
@@ -82,13 +82,14 @@ def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: i
     gathered = sum(_padded(param, shards) for param in own.values()) * compute.itemsize
     reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own.values() if param.trains)
     again = zero.reshard_after_forward and freed
-    gathers = microbatches * (2 if again else 1) if zero.reshard_between_microbatches else 1
+    gathers = microbatches if zero.reshard_between_microbatches else 1
     reductions = microbatches if zero.reduce_every_microbatch else 1
     if shards > 1:
-        ledger.add(axis, "all_gather", gathered, "parameters", gathers)
-        ledger.add(axis, "reduce_scatter", reduced, "gradients", reductions)
+        ledger.add(axis, "all_gather", gathered, "parameters, forward", gathers)
+        ledger.add(axis, "all_gather", gathered, "parameters, backward", gathers if again else 0)
+        ledger.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
     if held.spec.dp_replicate > 1:
-        ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients")
+        ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
 
 
 def _reduced(held: Held, param: Local) -> torch.dtype:
@@ -127,12 +128,12 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
         for op in backward:
             ledger.add("tp", op, size, "activations, backward", 1)
         if call.kind == "enter" and layout.sequence and not again and _gathered_again(held, layout, call):
-            ledger.add("tp", "all_gather", size, "activations, gathered again")
+            ledger.add("tp", "all_gather", size, "activations gathered again, backward")
     parts = len(_tile_tokens(held, part))
     for name, param in held.params.items():
         if not param.expert and layout.params[name].gradient == "sum" and param.trains:
             size, tiled = param.numel * held.compute.itemsize, _is_tiled(held, name)
-            ledger.add("tp", "all_reduce", size, "gradients of whole parameters", parts if tiled else 1)
+            ledger.add("tp", "all_reduce", size, "gradients of whole parameters, backward", parts if tiled else 1)
     modules = dict(held.model.named_modules())
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and held.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
@@ -140,8 +141,8 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
         size = tokens if held.memory.loss is None else held.memory.loss.tokens
         for start in range(0, tokens, size):
             chunk = min(size, tokens - start)
-            ledger.add("tp", "all_reduce", chunk * width, "loss: maximum")
-            ledger.add("tp", "all_reduce", 2 * chunk * width, "loss: sums")
+            ledger.add("tp", "all_reduce", chunk * width, "loss: maximum, forward")
+            ledger.add("tp", "all_reduce", 2 * chunk * width, "loss: sums, forward")
 
 
 def _is_tiled(held: Held, name: str) -> bool:
@@ -230,7 +231,8 @@ def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
         if spec.tp > 1 and not held.sequence:
             _add_token_parts(ledger, held, name, part, chosen, layout.width)
         for (axis, op, size), times in told.counts.items():
-            ledger.add(axis, op, size, "tokens per expert", times * (1 + again))
+            ledger.add(axis, op, size, "tokens per expert, forward", times)
+            ledger.add(axis, op, size, "tokens per expert, recompute", times * again)
         for (axis, op, size), times in told.rows.items():
             ledger.add(axis, op, size, "tokens to experts, forward", times)
             ledger.add(axis, op, size, "tokens to experts, recompute", times * again)
@@ -334,7 +336,7 @@ def add_pipeline(ledger: Ledger, held: Held, cut: Cut, checked: Checked, parts: 
     if rank in cut.ends:
         for names in cut.copied:
             row = held.row(names[0] if rank == cut.ends[0] else names[1])
-            ledger.add("pp", "send", row.rank_bytes, "gradients of tied parameters")
+            ledger.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
     ledger.add("pp", "all_reduce", 8, "loss")
     ledger.add("pp", "all_reduce", 8, "gradient norm")
 
