@@ -26,7 +26,8 @@ TIMES = "At equal times of forward, input gradient and weight gradient, and mess
 
 def html(page: Page) -> str:
     """One file, light and dark. Without scripts, as on paper, it shows rank 0."""
-    mesh = f'<div class="two"><div>{mesh_grid(page)}</div><div>{_each(page, axis_table)}</div></div>'
+    columns = "two" if page.is_complete else "one"
+    mesh = f'<div class="{columns}"><div>{mesh_grid(page)}</div><div>{_each(page, axis_table)}</div></div>'
     sections = [
         _section("mesh", "The mesh, and what rank <b class='chosen'>0</b> sends on each axis", mesh),
         _memory(page),

@@ -35,7 +35,7 @@ def mesh_grid(page: Page) -> str:
     ways = ", ".join(f"{axis} {way}" for axis, way in inner)
     words = " in ".join(["Ranks", *(f"boxes of {axis}" for axis in reversed(boxes))])
     told = f"{words}{f'; {ways}' if ways else ''}. Point at a rank or an axis to see groups; click a rank to choose it."
-    many = " many" if spec.world_size > 64 else ""
+    many = "" if page.is_complete else " many"
     return f'<div class="grid{many}">{_boxes(page, boxes, 0, spec.world_size)}</div><p class="faint">{told}</p>'
 
 
@@ -85,7 +85,7 @@ def axis_table(page: Page, one: Alike) -> str:
         group = next(group for group in groups if one.ranks[0] in group)
         rows.append(
             f'<tr class="axis" data-axis="{axis}"><th>{chip(axis, f"{axis}={len(group)}")}</th>'
-            f'<td class="group">{" ".join(map(str, group))}</td>'
+            f'<td><span class="group">{" ".join(map(str, group))}</span></td>'
             f'<td class="wide">{_phase_bar(own, max(longest, 1))}</td>'
             f'<td class="number" data-bytes="{total}" title="{total:,} bytes">{said(total) if total else "–"}</td></tr>'
         )
