@@ -75,7 +75,7 @@ def _header(page: Page) -> str:
         peak = fullest.estimate.peak_bytes
         tiles.append((f"peak, on rank {fullest.ranks[0]}", said(peak), _fit(page, peak)))
     loudest = max(page.alike, key=lambda one: one.sent_bytes)
-    tiles.append((f"messages of rank {loudest.ranks[0]} in a step", said(loudest.sent_bytes), "the most of any"))
+    tiles.append((f"messages of rank {loudest.ranks[0]}", said(loudest.sent_bytes), "in a step, the most of any"))
     if page.schedule is not None:
         bubble = simulate(page.schedule).bubble_rate
         tiles.append(("pipeline bubble", f"{100 * bubble:.1f} %", f"{page.schedule.name}, at equal times"))

@@ -252,7 +252,7 @@ class Config:
 def build(config, mesh):
     with torch.device("meta"):
         model = mk.models.Llama(mk.models.LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=65, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16))
     return mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN)
 """
@@ -264,12 +264,12 @@ def test_the_command_prints_the_explanation_and_writes_the_page(
     script, written = tmp_path / "train.py", tmp_path / "page.html"
     script.write_text(RECIPE)
     words = ["explain", str(script), "--mesh", "dp_shard=-1 tp=2", "--world", "4", "--device-memory", "1MiB"]
-    monkeypatch.setattr(sys, "argv", ["meshkit", *words, "--html", str(written)])
+    monkeypatch.setattr(sys, "argv", ["meshkit", *words, "--rank", "1", "--html", str(written)])
     main()
     with torch.device("meta"):
         model = mk.models.Llama(
             mk.models.LlamaConfig(
-                vocab_size=64,
+                vocab_size=65,
                 hidden_size=64,
                 intermediate_size=192,
                 num_hidden_layers=4,
@@ -278,7 +278,8 @@ def test_the_command_prints_the_explanation_and_writes_the_page(
                 head_dim=16,
             )
         )
-    said = explain(model, mk.MeshSpec(dp_shard=2, tp=2), plan=LLAMA_PLAN, rows=4, seq_len=64)
+    place = {"dp_shard": 0, "tp": 1}  # has 32 of the 65 words, and place 0 has 33
+    said = explain(model, mk.MeshSpec(dp_shard=2, tp=2), plan=LLAMA_PLAN, rows=4, seq_len=64, coordinate=place)
     assert capsys.readouterr().out == f"{said}\nwrote {written}\n"
     page = written.read_text()
     assert "<h1>train.py --mesh &#x27;dp_shard=-1 tp=2&#x27;</h1>" in page
