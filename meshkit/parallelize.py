@@ -30,7 +30,7 @@ from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, 
 from meshkit.parallel.expert import ExpertPolicy, expert_layouts, expert_parallel, share_counts
 from meshkit.parallel.pipeline import Cut, Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
-from meshkit.parallel.tensor_layout import widest_heads
+from meshkit.parallel.tensor_layout import refuse_whole_stream, widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
@@ -86,6 +86,8 @@ def parallelize(
     pipelined = mesh.spec.pp > 1
     refuse_without_sequence(regather=memory.regather, sequence=sequence)
     sequence = sequence and mesh.spec.tp > 1
+    if sequence:
+        refuse_whole_stream(model, plan.tensor)
     zero = zero_stage(zero, pipelined=pipelined)
     head = None
     if memory.loss is not None:

@@ -26,8 +26,8 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preload"])
 STARTUP_S = 60.0
 NATIVE = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
-# What was run a second time, since a rank ended in native code: once in some thousand runs gloo's own thread crashes inside malloc.
-# The suite prints them. A second crash is a failure.
+# What was run a second time, since a rank ended in native code: once in some thousand runs gloo's own thread crashes in
+# malloc. The suite prints them. A second crash is a failure.
 CRASHES: list[str] = []
 
 

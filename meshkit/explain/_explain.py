@@ -32,7 +32,7 @@ from meshkit.parallel.context import ContextPolicy, attention_shape, choose_for_
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import ExpertPolicy, expert_layouts
 from meshkit.parallel.pipeline import Checked, Cut, Generator, Schedule, check, plan_pipeline, simulate
-from meshkit.parallel.tensor_layout import tensor_layout, widest_heads
+from meshkit.parallel.tensor_layout import refuse_whole_stream, tensor_layout, widest_heads
 from meshkit.plan import Plan, match_names
 from meshkit.whole import whole_of
 
@@ -76,6 +76,8 @@ def explain(
     memory = memory or MemoryPolicy()
     refuse_without_sequence(regather=memory.regather, sequence=sequence)
     sequence = sequence and spec.tp > 1
+    if sequence:
+        refuse_whole_stream(model, plan.tensor)
     layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
     names = dict(model.named_modules())
     blocks = match_names(plan.blocks, names, what="module")

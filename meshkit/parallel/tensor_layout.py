@@ -109,6 +109,28 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
     return layout
 
 
+def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
+    """For a whole model with sequence=True: something must cut the hidden states, or every rank would think its own a part.
+
+    Raises: PlanError where no embedding is split over its vocabulary, and no container is a split().
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    styles = match_table(plan, modules, what="module")
+    for name, style in styles.items():
+        if style.kind == "split" or (style.kind == "vocab" and isinstance(modules[name], nn.Embedding)):
+            return
+    whole = [name for name in styles if isinstance(modules[name], nn.Embedding)]
+    raise PlanError(
+        "sequence=True shards hidden states along the sequence, but the plan cuts them nowhere"
+        + (
+            f": {whole[0]!r} is looked up whole ({styles[whole[0]]}). Give it vocab()"
+            if whole
+            else ". Give an embedding vocab()"
+        )
+        + ", or split() to the first module that takes them whole; or use sequence=False."
+    )
+
+
 def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
     shard: ParamLayout = ParamLayout(placement=Shard(0), gradient="own")
     weight, bias = _join(name, "weight"), _join(name, "bias")

@@ -158,6 +158,12 @@ REFUSALS = [
         reason="`auto_plan` names no head in a model nobody has seen",
     ),
     Refusal(
+        one="sequence",
+        other="model: mlp",
+        match="the plan cuts them nowhere",
+        reason="`auto_plan` does not know where hidden states of a model nobody has seen begin",
+    ),
+    Refusal(
         one="cp",
         other="model: mlp",
         match="takes no `mask`",
