@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -123,6 +125,28 @@ def _groups_of(state: Any) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def send_bytes_as_they_are() -> None:
+    """Let FSDP2 shard parameters of whole numbers, which have no gradient, and gather them in their own dtype.
+
+    2.15 does. 2.11 makes each shard a parameter that requires a gradient, if only for a moment, and casts all to the compute
+    dtype.
+    """
+    if torch.__version__ >= "2.15" or _fsdp_param.nn is not nn:  # type: ignore[attr-defined]
+        return
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    def init_dtypes(self: Any, policy: MixedPrecisionPolicy) -> None:
+        cast(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    cast = _fsdp_param.FSDPParam.init_dtype_attrs
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes  # type: ignore[method-assign, assignment]
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[attr-defined, assignment]
 
 
 def put_off_gradients(module: FSDPModule) -> None:

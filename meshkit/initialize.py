@@ -47,7 +47,7 @@ def default_init(module: nn.Module, key: str, param: Tensor) -> Init:
 def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> nn.Module:
     """Give every parameter its first value, in place, on any mesh the same; parameters on meta must be materialised.
 
-    Wire: nothing. Raises: PlanError for a parameter still on meta, or an init pattern that matches nothing.
+    Wire: nothing. Raises: PlanError for a parameter still on meta or in few bits, or an init pattern that matches nothing.
     """
     names = dict(module.named_parameters())
     owners = {id(param): (owner, key) for owner in module.modules() for key, param in owner._parameters.items()}
@@ -56,6 +56,11 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
     for name, param in names.items():
         if param.is_meta:
             raise PlanError(f"init_weights: {name!r} is still on meta. Call parallelize() or module.to_empty() first.")
+        if not param.is_floating_point():
+            raise PlanError(
+                f"init_weights: {name!r} holds the codes of a frozen weight in few bits. Read them by load_pretrained and "
+                "call init_lora, or give mk.lora(base=...) a model that has its values."
+            )
         rule = rules.get(name) or default_init(*owners[id(param)], param)
         fill(param, rule, seed=seed, name=copies.get(name, name))
     return module

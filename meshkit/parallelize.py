@@ -335,3 +335,5 @@ def _poison(param: Tensor) -> None:
     local = local_tensor(param)
     if local.is_floating_point():
         local.fill_(torch.nan)
+    elif local.dtype == torch.uint8:
+        local.fill_(255)  # a frozen weight's codes: four such bytes are a scale that is not a number

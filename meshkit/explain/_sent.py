@@ -78,8 +78,7 @@ def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: i
     """One unit. freed: its parameters are gathered again in backward, if the ZeRO stage frees any."""
     zero = Zero(held.zero)
     axis, shards, _ = held.sharded_over(next(iter(own)))
-    compute = held.memory.precision.compute if held.memory.precision else next(iter(own.values())).dtype
-    gathered = sum(_padded(param, shards) for param in own.values()) * compute.itemsize
+    gathered = sum(_padded(param, shards) * _gathered(held, param).itemsize for param in own.values())
     reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own.values() if param.trains)
     again = zero.reshard_after_forward and freed
     gathers = microbatches if zero.reshard_between_microbatches else 1
@@ -90,6 +89,12 @@ def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: i
         ledger.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
     if held.spec.dp_replicate > 1:
         ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
+
+
+def _gathered(held: Held, param: Local) -> torch.dtype:
+    """Codes of weights in few bits travel as they are."""
+    precision = held.memory.precision
+    return precision.compute if precision is not None and param.dtype.is_floating_point else param.dtype
 
 
 def _reduced(held: Held, param: Local) -> torch.dtype:

@@ -5,14 +5,15 @@ Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; s = alpha / sqrt(r): Kal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshkit.memory.few_bit_weights import BlockCodes
 from meshkit.plan import Init
 from meshkit.swap import swap_class
 
@@ -22,13 +23,18 @@ A, B = "lora_A", "lora_B"  # PEFT's names, so that its files have those of the m
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """The adapters of a model. targets: names of its adapted linear layers; saved: of the modules that train whole."""
+    """The adapters of a model. targets: names of its adapted linear layers; saved: of the modules that train whole.
+
+    base: how frozen weights are written, None as they were; packed: of the layers whose weights are, name -> in_features.
+    """
 
     rank: int
     alpha: float
     rslora: bool
     targets: tuple[str, ...]
     saved: tuple[str, ...] = ()
+    base: BlockCodes | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def scaling(self) -> float:
@@ -38,25 +44,25 @@ class Lora:
 class AdapterLinear(nn.Linear):
     """A or B. `first_value` is what `init_weights` starts it with."""
 
-    def __init__(self, weight: Tensor, inputs: int, outputs: int, first_value: Init, dtype: torch.dtype | None) -> None:
-        """On the device of `weight`, and in its dtype unless another is given."""
-        super().__init__(inputs, outputs, bias=False, device=weight.device, dtype=dtype or weight.dtype)
+    def __init__(self, weight: Tensor, inputs: int, outputs: int, first_value: Init, dtype: torch.dtype) -> None:
+        """On the device of `weight`."""
+        super().__init__(inputs, outputs, bias=False, device=weight.device, dtype=dtype)
         self.first_value = first_value
 
     def reset_parameters(self) -> None:
         """Leaves values, and torch's generator, as they are: `lora` draws them."""
 
 
-def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype | None) -> None:
+def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
     """Give the layer its A and B, in place; their values are yet to be set."""
     weight, inputs, outputs = linear.weight, linear.in_features, linear.out_features
     # As PEFT: kaiming_uniform with a = sqrt(5), so that with B = 0 the model begins as it was.
     linear.add_module(A, AdapterLinear(weight, inputs, lora.rank, Init("uniform", inputs**-0.5), dtype))
     linear.add_module(B, AdapterLinear(weight, lora.rank, outputs, Init("constant", 0.0), dtype))
-    scaling = lora.scaling
+    scaling, frozen = lora.scaling, type(linear).forward
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        out = nn.Linear.forward(self, input)
+        out = frozen(self, input)
         if A not in self._modules or not self._adapter_on:
             return out
         down, up = self._modules[A], self._modules[B]

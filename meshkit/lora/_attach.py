@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.initialize import fill
 from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, set_lora
+from meshkit.memory.few_bit_weights import BlockCodes, Codes, few_bit_linear
 from meshkit.plan import Plan, Style, match_names, match_table, per_head
 from meshkit.whole import copies_of
 
@@ -25,6 +27,8 @@ def lora(
     rslora: bool = False,
     modules_to_save: Iterable[str] = (),
     dtype: torch.dtype | None = None,
+    base: Codes | None = None,
+    base_block: int = 64,
     seed: int = 0,
 ) -> Plan:
     """Freeze the model and give linear layers adapters, in place; returns the plan that splits those too.
@@ -32,13 +36,17 @@ def lora(
     For a plain model, also on meta, before `parallelize` (which gets the plan returned).
     targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is times
     alpha / rank, with rslora alpha / sqrt(rank). modules_to_save: patterns of modules that train whole, a new head for one.
-    dtype: of the adapters, None: that of the weight. seed: values depend on it, the name and the index, on every mesh alike;
+    dtype: of the adapters, None: that the weight had. base: "nf4" (4.5 bits) or "int8" (8.5 bits): weights of the blocks'
+    linear layers, targets or not, are held so and decoded for each product (QLoRA); base_block: elements of a row that share
+    a scale, of which a tensor rank's part of a row must be a multiple. Small ones beside them, embeddings, heads, routers and
+    stacked experts stay as they are. seed: values depend on it, the name and the index, on every mesh alike;
     on meta call `init_lora` when there is memory.
     A target `q_proj` keeps `q_proj.weight` and gains `q_proj.lora_A.weight` [rank, in], `q_proj.lora_B.weight` [out, rank].
     On the tensor axis a column() target has A whole and B split as its weight, a row() target A split and B whole; what is
     whole adds one all-reduce of its gradient per microbatch, and nothing is added to the activations' traffic.
     Raises: PlanError for a pattern that matches nothing, and for what cannot be a target: experts, embeddings, heads that
     share a vocabulary, tied weights.
+    Source: Hu et al. 2021; few bits: Dettmers et al. 2023 (QLoRA).
     """
     if lora_of(model) is not None:
         raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
@@ -49,14 +57,26 @@ def lora(
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
     kept = match_names(modules_to_save, modules, what="module")
     _refuse(model, modules, chosen, kept, styles)
-    made = Lora(rank=rank, alpha=float(alpha), rslora=rslora, targets=tuple(chosen), saved=tuple(kept))
+    codes = None if base is None else BlockCodes(codes=base, block=base_block)
+    packed = {} if codes is None else _frozen(_blocks_linears(plan, modules, styles), model, modules, kept)
+    made = Lora(
+        rank=rank,
+        alpha=float(alpha),
+        rslora=rslora,
+        targets=tuple(chosen),
+        saved=tuple(kept),
+        base=codes,
+        packed={name: linear.in_features for name, linear in packed.items()},
+    )
+    dtypes = {name: dtype or modules[name].weight.dtype for name in chosen}
     model.requires_grad_(False)
     for name in kept:
         modules[name].requires_grad_(True)
+    for linear in packed.values():
+        assert codes is not None
+        few_bit_linear(linear, codes)
     for name in chosen:
-        linear = modules[name]
-        assert isinstance(linear, nn.Linear)
-        adapt(linear, made, dtype)
+        adapt(modules[name], made, dtypes[name])
     set_lora(model, made)
     if not any(modules[name].weight.is_meta for name in chosen):
         init_lora(model, seed=seed)
@@ -95,6 +115,20 @@ def _blocks_linears(plan: Plan, modules: Mapping[str, nn.Module], styles: Mappin
     ]
     if not found:
         raise PlanError("lora: the plan's blocks hold no linear layer. Name some as targets=(...).")
+    return found
+
+
+def _frozen(
+    names: Iterable[str], model: nn.Module, modules: Mapping[str, nn.Module], kept: Iterable[str]
+) -> dict[str, nn.Linear]:
+    """Those of the layers that nothing trains, and whose weight nothing else uses."""
+    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Linear] = {}
+    for name in names:
+        linear = modules[name]
+        assert isinstance(linear, nn.Linear)
+        if uses[id(linear.weight)] == 1 and not any(f"{name}.".startswith(f"{module}.") for module in kept):
+            found[name] = linear
     return found
 
 

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshkit.errors import PlanError
 from meshkit.lora._adapter import A, B, adapted, is_adapter, lora_of, set_lora
+from meshkit.memory.few_bit_weights import codes_of, decode_linear
 from meshkit.parallel.data import after_inference
 from meshkit.sharding import full_tensor, local_slices, local_tensor
 from meshkit.whole import set_whole, whole_of
@@ -20,11 +23,15 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
     The product is made in fp32 at least and rounded once to the weight's dtype. Names of parameters are then those before
     `lora`; they stay frozen, and an optimizer of the adapters is of no more use: merge to save or to infer.
-    Wire: an all-gather of each A and B. Raises: PlanError for a model without adapters.
+    A base in few bits becomes weights of the adapters' dtype, the values of its codes with the product added; that only
+    before `parallelize`, since shards of bytes cannot become those of numbers.
+    Wire: an all-gather of each A and B. Raises: PlanError for a model without adapters, and for a base in few bits on a mesh.
     """
     lora = lora_of(model)
     if lora is None:
         raise PlanError("merge_lora: the model has no adapters.")
+    if lora.base is not None:
+        _decode_base(model)
     after_inference(model)  # what is still gathered would not be seen to change
     for _, layer in adapted(model):
         up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
@@ -37,6 +44,20 @@ def merge_lora(model: nn.Module) -> nn.Module:
         set_whole(model, replace(whole, tensors=tensors, owners=owners))
     set_lora(model, None)
     return model
+
+
+def _decode_base(model: nn.Module) -> None:
+    layers = [child for child in model.modules() if codes_of(child) is not None]
+    sharded = any(isinstance(child, FSDPModule) for child in model.modules())
+    if sharded or whole_of(model) is not None or any(isinstance(layer.weight, DTensor) for layer in layers):
+        raise PlanError(
+            "merge_lora: the base is in few bits, and its shards cannot become those of whole numbers of a dtype. Write the "
+            "adapters by mk.models.save_lora, and merge them in a plain model that reads them by mk.models.load_lora."
+        )
+    dtype = next(layer._modules[A].weight.dtype for _, layer in adapted(model))
+    for layer in layers:
+        assert isinstance(layer, nn.Linear)
+        decode_linear(layer, dtype)
 
 
 def _add_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> None:

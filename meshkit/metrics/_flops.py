@@ -151,8 +151,8 @@ class ModelFlops:
 
         A weight that two Linears share counts twice, for it is multiplied twice. `note` names what is not counted.
         """
-        linears = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
-        known = {id(weight) for weight in linears}
+        linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+        known = {id(part.weight) for part in linears}
         known |= {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
         others = [name for name, weight in module.named_parameters() if weight.ndim > 1 and id(weight) not in known]
         notes = []
@@ -162,7 +162,7 @@ class ModelFlops:
         if not layers * q_heads * head_dim:
             notes.append("attention is not counted: give layers, q_heads and head_dim")
         return ModelFlops(
-            matmul_params=sum(weight.numel() for weight in linears),
+            matmul_params=sum(part.in_features * part.out_features for part in linears),
             layers=layers,
             q_heads=q_heads,
             head_dim=head_dim,

@@ -85,7 +85,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
                 first = loaded.setdefault(pieces[key].identity, key)
                 part = reader.get_slice(key)[region]
                 if first == key:
-                    local.copy_(part)
+                    pieces[key].write(local, part)
                 elif not torch.equal(local, part.to(local)):
                     raise CheckpointError(
                         f"{file}: {key!r} and {first!r} differ, but are one tied parameter in the model. Build it with "
@@ -149,7 +149,12 @@ def _refuse_other_shape(file: Path, key: str, found: Any, piece: Piece) -> None:
             f"{file}: {key!r} has the shape {tuple(found.get_shape())}, but the model's has {piece.shape}. "
             f"Build the model from this folder's {CONFIG_FILE}."
         )
-    if tensor.is_floating_point() and found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+    if (tensor.is_floating_point() or piece.packed is not None) and found.get_dtype() not in (
+        "F64",
+        "F32",
+        "F16",
+        "BF16",
+    ):
         raise CheckpointError(
             f"{file}: {key!r} has the dtype {found.get_dtype()}, which cannot be converted to {tensor.dtype}. "
             "Quantised files are not supported."

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.lora import is_adapter, lora_of
+from meshkit.memory.few_bit_weights import BlockCodes
 from meshkit.models.deepseek import DeepseekV3
 from meshkit.models.moe import MixtralConfig
 from meshkit.models.reward import RewardModel
@@ -24,13 +25,19 @@ OF_TRAINING = (".last_counts", ".e_score_correction_bias")
 
 
 class Piece(NamedTuple):
-    """What one tensor of a file holds: a whole tensor of the model, or one expert of a stacked one."""
+    """What one tensor of a file holds: a whole tensor of the model, or one expert of a stacked one.
+
+    packed: how the model writes it in few bits, and how many numbers a row of it is.
+    """
 
     tensor: Tensor
     expert: int | None = None
+    packed: tuple[BlockCodes, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.packed is not None:
+            return (*self.tensor.shape[:-1], self.packed[1])
         return tuple(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
 
     @property
@@ -55,7 +62,15 @@ class Piece(NamedTuple):
             if not held.start <= self.expert < held.stop:
                 return None
             region, local = region[1:], local[self.expert - held.start]
+        if self.packed is not None:
+            codes, columns = self.packed
+            ends = (min(codes.columns(end), columns) for end in (region[-1].start, region[-1].stop))
+            region = (*region[:-1], slice(*ends))
         return (region, local) if local.numel() else None
+
+    def write(self, local: Tensor, part: Tensor) -> None:
+        """The file's numbers of the region of `held` into where it is."""
+        local.copy_(part if self.packed is None else self.packed[0].encode(part.to(local.device)))
 
 
 def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
@@ -64,9 +79,16 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
     Without adapters, which have files of their own: see `adapter_pieces`.
     """
     own = whole_state(model)
-    if lora_of(model) is not None:
-        own = {name: tensor for name, tensor in own.items() if not is_adapter(name)}
-    return _pieces(model, own, verb)
+    lora = lora_of(model)
+    if lora is None:
+        return _pieces(model, own, verb)
+    codes = lora.base
+    packed = {id(own[f"{name}.weight"]): columns for name, columns in lora.packed.items()}
+    pieces = _pieces(model, {name: tensor for name, tensor in own.items() if not is_adapter(name)}, verb)
+    return {
+        key: piece._replace(packed=(codes, packed[id(piece.tensor)])) if codes and id(piece.tensor) in packed else piece
+        for key, piece in pieces.items()
+    }
 
 
 def adapter_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:

@@ -108,6 +108,8 @@ def fully_shard(
     stage = Zero(zero)
     if mesh.size() == 1 and precision is None and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
+    if not all(param.is_floating_point() for param in module.parameters()):
+        _torch.send_bytes_as_they_are()
     policy = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
         policy = MixedPrecisionPolicy(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
+from meshkit.memory.few_bit_weights import codes_of
 from meshkit.memory.linear_logits import LinearLogits, as_logits
 from meshkit.memory.regather import Region, mark, refuse_without_sequence
 from meshkit.parallel.tensor_layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
@@ -182,7 +183,12 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
     if not held or layout.styles[name].kind == "experts":
         return
     kind = layout.styles[name].kind
-    views = {key: _view(key, layout.params[f"{name}.{key}" if name else key], mesh) for key in held}
+    layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in held}
+    if isinstance(module, nn.Linear):
+        module.own_columns = _own_columns(module, layouts["weight"], mesh)  # type: ignore[assignment]
+        if codes_of(module) is not None and layouts["weight"].dim == 1:
+            layouts["weight"] = replace(layouts["weight"], indices=None)  # the layer picks them after it has decoded
+    views = {key: _view(key, each, mesh) for key, each in layouts.items()}
     if kind == "row" and "bias" in views:
         # Added after the sum: the forward's own addition would count it once per rank.
         bias = views.pop("bias")
@@ -192,6 +198,16 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
     if kind == "vocab" and isinstance(module, nn.Embedding):
         forward = _vocab_embedding_forward(module, mesh)
     compute_with(module, views, forward)
+
+
+def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:
+    """Of which features of the whole layer's input this rank's input is; None for all."""
+    if layout.indices is not None and layout.dim == 1:
+        return torch.tensor(layout.indices[mesh.get_local_rank()])
+    if isinstance(layout.placement, Shard) and layout.placement.dim == 1:
+        part = chunk(linear.in_features, mesh.size(), mesh.get_local_rank())
+        return torch.arange(part.start, part.stop)
+    return None
 
 
 def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None) -> None:

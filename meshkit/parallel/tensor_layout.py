@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from meshkit.errors import PlanError
+from meshkit.memory.few_bit_weights import codes_of
 from meshkit.plan import Style, match_table
 from meshkit.sharding import chunk, even_part
 
@@ -105,6 +106,8 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
         style = layout.styles.get(name, Style("enter"))
         if style.kind == "column" and not style.inner and name not in layout.shared_entry:
             layout.calls.append(Call(module=name, kind="enter", width=_linear(name, child, "column").in_features))
+    for name, child in modules.items():
+        _refuse_split_blocks(layout, name, child)
     _check_tied(module, layout)
     return layout
 
@@ -166,6 +169,20 @@ def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, sty
         raise PlanError(
             f"plan: {name!r} has {features} features in groups of {style.group}, and tp={layout.size} does not divide the "
             f"{groups} groups. Choose a tp that divides {groups}."
+        )
+
+
+def _refuse_split_blocks(layout: TensorLayout, name: str, module: nn.Module) -> None:
+    """Rows in few bits are split between blocks, or a rank would hold codes without their scale."""
+    codes = codes_of(module)
+    if codes is None or not isinstance(module, nn.Linear):
+        return
+    placement = layout.params[_join(name, "weight")].placement
+    if isinstance(placement, Shard) and placement.dim == 1 and module.in_features % (codes.block * layout.size):
+        raise PlanError(
+            f"plan: the rows of {name!r}, {module.in_features} features in few bits, are split over tp={layout.size}, but "
+            f"not into whole blocks of {codes.block}. Give mk.lora a base_block that divides "
+            f"{module.in_features / layout.size:g}, or use another tp."
         )
 
 

@@ -14,8 +14,10 @@ from torch.func import functional_call
 
 import meshkit as mk
 from meshkit.errors import CheckpointError, PlanError
+from meshkit.memory.few_bit_weights import codes_of
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
+from tests.depth import deep
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of
 from tests.world import pool
 
@@ -31,6 +33,8 @@ class Adapted:
     targets: tuple[str, ...] | None = None
     modules_to_save: tuple[str, ...] = ()
     rslora: bool = False
+    base: Any = None
+    block: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
 
     def attach(self, model: nn.Module, plan: mk.Plan) -> mk.Plan:
@@ -42,6 +46,8 @@ class Adapted:
             targets=self.targets,
             rslora=self.rslora,
             modules_to_save=self.modules_to_save,
+            base=self.base,
+            base_block=self.block,
             seed=4,
         )
         with torch.no_grad():  # away from 0, or A's gradients would be 0
@@ -55,12 +61,22 @@ class Adapted:
         return ALPHA / (RANK**0.5 if self.rslora else RANK)
 
 
+def decoded(model: nn.Module) -> dict[str, Tensor]:
+    """What the codes of a model's frozen layers stand for."""
+    found = {name: (child, codes_of(child)) for name, child in model.named_modules() if codes_of(child) is not None}
+    return {
+        name: codes.decode(child.weight.detach(), child.in_features, torch.float64)
+        for name, (child, codes) in found.items()
+    }
+
+
 def reference(case: Adapted) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, norms, first gradients and final values: the plain model on the weights W + s B A, by autograd."""
     model, marked = build(case.cell), build(case.cell)
     case.attach(marked, plan_of(case.cell))
     trained = {name: p.detach().clone().requires_grad_() for name, p in marked.named_parameters() if p.requires_grad}
     frozen = {name: p.detach() for name, p in model.named_parameters() if name not in trained}
+    frozen |= {f"{name}.weight": weight for name, weight in decoded(marked).items()}
     decayed, plain = ([p for p in trained.values() if (p.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, betas=(0.9, 0.95))
@@ -87,8 +103,9 @@ def train(case: Adapted) -> dict[str, float]:
     """On every rank: three steps on the mesh; largest differences from one device, and of the merged model's logits."""
     cell = case.cell
     model = build(cell)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plain = {name for name, _ in model.named_parameters()}
     plan = case.attach(model, plan_of(cell))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if name in plain}
     mesh = mesh_for(cell.mesh)
     run = mk.parallelize(
         model,
@@ -131,6 +148,10 @@ def train(case: Adapted) -> dict[str, float]:
     with mk.lora_disabled(run.model):
         off, _ = run.evaluate(held_out)
     assert abs(float(off - adapted)) > 1e-3
+    if case.base is not None and mesh.spec.world_size > 1:
+        with pytest.raises(PlanError, match="the base is in few bits, and its shards cannot"):
+            mk.merge_lora(run.model)
+        return worst
     mk.merge_lora(run.model)
     assert {copies.get(name, name) for name, _ in run.named_parameters()} <= set(before)
     merged, _ = run.evaluate(held_out)
@@ -176,6 +197,29 @@ CASES = {
     ),
     "compiled": (2, Adapted(cell=Cell(mesh="tp=2", sequence=True, compile="aot_eager", qwen=True))),
     "experts": (2, Adapted(cell=Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=16)))),
+    "nf4": (1, Adapted(cell=Cell(mesh="", microbatches=2, qwen=True), base="nf4", block=64)),
+    "nf4_dp_shard": (4, Adapted(cell=Cell(mesh="dp_shard=4", microbatches=2, hidden_mlp=45), base="nf4", block=8)),
+    "nf4_tp": (4, Adapted(cell=Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="selective"), base="nf4")),
+    "int8_tp_uneven_heads": (
+        4,
+        Adapted(cell=Cell(mesh="tp=4", heads=(9, 3), qwen=True), targets=ATTENTION, base="int8"),
+    ),
+    "nf4_regather": (
+        2,
+        Adapted(cell=Cell(mesh="tp=2", sequence=True, memory=mk.MemoryPolicy(regather=True)), base="nf4"),
+    ),
+    "int8_pp": (2, Adapted(cell=Cell(mesh="pp=2", microbatches=2, schedule="zbv", layers=4), base="int8")),
+    "nf4_saved": (
+        2,
+        Adapted(
+            cell=Cell(mesh="dp_shard=2", recompute="full"),
+            targets=("layers.*.self_attn.q_proj",),
+            modules_to_save=("lm_head", "layers.1.mlp"),
+            base="nf4",
+        ),
+    ),
+    "nf4_compiled": (2, Adapted(cell=Cell(mesh="tp=2", sequence=True, compile="aot_eager"), base="nf4")),
+    "int8_experts": (2, Adapted(cell=Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=16)), base="int8")),
 }
 
 
@@ -186,7 +230,7 @@ def train_quietly(case: Adapted) -> dict[str, float]:
         return train(case)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=deep if name == "nf4_compiled" else ()) for name in CASES])
 def test_training_equals_one_device_and_merging_keeps_the_loss(name: str) -> None:
     ranks, case = CASES[name]
     for worst in pool(ranks).run(train_quietly, case):
