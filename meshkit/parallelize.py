@@ -74,6 +74,7 @@ def parallelize(
     units = match_names(plan.units, names, what="module")
     mlps = match_names(plan.mlps, names, what="module")
     _refuse_meta_buffers(model)
+    _refuse_dropout(model, memory, compiled=bool(compile))
     named = dict(model.named_parameters())
     refuse_rounding(named, named.values(), memory.optimizer.stochastic_rounding)
     _move(model, mesh)
@@ -225,6 +226,17 @@ def _keep_less(
     if memory.offload is not None and not (isinstance(memory.recompute, Budget) and stay == blocks):
         # Those that stay have a place in the order, by which the others are fetched ahead.
         offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=device)
+
+
+def _refuse_dropout(model: nn.Module, memory: MemoryPolicy, *, compiled: bool) -> None:
+    """Masks are of whole microbatches, looked up outside of the graph."""
+    adapters = lora_of(model)
+    if adapters is not None and adapters.dropout and (memory.tiles > 1 or compiled):
+        asked = "compile" if compiled else f"tiles={memory.tiles}"
+        raise PlanError(
+            f"{asked} with lora(dropout={adapters.dropout}): a layer would not know which tokens of the microbatch it sees. "
+            f"Leave {asked.partition('=')[0]} away, or use dropout=0."
+        )
 
 
 def _refuse_fp8(memory: MemoryPolicy, mesh: Mesh, model: nn.Module) -> None:

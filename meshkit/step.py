@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshkit.auxiliary import Collected, collect
 from meshkit.errors import DataError, StepError
+from meshkit.lora import dropout_keys, lora_of
 from meshkit.mask import Mask
 from meshkit.memory.budget import Choice
 from meshkit.memory.gradient import gradient_of
@@ -26,6 +27,7 @@ from meshkit.parallel.data import after_inference, before_microbatch
 from meshkit.parallel.expert import ExpertPolicy, note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
 from meshkit.plan import Plan
+from meshkit.token_keys import KEYS, using_keys
 from meshkit.whole import copies_of
 
 Batch = dict[str, Tensor]
@@ -103,6 +105,7 @@ class Run:
         loss: Loss = next_token_loss,
         count: Count = count_labels,
         mask: Mask | Sequence[Mask] | None = None,
+        step: int | None = None,
     ) -> Tensor:
         """Gradients of the mean loss over the valid tokens of the whole step; returns that mean, same on every rank.
 
@@ -113,11 +116,15 @@ class Run:
         depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
         With cp > 1 the loss gets what `split_batch` makes of its rows. mask: who sees whom, one for all rows or one for each;
         default: what the model makes of position_ids.
+        step: its number, which dropout on adapters draws masks of; nothing else needs it.
         Auxiliary losses of routers are added to the gradients, and not to the result: they are in `auxiliary`.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         and what the blocks send.
         """
         tokens = self._count(batch, count).clamp(min=1)
+        adapters = lora_of(self.model)
+        if adapters is not None and adapters.dropout:
+            batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         noted: list[tuple[Collected, float]] = []
         if self.pipeline is not None:
@@ -126,9 +133,10 @@ class Run:
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
-                with collect() as found:
-                    part_loss = loss(self.model, part)
-                ((part_loss + found.total()) * weight / tokens).backward()
+                with using_keys(part.get(KEYS)):
+                    with collect() as found:
+                        part_loss = loss(self.model, part)
+                    ((part_loss + found.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 noted.append((found, weight))
         if self.offload is not None:

@@ -178,7 +178,7 @@ def tracked_step(
 ) -> None:
     """One optimizer step, and where in it we are."""
     tracker.start(FORWARD_BACKWARD)
-    run.forward_backward(batch, microbatches=microbatches, loss=loss)
+    run.forward_backward(batch, microbatches=microbatches, loss=loss, step=0)
     tracker.start(CLIP)
     clip_grad_norm(run, 1.0)
     tracker.start(OPTIMIZER)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshkit.counter import stream_of
+from meshkit.lora._dropout import drop
 from meshkit.memory.few_bit_weights import BlockCodes
 from meshkit.plan import Init
 from meshkit.swap import swap_class
@@ -25,6 +27,7 @@ A, B = "lora_A", "lora_B"  # PEFT's names, so that its files have those of the m
 class Lora:
     """The adapters of a model. targets: names of its adapted linear layers; saved: of the modules that train whole.
 
+    dropout: probability that a feature of an adapter's input is zeroed in training; seed: of its masks.
     base: how frozen weights are written, None as they were; packed: of the layers whose weights are, name -> in_features.
     """
 
@@ -33,6 +36,8 @@ class Lora:
     rslora: bool
     targets: tuple[str, ...]
     saved: tuple[str, ...] = ()
+    dropout: float = 0.0
+    seed: int = 0
     base: BlockCodes | None = None
     packed: Mapping[str, int] = field(default_factory=dict)
 
@@ -53,13 +58,13 @@ class AdapterLinear(nn.Linear):
         """Leaves values, and torch's generator, as they are: `lora` draws them."""
 
 
-def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
+def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> None:
     """Give the layer its A and B, in place; their values are yet to be set."""
     weight, inputs, outputs = linear.weight, linear.in_features, linear.out_features
     # As PEFT: kaiming_uniform with a = sqrt(5), so that with B = 0 the model begins as it was.
     linear.add_module(A, AdapterLinear(weight, inputs, lora.rank, Init("uniform", inputs**-0.5), dtype))
     linear.add_module(B, AdapterLinear(weight, lora.rank, outputs, Init("constant", 0.0), dtype))
-    scaling, frozen = lora.scaling, type(linear).forward
+    scaling, frozen, dropout = lora.scaling, type(linear).forward, lora.dropout
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         out = frozen(self, input)
@@ -67,9 +72,14 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
             return out
         down, up = self._modules[A], self._modules[B]
         assert isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
-        added: Tensor = up(down(input.to(down.weight.dtype))) * scaling
+        read = input.to(down.weight.dtype)
+        if dropout and self.training:
+            own = down.__dict__.get("own_columns")
+            read = drop(read, probability=dropout, stream=self.__dict__["_lora_stream"], own_columns=own)
+        added: Tensor = up(down(read)) * scaling
         return out + added.to(out.dtype)
 
+    linear.__dict__["_lora_stream"] = stream_of(name)
     swap_class(linear, forward=forward, _adapter_on=True)
 
 

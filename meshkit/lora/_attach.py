@@ -25,6 +25,7 @@ def lora(
     alpha: float = 32.0,
     targets: Iterable[str] | None = None,
     rslora: bool = False,
+    dropout: float = 0.0,
     modules_to_save: Iterable[str] = (),
     dtype: torch.dtype | None = None,
     base: Codes | None = None,
@@ -35,12 +36,13 @@ def lora(
 
     For a plain model, also on meta, before `parallelize` (which gets the plan returned).
     targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is times
-    alpha / rank, with rslora alpha / sqrt(rank). modules_to_save: patterns of modules that train whole, a new head for one.
-    dtype: of the adapters, None: that the weight had. base: "nf4" (4.5 bits) or "int8" (8.5 bits): weights of the blocks'
-    linear layers, targets or not, are held so and decoded for each product (QLoRA); base_block: elements of a row that share
-    a scale, of which a tensor rank's part of a row must be a multiple. Small ones beside them, embeddings, heads, routers and
-    stacked experts stay as they are. seed: values depend on it, the name and the index, on every mesh alike;
-    on meta call `init_lora` when there is memory.
+    alpha / rank, with rslora alpha / sqrt(rank). dropout: of the adapters' inputs in training, by masks that depend on seed,
+    step, the text up to the token, layer and feature, on every mesh alike; `forward_backward` then needs step.
+    modules_to_save: patterns of modules that train whole, a new head for one. dtype: of the adapters, None: that the weight
+    had. base: "nf4" (4.5 bits) or "int8" (8.5 bits): weights of the blocks' linear layers, targets or not, are held so and
+    decoded for each product (QLoRA); embeddings, heads, norms, routers and stacked experts stay as they are. base_block:
+    elements of a row that share a scale; a tensor rank's part of a row is a multiple. seed: values depend on it, the name and
+    the index, on every mesh alike; on meta call `init_lora` when there is memory.
     A target `q_proj` keeps `q_proj.weight` and gains `q_proj.lora_A.weight` [rank, in], `q_proj.lora_B.weight` [out, rank].
     On the tensor axis a column() target has A whole and B split as its weight, a row() target A split and B whole; what is
     whole adds one all-reduce of its gradient per microbatch, and nothing is added to the activations' traffic.
@@ -52,6 +54,8 @@ def lora(
         raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
     if rank < 1 or isinstance(rank, bool) or not alpha > 0:
         raise PlanError(f"lora: rank={rank} alpha={alpha}: rank is a whole number of at least 1, and alpha above 0.")
+    if not 0 <= dropout < 1:
+        raise PlanError(f"lora: dropout={dropout} is the share of features that are zeroed: at least 0 and below 1.")
     modules = dict(model.named_modules())
     styles = match_table(plan.tensor, modules, what="module")
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
@@ -65,6 +69,8 @@ def lora(
         rslora=rslora,
         targets=tuple(chosen),
         saved=tuple(kept),
+        dropout=dropout,
+        seed=seed,
         base=codes,
         packed={name: linear.in_features for name, linear in packed.items()},
     )
@@ -76,7 +82,7 @@ def lora(
         assert codes is not None
         few_bit_linear(linear, codes)
     for name in chosen:
-        adapt(modules[name], made, dtypes[name])
+        adapt(modules[name], made, dtypes[name], name=name)
     set_lora(model, made)
     if not any(modules[name].weight.is_meta for name in chosen):
         init_lora(model, seed=seed)

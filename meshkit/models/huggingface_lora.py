@@ -92,7 +92,7 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rslora,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": _short(targets, others),
         "modules_to_save": list(saved) or None,
         "bias": "none",

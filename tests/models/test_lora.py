@@ -425,10 +425,11 @@ def test_fp32_adapters_on_a_bf16_model_learn() -> None:
         assert last < first - 0.2
 
 
-def observe_step(cell: Cell) -> tuple[Any, Any]:
+def observe_step(case: Adapted) -> tuple[Any, Any]:
+    cell = case.cell
     model = build(cell)
-    plan = Adapted(cell=cell).attach(model, plan_of(cell))
-    run = mk.parallelize(model, mesh_for(cell.mesh), plan=plan)
+    plan = case.attach(model, plan_of(cell))
+    run = mk.parallelize(model, mesh_for(cell.mesh), plan=plan, memory=memory_of(cell))
     local = own_rows(batches(cell)[0], run.mesh)
     with mk.observe(run.mesh) as seen:
         run.forward_backward(local, microbatches=cell.microbatches)
@@ -439,7 +440,14 @@ def observe_step(cell: Cell) -> tuple[Any, Any]:
     return seen, mk.explain(run.whole, run.mesh.spec, **run.choices, **shape, coordinate=place).messages
 
 
-@pytest.mark.parametrize("cell", [Cell(mesh="dp_shard=2"), Cell(mesh="pp=2", microbatches=2)], ids=["dp_shard", "pp"])
-def test_explain_knows_that_only_adapters_have_gradients(cell: Cell) -> None:
-    for seen, said in pool(2).run(observe_step, cell):
+OBSERVED = {
+    "dp_shard": Adapted(cell=Cell(mesh="dp_shard=2")),
+    "pp": Adapted(cell=Cell(mesh="pp=2", microbatches=2)),
+    "few_bits": Adapted(cell=Cell(mesh="dp_shard=2", dtype="float32", bf16=True), base="nf4", block=16),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_explain_knows_that_only_adapters_have_gradients_and_codes_travel_as_bytes(name: str) -> None:
+    for seen, said in pool(2).run(observe_step, OBSERVED[name]):
         assert seen == said

@@ -19,6 +19,7 @@ from meshkit.parallel.pipeline._split_backward import Later, put_off
 from meshkit.parallel.pipeline._stages import StagedModel
 from meshkit.parallel.pipeline._table import Schedule, Task
 from meshkit.parallel.pipeline._transfer import Mail
+from meshkit.token_keys import KEYS, using_keys
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -103,7 +104,8 @@ def execute(
     def run(task: Task) -> None:
         need = need_of(task, schedule.stages)
         received = mail.receive(need) if need is not None else None
-        with recording.measure(task) if recording is not None else nullcontext():
+        measured = recording.measure(task) if recording is not None else nullcontext()
+        with measured, using_keys(parts[task.microbatch][0].get(KEYS)):
             if task.op == "F":
                 run_forward(task, received)
             elif task.op in ("B", "I"):
