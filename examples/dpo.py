@@ -54,13 +54,12 @@ from meshkit.errors import PlanError
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress
 from meshkit.models import (
-    LLAMA_PLAN,
     LlamaConfig,
     build_model,
     config_from_pretrained,
     load_pretrained,
     meta_parameters,
-    moe_plan,
+    model_plan,
     save_pretrained,
 )
 from meshkit.parallel.pipeline import read_csv
@@ -120,6 +119,10 @@ class Config:
     lora_rank: int | None = None
     """train adapters of this rank only, and write them as a folder of PEFT's"""
     lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    """of the adapters' inputs"""
+    lora_base: Literal["nf4", "int8"] | None = None
+    """hold the frozen weights in so few bits (QLoRA)"""
 
     seq_len: int = 1024
     """tokens of a row; a pair lies in one row"""
@@ -164,9 +167,10 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         shape = config_from_pretrained(config.pretrained)
     with meta_parameters():
         model = build_model(shape)
-    plan = LLAMA_PLAN if type(shape) is LlamaConfig else moe_plan(shape)
+    plan = model_plan(shape)
     if config.lora_rank is not None:
-        plan = mk.lora(model, plan, rank=config.lora_rank, alpha=config.lora_alpha)
+        few = {"dropout": config.lora_dropout, "base": config.lora_base}
+        plan = mk.lora(model, plan, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, **few)
     return mk.parallelize(
         model,
         mesh,
@@ -304,7 +308,9 @@ def main() -> None:
         for step in range(start + 1, config.steps + 1):
             batch = next(loader)
             objective = preferring(batch, tally)
-            loss = run.forward_backward(batch, loss=objective, count=count_pairs, microbatches=config.microbatches)
+            loss = run.forward_backward(
+                batch, loss=objective, count=count_pairs, microbatches=config.microbatches, step=step
+            )
             norm = mk.clip_grad_norm(run, config.clip)
             lr = scheduler.get_last_lr()[0]
             if guard.allows(run, norm, step=step):
@@ -350,6 +356,8 @@ def refuse(config: Config, losses: tuple[PreferenceLoss, ...]) -> None:
         raise PlanError(
             f"--loss {needing[0]} compares with a reference, but --reference is none. Use live, stored or moving."
         )
+    if config.lora_rank is None and (config.lora_base or config.lora_dropout):
+        raise PlanError("lora_base and lora_dropout are of adapters, and there are none without lora_rank.")
     if config.reference == "moving" and config.lora_rank is not None:
         raise PlanError(
             "--reference moving needs two whole models, but --lora-rank trains adapters. Use live or stored."

@@ -57,13 +57,11 @@ from meshkit.errors import PlanError, StepError
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress, show_samples
 from meshkit.models import (
-    LLAMA_PLAN,
-    LlamaConfig,
     build_model,
     config_from_pretrained,
     load_pretrained,
     meta_parameters,
-    moe_plan,
+    model_plan,
 )
 from meshkit.schedule_lr import lr_schedule
 
@@ -143,7 +141,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
     return mk.parallelize(
         model,
         mesh,
-        plan=LLAMA_PLAN if type(shape) is LlamaConfig else moe_plan(shape),
+        plan=model_plan(shape),
         memory=mk.MemoryPolicy(recompute=config.recompute, precision=precision),
         zero=config.zero,
         sequence=config.sequence,

@@ -73,14 +73,12 @@ from meshkit.errors import PlanError
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress, show_samples
 from meshkit.models import (
-    LLAMA_PLAN,
-    LlamaConfig,
     RewardModel,
     build_model,
     config_from_pretrained,
     load_pretrained,
     meta_parameters,
-    moe_plan,
+    model_plan,
     reward_plan,
 )
 from meshkit.schedule_lr import lr_schedule
@@ -160,7 +158,7 @@ def in_parts(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False)
     """A model in parts, without values; with `scores` one that gives a number for each token."""
     with meta_parameters():
         model = RewardModel(shape) if scores else build_model(shape)
-    plan = reward_plan(shape) if scores else LLAMA_PLAN if type(shape) is LlamaConfig else moe_plan(shape)
+    plan = reward_plan(shape) if scores else model_plan(shape)
     precision = mk.Precision() if config.precision == "bf16" else None
     memory = mk.MemoryPolicy(recompute=config.recompute, precision=precision)
     return mk.parallelize(model, mesh, plan=plan, memory=memory, schedule=config.schedule)

@@ -59,7 +59,6 @@ from meshkit.metrics import Logger, Meter, ModelFlops, Progress, peak_flops_per_
 from meshkit.models import (
     LLAMA3_8B,
     LLAMA32_1B,
-    LLAMA_PLAN,
     QWEN3_30B_A3B,
     LlamaConfig,
     Qwen3MoeConfig,
@@ -67,7 +66,7 @@ from meshkit.models import (
     config_from_pretrained,
     load_pretrained,
     meta_parameters,
-    moe_plan,
+    model_plan,
 )
 from meshkit.schedule_lr import lr_schedule
 from meshkit.step import next_token_loss
@@ -140,6 +139,10 @@ class Config:
     """train adapters of this rank on a frozen model, and write them alone"""
     lora_alpha: float | None = None
     """default: twice the rank"""
+    lora_dropout: float = 0.0
+    """of the adapters' inputs"""
+    lora_base: Literal["nf4", "int8"] | None = None
+    """hold the frozen weights in so few bits (QLoRA)"""
     seed: int = 0
 
     zero: Literal[1, 2, 3] | None = None
@@ -171,9 +174,10 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         shape = dataclasses.replace(shape, vocab_size=vocab_size or shape.vocab_size)
     with meta_parameters():
         model = build_model(shape)
-    plan = LLAMA_PLAN if type(shape) is LlamaConfig else moe_plan(shape)
+    plan = model_plan(shape)
     if config.lora_rank is not None:
-        plan = mk.lora(model, plan, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+        few = {"dropout": config.lora_dropout, "base": config.lora_base, "seed": config.seed}
+        plan = mk.lora(model, plan, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, **few)
     return mk.parallelize(
         model,
         mesh,
@@ -197,6 +201,8 @@ def main() -> None:
             f"lora_rank={config.lora_rank} without pretrained: adapters change a model that has learnt something, and this "
             "one begins from nothing. Give --pretrained FOLDER, or leave --lora-rank away."
         )
+    if config.lora_rank is None and (config.lora_base or config.lora_dropout):
+        raise PlanError("lora_base and lora_dropout are of adapters, and there are none without lora_rank.")
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)
@@ -233,9 +239,11 @@ def main() -> None:
     run = build(config, mesh, vocab_size=chat.tokenizer.vocab_size)
     shape = run.whole.config
     say(f"      {check_examples(train + held_out, chat.tokenizer, vocab_size=shape.vocab_size, allow=config.allow)}")
-    mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-    if config.pretrained is not None:
+    if config.pretrained is None:
+        mk.init_weights(run.model, seed=config.seed, plan=run.plan)
+    else:
         load_pretrained(run.model, config.pretrained)
+        mk.init_lora(run.model, seed=config.seed)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
@@ -277,7 +285,7 @@ def main() -> None:
         for step in range(start + 1, config.steps + 1):
             batch = next(loader)
             objective = next_token_loss if config.objective == "nll" else dft_loss
-            loss = run.forward_backward(batch, microbatches=config.microbatches, loss=objective)
+            loss = run.forward_backward(batch, microbatches=config.microbatches, loss=objective, step=step)
             norm = mk.clip_grad_norm(run, config.clip)
             lr = scheduler.get_last_lr()[0]
             if guard.allows(run, norm, step=step):

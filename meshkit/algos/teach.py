@@ -62,7 +62,7 @@ def teach(
     )
     start = 0 if checkpoints is None else checkpoints.resume(run, optimizer, scheduler=scheduler, loader=loader)
     for step in range(start + 1, steps + 1):
-        loss = run.forward_backward(next(loader), microbatches=microbatches)
+        loss = run.forward_backward(next(loader), microbatches=microbatches, step=step)
         norm = clip_grad_norm(run, clip)
         optimizer.step()
         optimizer.zero_grad()

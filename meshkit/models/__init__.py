@@ -27,6 +27,7 @@ from meshkit.models.moe import MixtralConfig as MixtralConfig
 from meshkit.models.moe import Qwen3Moe as Qwen3Moe
 from meshkit.models.moe import Qwen3MoeConfig as Qwen3MoeConfig
 from meshkit.models.moe_plan import decoder_plan as decoder_plan
+from meshkit.models.moe_plan import model_plan as model_plan
 from meshkit.models.moe_plan import moe_plan as moe_plan
 from meshkit.models.presets import DEEPSEEK_V3 as DEEPSEEK_V3
 from meshkit.models.presets import LLAMA2_7B as LLAMA2_7B

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshkit.models.deepseek import DeepseekV3Config
+from meshkit.models.llama import LlamaConfig
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.models.moe import MixtralConfig, Qwen3MoeConfig
 from meshkit.plan import Plan, Style, column, enter, experts, per_head, row, sequence, vocab
@@ -17,6 +18,11 @@ def moe_plan(config: MixtralConfig | Qwen3MoeConfig | DeepseekV3Config) -> Plan:
         return _deepseek_plan(config)
     dense = [layer for layer in layers if isinstance(config, Qwen3MoeConfig) and not config.has_experts(layer)]
     return decoder_plan(len(layers), dense=dense)
+
+
+def model_plan(config: LlamaConfig | MixtralConfig | Qwen3MoeConfig | DeepseekV3Config) -> Plan:
+    """The plan of the model that `build_model` makes of the config."""
+    return moe_plan(config) if isinstance(config, MixtralConfig | Qwen3MoeConfig | DeepseekV3Config) else LLAMA_PLAN
 
 
 def decoder_plan(layers: int, *, dense: Iterable[int] = (), shared: bool = False) -> Plan:

@@ -106,7 +106,8 @@ def test_a_moving_reference_goes_on_where_it_was(pairs: tuple[Path, Path], whole
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers
 def test_adapters_train_against_the_model_without_them(pairs: tuple[Path, Path], whole: Path, tmp_path: Path) -> None:
     begin = whole / "sft-model"
-    train(2, *flags(pairs, tmp_path, pretrained=begin, lora_rank=4, mesh="dp_shard=2", lr=1e-2, steps=3))
+    few = {"lora_rank": 4, "lora_base": "int8", "lora_dropout": 0.1}
+    train(2, *flags(pairs, tmp_path, pretrained=begin, mesh="dp_shard=2", lr=1e-2, steps=3, **few))
     losses = read_losses(tmp_path)
     assert losses[1] == pytest.approx(math.log(2)) and losses[3] < losses[1]
     base = LlamaForCausalLM.from_pretrained(begin)
@@ -121,6 +122,7 @@ def test_adapters_train_against_the_model_without_them(pairs: tuple[Path, Path],
     ("change", "match"),
     [
         ({"loss": "hinge", "reference": "none"}, "--loss hinge compares with a reference, but --reference is none"),
+        ({"lora_dropout": 0.1}, "lora_base and lora_dropout are of adapters, and there are none without lora_rank"),
         ({"loss": "aot"}, "--loss aot sorts the pairs of a step"),
         ({"reference": "moving", "lora_rank": 4}, "--reference moving needs two whole models"),
     ],

@@ -136,7 +136,7 @@ def test_adapters_come_out_as_a_folder_of_peft(data: Path, pretrained: Path, tmp
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    changes = {"pretrained": pretrained, "lora_rank": 4, "lr": 1e-2, "steps": 3}
+    changes = {"pretrained": pretrained, "lora_rank": 4, "lora_dropout": 0.1, "lr": 1e-2, "steps": 3}
     run_ranks(2, in_world, flags(data, tmp_path, **changes))
     folder, ids = tmp_path / "adapter-3", torch.arange(40).unsqueeze(0)
     ours = build_model(config_from_pretrained(pretrained))
@@ -159,13 +159,16 @@ def test_adapters_come_out_as_a_folder_of_peft(data: Path, pretrained: Path, tmp
             "lora",
             "PlanError: lora_rank=8 without pretrained: adapters change a model that has learnt something",
         ),
+        ("few bits", "PlanError: lora_base and lora_dropout are of adapters, and there are none without lora_rank"),
         ("roles", "bad.jsonl:2: message 1 is from 'user' after user, where assistant is expected"),
         ("tokenizer", "have ids outside the vocabulary, first"),
     ],
 )
 def test_a_mistake_is_named(data: Path, pretrained: Path, tmp_path: Path, mistake: str, match: str) -> None:
     changes: dict[str, object] = {"lora_rank": 8}
-    if mistake == "roles":
+    if mistake == "few bits":
+        changes = {"pretrained": pretrained, "lora_base": "nf4"}
+    elif mistake == "roles":
         rows = [{"messages": chat(1)}, {"messages": [chat(2)[0], *chat(2)]}]
         changes = {"eval_data": write_rows(tmp_path / "bad.jsonl", rows)}
     elif mistake == "tokenizer":  # one with more ids than the model has
