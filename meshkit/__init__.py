@@ -3,8 +3,10 @@
 from meshkit import models as models
 from meshkit.auto_plan import auto_plan as auto_plan
 from meshkit.auxiliary import AuxiliaryLosses as AuxiliaryLosses
+from meshkit.check import check as check
 from meshkit.checkpoint import Checkpointer as Checkpointer
 from meshkit.checkpoint import SaveOnSignal as SaveOnSignal
+from meshkit.errors import CheckError as CheckError
 from meshkit.errors import CheckpointError as CheckpointError
 from meshkit.errors import DataError as DataError
 from meshkit.errors import MeshError as MeshError

@@ -31,3 +31,7 @@ class OffloadError(MeshkitError):
 
 class RewardError(MeshkitError):
     """Answers that could not be scored where that was not to be let pass, or a sandbox that the system cannot provide."""
+
+
+class CheckError(MeshkitError):
+    """A run that `check` found to compute something other than one device would, or that it could not watch to the end."""

@@ -38,12 +38,12 @@ _OPERATORS = {
 def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
     """Count every collective of this rank inside the context, by axis, kind and size."""
     found: Counter[Message] = Counter()
-    with _Observer(_Axes(mesh), found):
+    with _Observer(Axes(mesh), found):
         yield found
 
 
 class _Observer(TorchDispatchMode):
-    def __init__(self, axes: _Axes, found: Counter[Message]) -> None:
+    def __init__(self, axes: Axes, found: Counter[Message]) -> None:
         super().__init__()
         self.axes, self.found = axes, found
 
@@ -81,7 +81,7 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(part) for part in value)
 
 
-class _Axes:
+class Axes:
     """Which axis a group is of: by the group itself, since two axes may have the same ranks, else by its ranks.
 
     An axis of all ranks is one group in both views, and has the name of the dense one.
@@ -100,6 +100,7 @@ class _Axes:
             meshes[large("ep", "etp")] = mesh.expert_ranks
             meshes |= {(axis,): mesh[axis] for axis in large("edp", "ep", "etp")}
         groups = [("_".join(names), axis.get_group()) for names, axis in meshes.items() if names]
+        self.groups = [group for _, group in groups]
         self._by_name = {group.group_name: name for name, group in reversed(groups)}
         self._by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in reversed(groups)}
 
