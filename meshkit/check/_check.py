@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshkit.auxiliary import collect
-from meshkit.check._compare import compare, different_first_values
+from meshkit.check._beside import different_first_values
+from meshkit.check._compare import compare
 from meshkit.check._finding import Finding, Report
+from meshkit.check._job import Job, cast, default_dtype
 from meshkit.check._one import OneDevice, Step, as_number, model_of
 from meshkit.check._ranks import on_ranks
 from meshkit.check._record import Facts, Recorder, parts_of, strangers_of, tied_names, with_gradients, with_values_after
@@ -24,7 +22,6 @@ from meshkit.errors import CheckError, MeshError, PlanError
 from meshkit.initialize import init_weights
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
-from meshkit.optimizer import adamw
 from meshkit.parallel.context import ContextPolicy
 from meshkit.parallel.expert import ExpertPolicy
 from meshkit.parallel.pipeline import Generator, Schedule
@@ -86,7 +83,7 @@ def check(
         "schedule": schedule,
         "stages": stages,
     }
-    job = _Job(
+    job = Job(
         model, batch, microbatches, loss, count, step, optimizer, reference, sharded or {}, dtype, timeout_s, choices
     )
     job.refuse()
@@ -102,88 +99,13 @@ def check(
     return report
 
 
-@dataclass(frozen=True)
-class _Job:
-    model: Any
-    batch: Batch
-    microbatches: int
-    loss: Loss
-    count: Count
-    given_step: Step | None
-    given_optimizer: Callable[[Any], torch.optim.Optimizer] | None
-    reference: Callable[[], nn.Module] | None
-    sharded: Mapping[str, tuple[str, int]]
-    dtype: torch.dtype
-    timeout_s: float
-    choices: dict[str, Any]
-
-    @property
-    def builds_all(self) -> bool:
-        return not isinstance(self.model, nn.Module) and bool(inspect.signature(self.model).parameters)
-
-    def refuse(self) -> None:
-        given = [name for name, choice in self.choices.items() if choice not in (None, False, "1f1b")]
-        if self.builds_all and given:
-            raise PlanError(
-                f"check: a function of the mesh makes its own choices, but got {', '.join(given)} as well. Leave them out."
-            )
-        if self.given_step is not None and self.microbatches > 1:
-            raise PlanError("check: microbatches are what the default step makes; with step=, make them there.")
-        if not self.batch or len({tensor.shape[0] for tensor in self.batch.values()}) != 1:
-            raise PlanError(
-                "check: batch is a dict of tensors with the same number of rows, the rows of the whole step."
-            )
-
-    def plain(self) -> nn.Module:
-        """The model on no mesh, in `dtype`."""
-        model: nn.Module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
-        return model.to(self.dtype)
-
-    def on_one(self, mesh: Mesh) -> Run | nn.Module:
-        """The model of one device. mesh: of this rank alone."""
-        made: Run | nn.Module
-        with _default_dtype(self.dtype):
-            if self.builds_all and self.reference is None:
-                made = self.model(mesh)
-            else:
-                made = self.plain() if self.reference is None else self.reference().to(self.dtype)
-                if any(param.is_meta for param in made.parameters()) or self.given_step is not None:
-                    made = parallelize(made, mesh, plan=self.choices["plan"])
-        return made
-
-    def step(self, made: Run | nn.Module, rows: Batch) -> Any:
-        if self.given_step is not None:
-            return self.given_step(made, rows)
-        assert isinstance(made, Run)
-        return made.forward_backward(rows, microbatches=self.microbatches, loss=self.loss, count=self.count)
-
-    def step_of_one(self, made: Run | nn.Module, rows: Batch) -> Any:
-        """Written out again, so that it is not the step under test."""
-        if self.given_step is not None:
-            return self.given_step(made, rows)
-        with collect() as found:
-            total = self.loss(model_of(made), rows)
-        tokens = self.count(rows).clamp(min=1)
-        ((total + found.total()) / tokens).backward()
-        return total.detach() / tokens
-
-    def optimizer(self, made: Run | nn.Module) -> torch.optim.Optimizer:
-        return adamw(made, lr=1e-3) if self.given_optimizer is None else self.given_optimizer(made)
-
-    def rows_of(self, data_rank: int, ranks: int) -> slice:
-        total = next(iter(self.batch.values())).shape[0]
-        parts = torch.arange(total).tensor_split(ranks)
-        first = sum(len(part) for part in parts[:data_rank])
-        return slice(first, first + len(parts[data_rank]))
-
-
-def _on_rank(job: _Job, mesh: Mesh) -> Report:
+def _on_rank(job: Job, mesh: Mesh) -> Report:
     if len(mesh.ranks) != dist.get_world_size():
         raise MeshError(
             f"check: the mesh is on {len(mesh.ranks)} of {dist.get_world_size()} ranks. Give a mesh of all of them."
         )
     one_rank = init_mesh(MeshSpec(), ranks=[mesh.ranks[0]], device_type=mesh.device_type)
-    with _default_dtype(job.dtype):
+    with default_dtype(job.dtype):
         if job.builds_all:
             made = job.model(mesh)
         else:
@@ -223,21 +145,21 @@ def _on_rank(job: _Job, mesh: Mesh) -> Report:
     return answer[0]
 
 
-def _step(job: _Job, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None, Report | None]:
+def _step(job: Job, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None, Report | None]:
     """What the step did on this rank, or why it did not end."""
     model = model_of(made)
     optimizer = job.optimizer(made)
     parts = parts_of(model, mesh, job.sharded)
     own = job.rows_of(mesh.data_rank, mesh.data_ranks)
     first = own.start + len(torch.arange(own.stop - own.start).tensor_split(job.microbatches)[0])
-    batch = _cast(job.batch, model)
+    batch = cast(job.batch, model)
     recorder = Recorder(model)
     watch = Watch(mesh, recorder.place, job.timeout_s)
     outcome: Outcome = None
     raised: Exception | None = None
     loss: Any = None
     try:
-        with watch:
+        with torch.compiler.set_stance("force_eager"), watch:  # modules inside of compiled blocks would not be seen
             loss = job.step(made, {name: tensor[own].to(mesh.device) for name, tensor in batch.items()})
             parts = with_gradients(parts, model, optimizer)
             optimizer.step()
@@ -272,14 +194,14 @@ def _step(job: _Job, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None, R
     return facts, None
 
 
-def _compare(job: _Job, mesh: Mesh, one_rank: Mesh, facts: list[Facts], compute: torch.dtype) -> Report:
+def _compare(job: Job, mesh: Mesh, one_rank: Mesh, facts: list[Facts], compute: torch.dtype) -> Report:
     made = job.on_one(one_rank)
     _without_dropout(model_of(made))
     rows = [job.rows_of(rank, mesh.data_ranks) for rank in range(mesh.data_ranks)]
     one = OneDevice(
         made,
         job.step_of_one,
-        _cast(job.batch, model_of(made)),
+        cast(job.batch, model_of(made)),
         rows,
         parts=None if job.given_step is not None else (job.loss, job.count),
     )
@@ -307,18 +229,3 @@ def _without_dropout(model: nn.Module) -> None:
             module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
         ):
             module.p = 0.0
-
-
-def _cast(batch: Batch, model: nn.Module) -> Batch:
-    dtype = next(model.parameters()).dtype
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

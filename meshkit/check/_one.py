@@ -65,7 +65,7 @@ class OneDevice:
         recorder = Recorder(self.model)
         self.model.zero_grad()
         try:
-            with _Alone():
+            with torch.compiler.set_stance("force_eager"), _Alone():
                 loss = self.step(self.made, self._rows(rows))
         finally:
             recorder.remove()

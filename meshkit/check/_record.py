@@ -38,6 +38,11 @@ class Part:
     gradient: Tensor | None = None
     after: Tensor | None = None
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the whole."""
+        return tuple(slice(first, after) for first, after in self.region)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:

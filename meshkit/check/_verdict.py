@@ -126,7 +126,7 @@ def sum_over(table: Table, values: Iterable[tuple[Facts, Tensor]], axes: tuple[s
 
 
 def part_of(part: Part, whole: Tensor) -> Tensor:
-    return whole[tuple(slice(first, after) for first, after in part.region)]
+    return whole[part.slices]
 
 
 def gradient_in(part: Part) -> Tensor:

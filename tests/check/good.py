@@ -70,10 +70,9 @@ def adapted(mesh: mk.Mesh, cell: Cell) -> mk.Run:
     return mk.parallelize(model, mesh, plan=plan)
 
 
-def in_bf16(mesh: mk.Mesh, cell: Cell) -> mk.Run:
-    return mk.parallelize(
-        build(cell).float(), mesh, plan=plan_of(cell), memory=mk.MemoryPolicy(precision=mk.Precision())
-    )
+def in_bf16_compiled(mesh: mk.Mesh, cell: Cell) -> mk.Run:
+    precision = mk.MemoryPolicy(precision=mk.Precision())
+    return mk.parallelize(build(cell).float(), mesh, plan=plan_of(cell), memory=precision, compile="eager")
 
 
 TIED = Cell(mesh="dp_shard=2 tp=2", tied=True, vocab=61)
@@ -122,7 +121,10 @@ GOOD: dict[str, Good] = {
         ),
     ),
     "own_bf16": Good(
-        model=partial(in_bf16, cell=LORA), mesh=LORA.mesh, batch=batches(LORA)[0], choices={"dtype": torch.float32}
+        model=partial(in_bf16_compiled, cell=LORA),
+        mesh=LORA.mesh,
+        batch=batches(LORA)[0],
+        choices={"dtype": torch.float32},
     ),
     "adapters": Good(model=partial(adapted, cell=LORA), mesh=LORA.mesh, batch=batches(LORA)[0]),
 }
