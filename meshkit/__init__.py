@@ -18,6 +18,7 @@ from meshkit.errors import StepError as StepError
 from meshkit.estimate import Estimate as Estimate
 from meshkit.estimate import estimate as estimate
 from meshkit.explain import explain as explain
+from meshkit.finite import NonFiniteGuard as NonFiniteGuard
 from meshkit.initialize import init_weights as init_weights
 from meshkit.lora import init_lora as init_lora
 from meshkit.lora import lora as lora
@@ -72,7 +73,6 @@ from meshkit.plan import replicate as replicate
 from meshkit.plan import row as row
 from meshkit.plan import sequence as sequence
 from meshkit.plan import vocab as vocab
-from meshkit.step import NonFiniteGuard as NonFiniteGuard
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm
 from meshkit.step import grad_norm as grad_norm

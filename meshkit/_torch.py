@@ -3,6 +3,7 @@
 Each line says which versions it was checked against and what would replace it.
 """
 
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -314,6 +315,29 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 def world_store() -> Any:
     """The store that the world was made with. 2.11, 2.15: no public way to it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def world() -> ProcessGroup:
+    """The default process group. 2.11, 2.15: `dist.group.WORLD` is typed as if it could be none."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone, or does not come.
+
+    2.11, 2.15: NCCL and stores have classes for it, gloo raises RuntimeError.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and _LOST.search(str(seen))):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket (closed|timeout)", re.IGNORECASE)
 
 
 def process_group(name: str) -> ProcessGroup:

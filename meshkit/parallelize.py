@@ -31,6 +31,7 @@ from meshkit.parallel.expert import ExpertPolicy, expert_layouts, expert_paralle
 from meshkit.parallel.pipeline import Cut, Generator, Schedule, pipeline_parallel, plan_pipeline, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor_layout import refuse_whole_stream, widest_heads
+from meshkit.place import follow
 from meshkit.plan import Plan, match_names
 from meshkit.sharding import local_tensor
 from meshkit.step import Run
@@ -159,6 +160,7 @@ def parallelize(
     _materialise(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
+    follow(model, [] if compile else blocks)
     return Run(
         model=model,
         whole=whole,

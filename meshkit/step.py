@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.auxiliary import Collected, collect
-from meshkit.errors import DataError, StepError
+from meshkit.errors import DataError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.mask import Mask
 from meshkit.memory.budget import Choice
@@ -77,6 +77,9 @@ class Run:
     dropped_share: Tensor | None = None  # of the last step's choices, where experts have a capacity
     local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
 
+    # (batch, microbatches, loss, mask) of the last step: read only to find where it went wrong.
+    last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
+
     @property
     def choices(self) -> dict[str, Any]:
         """The keyword arguments that `explain` shares with `parallelize`."""
@@ -125,6 +128,7 @@ class Run:
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
+        self.last_call = (batch, microbatches, loss, mask)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         noted: list[tuple[Collected, float]] = []
         if self.pipeline is not None:
@@ -306,38 +310,6 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     for grads in _by_device([_local(grad) for grad in _gradients(model)]):
         torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
     return norm
-
-
-@dataclass
-class NonFiniteGuard:
-    """What to do with a step whose gradient norm is not finite: skip up to `max_skips` of them in a row, then stop."""
-
-    max_skips: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-
-    def allows(self, run: Run, norm: Tensor, *, step: int) -> bool:
-        """True to take the step, False to skip it. Every rank sees the same norm, so every rank decides the same.
-
-        Raises: StepError naming the step and the ranks whose loss is not finite.
-        """
-        if torch.isfinite(norm):
-            self.skipped_in_a_row = 0
-            return True
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row <= self.max_skips:
-            return False
-        finite = [True] * run.mesh.spec.world_size
-        dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))), group=run.mesh.group)
-        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-        where = (
-            f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
-        )
-        raise StepError(
-            f"step {step}: the gradient norm is {norm.item()}; {where}. {self.skipped_in_a_row - 1} such steps in a row were "
-            f"skipped (at most {self.max_skips}). Look at that batch, lower the learning rate, or allow more skips."
-        )
 
 
 def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:

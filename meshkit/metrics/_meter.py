@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from meshkit.errors import MeshkitError
+from meshkit.place import begin_step
 
 from ._flops import FlopsPerToken
 
@@ -91,6 +92,8 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps_left = total_steps - start_step
+        self._step = start_step + 1
+        begin_step(self._step)
         self._warmup_left = warmup_steps
         self._peak = math.nan if peak_flops_per_s is None else peak_flops_per_s * devices
         self._device = device or torch.device("cpu")
@@ -135,6 +138,8 @@ class Meter:
         else:
             self._measured = self._measured.plus(last) if self._measured else last
         self._steps_left -= 1
+        self._step += 1
+        begin_step(self._step)
         mean = (self._measured or last).rate(self._peak)
         return Reading(
             last=last.rate(self._peak),

@@ -28,8 +28,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def start(ranks: int, script: str, *flags: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), str(ROOT / script), *flags]
+    return start_command([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), str(ROOT / script), *flags])
+
+
+def start_command(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """more: variables of the environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,0 +1,171 @@
+"""A small training run in which one rank is killed, raises, is held up or is fed NaN at a random moment in one block.
+
+The moment: in step `step`, when the rank enters the `moment`-th Python function of the block, however deep.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.data import Loader
+from meshkit.launch import run_main
+from meshkit.metrics import Logger, Meter
+from meshkit.models import MixtralConfig, build_model, moe_plan
+from meshkit.models.llama_plan import LLAMA_PLAN
+from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """files: where the functions of the block are defined; nan: whether it can be fed one."""
+
+    mesh: str
+    files: str
+    memory: mk.MemoryPolicy | None = None
+    nan: bool = True
+
+
+BLOCKS = {
+    "data": Block("dp_shard=2", "/torch/distributed/fsdp/"),
+    "tensor": Block("tp=2", "/meshkit/collectives.py"),
+    "context": Block("cp=2", "/meshkit/parallel/context/"),
+    "pipeline": Block("pp=2", "/meshkit/parallel/pipeline/"),
+    "expert": Block("dp_shard=2 ep=2", "/meshkit/parallel/expert/"),
+    "recompute": Block("dp_shard=2", "/meshkit/memory/recompute.py", mk.MemoryPolicy(recompute="full")),
+    "offload": Block("dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.ActivationOffload())),
+    "checkpoint": Block("dp_shard=2", "/meshkit/checkpoint/", nan=False),
+    "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
+    "generation": Block("dp_shard=2", "/meshkit/algos/generation/", nan=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    out: Path
+    block: str = "data"
+    fault: str = "none"
+    """kill, raise, delay, stay (away for good), nan"""
+    rank: int = 1
+    step: int = 3
+    moment: int = 1
+    steps: int = 4
+    delay_s: float = 4.0
+    pause_s: float = 0.0
+    """of every step, for drills that act from outside"""
+    timeout_s: float = 60.0
+    stall_s: float = 60.0
+
+
+class HadEnough(Exception):
+    pass
+
+
+def main(drill: Drill) -> None:
+    block = BLOCKS[drill.block]
+    mesh = mk.init_mesh(block.mesh, device_type="cpu", timeout=timedelta(seconds=drill.timeout_s))
+    config = replace(CONFIG, num_hidden_layers=2, tie_word_embeddings=False)
+    plan = LLAMA_PLAN
+    if drill.block == "expert":
+        config = MixtralConfig(**vars(config), num_local_experts=4)
+        plan = moe_plan(config)
+    with torch.device("meta"):
+        model = build_model(config).double()
+    run = mk.parallelize(model, mesh, plan=plan, memory=block.memory)
+    mk.init_weights(run.model, seed=0, plan=run.plan)
+    optimizer = mk.adamw(run, lr=1e-2)
+    loader = Loader(tokens(), seq_len=SEQ_LEN, global_batch=ROWS, seed=0, rank=mesh.data_rank, ranks=mesh.data_ranks)
+    guard = mk.NonFiniteGuard()
+    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    struck = mesh.rank == drill.rank and first_life
+    with mk.Checkpointer(drill.out / "checkpoints") as checkpoints:
+        start = checkpoints.resume(run, optimizer, loader=loader)
+        with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, tensorboard=False) as logger:
+            meter = Meter(total_steps=drill.steps, start_step=start)
+            for step in range(start + 1, drill.steps + 1):
+                now = struck and step == drill.step
+                with strike(drill, run) if now else nullcontext():
+                    batch = next(loader)
+                    loss = run.forward_backward(batch, microbatches=2)
+                    norm = mk.clip_grad_norm(run, 1.0)
+                    if guard.allows(run, norm, step=step):
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    if drill.block == "generation":
+                        generate(run, [Prompt(ids=[1, 2], key=0)], sampling=Sampling(max_new_tokens=4))
+                    if drill.block == "checkpoint" or step == 2:
+                        checkpoints.save(step, run, optimizer, loader=loader)
+                    if drill.block == "checkpoint":
+                        checkpoints.wait()
+                logger.log(step, {"loss": loss.item()})
+                time.sleep(drill.pause_s)
+                meter.step(1)
+
+
+class strike:
+    """While entered, waits for the moment and acts."""
+
+    def __init__(self, drill: Drill, run: mk.Run) -> None:
+        self.drill, self.left = drill, drill.moment
+        self.files = BLOCKS[drill.block].files
+        self.feed = _feed_nan(run.model, drill.moment) if drill.fault == "nan" else None
+
+    def __enter__(self) -> None:
+        if self.feed is None:
+            sys.setprofile(self._at_a_call)
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+        if self.feed is not None:
+            self.feed()
+
+    def _at_a_call(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or self.files not in frame.f_code.co_filename:
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            self._act()
+
+    def _act(self) -> None:
+        match self.drill.fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise":
+                raise HadEnough("this rank has had enough")
+            case "delay":
+                time.sleep(self.drill.delay_s)
+            case "stay":
+                time.sleep(1000)
+
+
+def _feed_nan(model: nn.Module, moment: int) -> Callable[[], None]:
+    """One NaN in what one of the modules returns."""
+    leaves = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
+
+    def after(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out.view(-1)[moment % out.numel()] = torch.nan
+        return out
+
+    return leaves[moment % len(leaves)].register_forward_hook(after).remove
+
+
+if __name__ == "__main__":
+    drill = tyro.cli(Drill)
+    run_main(lambda: main(drill), stall_s=drill.stall_s)

@@ -1,0 +1,96 @@
+"""Whatever happens to one rank, in whichever block: the job ends in time, and says who, where and when."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.depth import DEEP
+from tests.faults.drill import BLOCKS
+from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_command
+
+SCRIPT = "tests/faults/drill.py"
+END_S = 90.0  # a loaded machine takes a while to start; the table of docs/faults.md has what it takes from fault to end
+TIMEOUT_S = 8  # of collectives, where a rank stays away
+FAULTS = ("kill", "raise", "stay", "nan")
+PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data", "generation": "algos"}
+
+CELLS = [(block, fault) for block in BLOCKS for fault in FAULTS if fault != "nan" or BLOCKS[block].nan]
+# Each block once and each fault about as often; the others when deep.
+FEW = list(zip(BLOCKS, ["kill", "nan", "raise", "stay", "kill", "nan", "raise", "kill", "stay", "raise"], strict=True))
+
+
+def moment_of(block: str, fault: str) -> dict[str, Any]:
+    """Where and when, at random, but the same in every run of this cell; anew when deep."""
+    draw = random.Random(None if DEEP else f"{block} {fault}")
+    return {"rank": draw.randrange(2), "step": draw.randint(2, 4), "moment": draw.randint(1, 12)}
+
+
+def flags(out: Path, **values: Any) -> list[str]:
+    return ["--out", str(out), *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+
+
+@pytest.mark.parametrize(("block", "fault"), CELLS if DEEP else FEW)
+def test_one_rank_at_fault_ends_the_job_with_its_rank_step_and_block(block: str, fault: str, tmp_path: Path) -> None:
+    at = moment_of(block, fault)
+    began = time.monotonic()
+    status, output = run(
+        2,
+        SCRIPT,
+        *flags(tmp_path, block=block, fault=fault, timeout_s=TIMEOUT_S, stall_s=2, **at),
+        timeout_s=END_S,
+    )
+    where = f"{at}, {time.monotonic() - began:.0f} s:\n{output}"
+    assert status != 0, where
+    step = f"step {at['step']}"
+    part = PARTS.get(block, f"parallel.{block}|memory.{block}|{block}")
+    match fault:
+        case "kill":
+            # Its peer says where it was waiting, which is the place where the killed one is missed.
+            assert re.search(rf"^(It was|rank {1 - at['rank']} was told to end,) at {step}", output, re.MULTILINE), (
+                where
+            )
+            assert re.search(rf"^rank {at['rank']} on \S+ has ended without a word", output, re.MULTILINE), where
+        case "raise":
+            assert f"HadEnough (rank {at['rank']}): this rank has had enough" in output, where
+            assert re.search(rf"^It was at {step}, .*({part}), drill.py:\d+ in _act", output, re.MULTILINE), where
+            assert output.count("this rank has had enough") == 2, where  # the traceback, and the message
+        case "stay":
+            stays = (
+                rf"^rank {at['rank']} on \S+ lives, and has been for \d+ s at {step}, .*({part}), drill.py:\d+ in _act"
+            )
+            assert len(re.findall(stays, output, re.MULTILINE)) == 2, where  # after stall_s, and at the timeout
+        case "nan":
+            assert "StepError (rank" in output, where
+            assert f"{step}: the gradient norm is nan; the loss of rank" in output, where
+            assert re.search(rf"not finite is returned by \S+ on rank {at['rank']}\.", output), where
+
+
+def test_a_rank_that_is_held_up_for_a_while_changes_nothing_but_is_named(tmp_path: Path) -> None:
+    whole, held = tmp_path / "whole", tmp_path / "held"
+    assert run(2, SCRIPT, *flags(whole, block="context"))[0] == 0
+    late = {"block": "context", "fault": "delay", "delay_s": 4, "stall_s": 2, "rank": 0, "moment": 7}
+    status, output = run(2, SCRIPT, *flags(held, **late))
+    assert status == 0, output
+    assert read_losses(held) == read_losses(whole)
+    assert "rank 1 has waited" in output, output
+    assert re.search(
+        r"^rank 0 on \S+ lives, and has been for \d+ s at step 3, .*parallel.context, drill.py", output, re.M
+    )
+
+
+@pytest.mark.parametrize("block", list(BLOCKS) if DEEP else ["expert"])
+def test_torchrun_restarts_a_killed_job_which_goes_on_to_the_same_loss(block: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(2, SCRIPT, *flags(whole, block=block))[0] == 0
+    at = {**moment_of(block, "restart"), "step": 4}
+    command = [*TORCHRUN, "--standalone", "--max-restarts", "1", "--nproc-per-node", "2", SCRIPT]
+    status, output = finish(start_command([*command, *flags(killed, block=block, fault="kill", **at)]))
+    assert status == 0, output
+    assert read_losses(killed) == read_losses(whole), output
+    assert re.search(rf"^rank {at['rank']} on \S+ has ended without a word", output, re.MULTILINE), output
