@@ -4,6 +4,8 @@ Each line says which versions it was checked against and what would replace it.
 """
 
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -183,8 +185,38 @@ def finish_gradients(module: FSDPModule) -> None:
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    done: Tensor = _c10d.wait_tensor(tensor)
+    timed = not torch.compiler.is_compiling() and _waits is not None
+    done: Tensor = _timed(_c10d.wait_tensor, tensor) if timed else _c10d.wait_tensor(tensor)
     return done
+
+
+_waits: tuple[int, list[float]] | None = None  # thread, seconds of each of its waits
+
+
+@contextmanager
+def waits_timed() -> Iterator[list[float]]:
+    """Inside, the seconds of each of this thread's waits for collectives and messages on the host, but for compiled ones.
+
+    2.11, 2.15: every Python collective without async_op calls `Work.wait` of its class, as FSDP and all others do; there
+    is no hook for it.
+    """
+    global _waits
+    wait, outer = dist.Work.wait, _waits
+    _waits = (threading.get_ident(), [])
+    dist.Work.wait = lambda *args: _timed(wait, *args)  # type: ignore[assignment, method-assign]
+    try:
+        yield _waits[1]
+    finally:
+        dist.Work.wait, _waits = wait, outer  # type: ignore[method-assign]
+
+
+def _timed(act: Callable[..., Any], *args: Any) -> Any:
+    began = time.perf_counter()
+    try:
+        return act(*args)
+    finally:
+        if _waits is not None and _waits[0] == threading.get_ident():
+            _waits[1].append(time.perf_counter() - began)
 
 
 def in_backward() -> bool:

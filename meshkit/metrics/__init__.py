@@ -16,3 +16,5 @@ from ._peaks import peak_flops_per_s as peak_flops_per_s
 from ._profile import profile as profile
 from ._progress import Progress as Progress
 from ._samples import show_samples as show_samples
+from ._stragglers import Report as Report
+from ._stragglers import Stragglers as Stragglers

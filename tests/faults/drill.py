@@ -59,6 +59,8 @@ BLOCKS = {
 class Drill:
     out: Path
     block: str = "data"
+    mesh: str = ""
+    """default: the block's"""
     fault: str = "none"
     """kill, raise, delay, stay (away for good), nan"""
     rank: int = 1
@@ -78,7 +80,7 @@ class HadEnough(Exception):
 
 def main(drill: Drill) -> None:
     block = BLOCKS[drill.block]
-    mesh = mk.init_mesh(block.mesh, device_type="cpu", timeout=timedelta(seconds=drill.timeout_s))
+    mesh = mk.init_mesh(drill.mesh or block.mesh, device_type="cpu", timeout=timedelta(seconds=drill.timeout_s))
     config = replace(CONFIG, num_hidden_layers=2, tie_word_embeddings=False)
     plan = LLAMA_PLAN
     if drill.block == "expert":
@@ -123,7 +125,7 @@ class strike:
     def __init__(self, drill: Drill, run: mk.Run) -> None:
         self.drill, self.left = drill, drill.moment
         self.files = BLOCKS[drill.block].files
-        self.feed = _feed_nan(run.model, drill.moment) if drill.fault == "nan" else None
+        self.feed = _feed_nan(run.model, drill) if drill.fault == "nan" else None
 
     def __enter__(self) -> None:
         if self.feed is None:
@@ -143,6 +145,7 @@ class strike:
             self._act()
 
     def _act(self) -> None:
+        (self.drill.out / "struck").write_text(str(time.time()))
         match self.drill.fault:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,16 +157,17 @@ class strike:
                 time.sleep(1000)
 
 
-def _feed_nan(model: nn.Module, moment: int) -> Callable[[], None]:
+def _feed_nan(model: nn.Module, drill: Drill) -> Callable[[], None]:
     """One NaN in what one of the modules returns."""
     leaves = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
 
     def after(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        (drill.out / "struck").write_text(str(time.time()))
         out = out.clone()
-        out.view(-1)[moment % out.numel()] = torch.nan
+        out.view(-1)[drill.moment % out.numel()] = torch.nan
         return out
 
-    return leaves[moment % len(leaves)].register_forward_hook(after).remove
+    return leaves[drill.moment % len(leaves)].register_forward_hook(after).remove
 
 
 if __name__ == "__main__":

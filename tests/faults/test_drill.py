@@ -15,8 +15,9 @@ from tests.faults.drill import BLOCKS
 from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_command
 
 SCRIPT = "tests/faults/drill.py"
-END_S = 90.0  # a loaded machine takes a while to start; the table of docs/faults.md has what it takes from fault to end
-TIMEOUT_S = 8  # of collectives, where a rank stays away
+END_S = 90.0  # with the start, on a loaded machine
+TIMEOUT_S = 6  # of collectives, where a rank stays away
+AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
 PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data", "generation": "algos"}
 
@@ -35,18 +36,20 @@ def flags(out: Path, **values: Any) -> list[str]:
     return ["--out", str(out), *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
+def drilled(block: str, fault: str, out: Path) -> tuple[dict[str, Any], int, str, float]:
+    """(where and when, exit status, output, seconds from the fault to the end)"""
+    at = moment_of(block, fault)
+    patience = {"timeout_s": TIMEOUT_S, "stall_s": 2} if fault == "stay" else {}
+    status, output = run(2, SCRIPT, *flags(out, block=block, fault=fault, **patience, **at), timeout_s=END_S)
+    return at, status, output, time.time() - float((out / "struck").read_text())
+
+
 @pytest.mark.parametrize(("block", "fault"), CELLS if DEEP else FEW)
 def test_one_rank_at_fault_ends_the_job_with_its_rank_step_and_block(block: str, fault: str, tmp_path: Path) -> None:
-    at = moment_of(block, fault)
-    began = time.monotonic()
-    status, output = run(
-        2,
-        SCRIPT,
-        *flags(tmp_path, block=block, fault=fault, timeout_s=TIMEOUT_S, stall_s=2, **at),
-        timeout_s=END_S,
-    )
-    where = f"{at}, {time.monotonic() - began:.0f} s:\n{output}"
+    at, status, output, took_s = drilled(block, fault, tmp_path)
+    where = f"{at}, {took_s:.1f} s:\n{output}"
     assert status != 0, where
+    assert took_s < AFTER_S + TIMEOUT_S * (fault == "stay"), where
     step = f"step {at['step']}"
     part = PARTS.get(block, f"parallel.{block}|memory.{block}|{block}")
     match fault:
@@ -58,12 +61,10 @@ def test_one_rank_at_fault_ends_the_job_with_its_rank_step_and_block(block: str,
             assert re.search(rf"^rank {at['rank']} on \S+ has ended without a word", output, re.MULTILINE), where
         case "raise":
             assert f"HadEnough (rank {at['rank']}): this rank has had enough" in output, where
-            assert re.search(rf"^It was at {step}, .*({part}), drill.py:\d+ in _act", output, re.MULTILINE), where
-            assert output.count("this rank has had enough") == 2, where  # the traceback, and the message
+            assert re.search(rf"^It was at {step}, .*({part})[\w.]*, drill.py:\d+ in _act", output, re.MULTILINE), where
+            assert output.count("HadEnough (rank") == 1, where
         case "stay":
-            stays = (
-                rf"^rank {at['rank']} on \S+ lives, and has been for \d+ s at {step}, .*({part}), drill.py:\d+ in _act"
-            )
+            stays = rf"^rank {at['rank']} on \S+ lives, and has been for \d+ s at {step}, .*({part})[\w.]*, drill.py:\d+ in _act"
             assert len(re.findall(stays, output, re.MULTILINE)) == 2, where  # after stall_s, and at the timeout
         case "nan":
             assert "StepError (rank" in output, where
