@@ -39,7 +39,7 @@ from meshkit.data import (
 )
 from meshkit.explain import explain
 from meshkit.launch import run_main
-from meshkit.metrics import Logger, Meter, ModelFlops, Progress, peak_flops_per_s, profile
+from meshkit.metrics import Logger, Meter, ModelFlops, Progress, Stragglers, peak_flops_per_s, profile
 from meshkit.models import (
     LLAMA3_8B,
     LLAMA32_1B,
@@ -218,7 +218,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the loop
     flops = ModelFlops.from_config(shape).per_token(config.seq_len)  # documents packed into it would make it less
-    guard = mk.NonFiniteGuard(max_skips=config.max_skips)
+    guard, stragglers = mk.NonFiniteGuard(max_skips=config.max_skips), Stragglers(mesh)
     with (
         checkpoints,
         mk.SaveOnSignal() as signals,
@@ -235,16 +235,23 @@ def main() -> None:
         )
         step = start
         for step in range(start + 1, config.steps + 1):
-            batch = next(loader)
-            with record_trace(run.pipeline, config.out / "pipeline.json", enabled=config.profile and step == start + 2):
-                loss = run.forward_backward(batch, microbatches=config.microbatches)
-            norm = mk.clip_grad_norm(run, config.clip)
-            lr = scheduler.get_last_lr()[0]
-            if guard.allows(run, norm, step=step):
-                optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            with stragglers.measure(step):
+                batch = next(loader)
+                with record_trace(
+                    run.pipeline, config.out / "pipeline.json", enabled=config.profile and step == start + 2
+                ):
+                    loss = run.forward_backward(batch, microbatches=config.microbatches)
+                norm = mk.clip_grad_norm(run, config.clip)
+                lr = scheduler.get_last_lr()[0]
+                if guard.allows(run, norm, step=step):
+                    optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
             scalars = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "skipped_steps": guard.skipped}
+            if stragglers.last is not None and stragglers.last.step == step:
+                scalars |= stragglers.last.scalars()
+                if stragglers.slow is not None:
+                    say(stragglers.slow)
             if run.offload is not None:
                 scalars |= run.offload.last_step.scalars()
             reading = meter.step(config.global_batch * config.seq_len, flops_per_token=flops)

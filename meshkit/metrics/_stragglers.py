@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit import _torch

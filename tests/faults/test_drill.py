@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.depth import DEEP
+from tests.depth import DEEP, deep
 from tests.faults.drill import BLOCKS
 from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_command
 
@@ -64,7 +66,8 @@ def test_one_rank_at_fault_ends_the_job_with_its_rank_step_and_block(block: str,
             assert re.search(rf"^It was at {step}, .*({part})[\w.]*, drill.py:\d+ in _act", output, re.MULTILINE), where
             assert output.count("HadEnough (rank") == 1, where
         case "stay":
-            stays = rf"^rank {at['rank']} on \S+ lives, and has been for \d+ s at {step}, .*({part})[\w.]*, drill.py:\d+ in _act"
+            lives = rf"^rank {at['rank']} on \S+ lives, and has been for \d+ s at"
+            stays = rf"{lives} {step}, .*({part})[\w.]*, drill.py:\d+ in _act"
             assert len(re.findall(stays, output, re.MULTILINE)) == 2, where  # after stall_s, and at the timeout
         case "nan":
             assert "StepError (rank" in output, where
@@ -72,26 +75,42 @@ def test_one_rank_at_fault_ends_the_job_with_its_rank_step_and_block(block: str,
             assert re.search(rf"not finite is returned by \S+ on rank {at['rank']}\.", output), where
 
 
+@cache
+def losses_without_fault(block: str) -> dict[int, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        status, output = run(2, SCRIPT, *flags(Path(folder), block=block))
+        assert status == 0, output
+        return read_losses(Path(folder))
+
+
 def test_a_rank_that_is_held_up_for_a_while_changes_nothing_but_is_named(tmp_path: Path) -> None:
-    whole, held = tmp_path / "whole", tmp_path / "held"
-    assert run(2, SCRIPT, *flags(whole, block="context"))[0] == 0
-    late = {"block": "context", "fault": "delay", "delay_s": 4, "stall_s": 2, "rank": 0, "moment": 7}
-    status, output = run(2, SCRIPT, *flags(held, **late))
+    late = {"block": "expert", "fault": "delay", "delay_s": 4, "stall_s": 2, "rank": 0, "moment": 7}
+    status, output = run(2, SCRIPT, *flags(tmp_path, **late))
     assert status == 0, output
-    assert read_losses(held) == read_losses(whole)
+    assert read_losses(tmp_path) == losses_without_fault("expert")
     assert "rank 1 has waited" in output, output
-    assert re.search(
-        r"^rank 0 on \S+ lives, and has been for \d+ s at step 3, .*parallel.context, drill.py", output, re.M
-    )
+    lives = r"^rank 0 on \S+ lives, and has been for \d+ s at step 3, .*parallel.expert, drill.py"
+    assert len(re.findall(lives, output, re.MULTILINE)) == 1, output
 
 
-@pytest.mark.parametrize("block", list(BLOCKS) if DEEP else ["expert"])
+def test_a_killed_job_that_is_started_again_goes_on_to_the_same_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = {**moment_of("expert", "restart"), "step": 4}
+    status, output = run(2, SCRIPT, *flags(tmp_path, block="expert", fault="kill", **at))
+    assert status != 0, output
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    status, output = run(2, SCRIPT, *flags(tmp_path, block="expert", fault="kill", **at))
+    assert status == 0, output
+    assert read_losses(tmp_path) == losses_without_fault("expert")
+
+
+@deep
+@pytest.mark.parametrize("block", BLOCKS)
 def test_torchrun_restarts_a_killed_job_which_goes_on_to_the_same_loss(block: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(2, SCRIPT, *flags(whole, block=block))[0] == 0
     at = {**moment_of(block, "restart"), "step": 4}
     command = [*TORCHRUN, "--standalone", "--max-restarts", "1", "--nproc-per-node", "2", SCRIPT]
-    status, output = finish(start_command([*command, *flags(killed, block=block, fault="kill", **at)]))
+    status, output = finish(start_command([*command, *flags(tmp_path, block=block, fault="kill", **at)]))
     assert status == 0, output
-    assert read_losses(killed) == read_losses(whole), output
+    assert read_losses(tmp_path) == losses_without_fault(block), output
     assert re.search(rf"^rank {at['rank']} on \S+ has ended without a word", output, re.MULTILINE), output
