@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import time
 from collections.abc import Iterable
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Left = Literal["", "done", "error", "lost", "told"]
-PATIENCE_S = 5.0  # several beats: a rank that says nothing for so long has ended, or its host is not reached
+BEAT_S = 1.0
+RANKS_AT_A_BEAT = 500  # a larger world beats less often: one store hears all of them
+PATIENCE_BEATS = 5  # a rank that says nothing for so long has ended, or its host is not reached
 SHOWN = 8  # ranks
 
 
@@ -51,6 +52,8 @@ class Roll:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
+        self.beat_s = BEAT_S * max(1.0, size / RANKS_AT_A_BEAT)
+        self.patience_s = PATIENCE_BEATS * self.beat_s
 
     def write(self, entry: Entry) -> None:
         self._store.set(f"roll/{self.rank}", json.dumps(asdict(entry)))
@@ -64,7 +67,7 @@ class Roll:
         return int(self._store.add(f"roll/first/{hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}", 1)) == 1
 
     def missing(self, *, told: bool = False) -> str:
-        """Who keeps the others waiting, once it is known: errors at once, silence after `PATIENCE_S`.
+        """Who keeps the others waiting, once it is known: errors at once, silence after `patience_s`.
 
         "" if that one has said it on this host already. told: ranks are being ended, so only those that fell silent count.
         """
@@ -82,7 +85,7 @@ class Roll:
                 return _lines(now, gone, _is_gone)
             if not silent:
                 return "" if told else _among_those_here(now)
-            if time.monotonic() - began > PATIENCE_S:
+            if time.monotonic() - began > self.patience_s:
                 return _lines(now, silent, _is_silent)
 
     def _read_others(self) -> dict[int, Entry | None]:
@@ -133,7 +136,3 @@ def _is_silent(rank: int, entry: Entry) -> str:
 
 def _is_busy(rank: int, entry: Entry) -> str:
     return f"rank {rank} on {entry.host} lives, and has been for {entry.now - entry.since:.0f} s at {entry.place}."
-
-
-def whoami() -> tuple[str, int]:
-    return socket.gethostname(), os.getpid()

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshkit import _torch
-from meshkit.launch._roll import PATIENCE_S, Entry, Left, Roll, whoami
+from meshkit.launch._roll import Entry, Left, Roll
 from meshkit.place import Place, place_now
 
-BEAT_S = 1.0
 LOOK_S = 0.1  # for a world
-RANKS_AT_A_BEAT = 500  # a larger world beats less often: one store hears all of them
 HEARD_S = 0.5  # in which the main thread sees a closed connection, and knows more to say
 GRACE_S = 20.0  # of the 30 s after which torchrun kills what its SIGTERM did not end
+ANSWER_S = 5.0  # that the store may take
 T = TypeVar("T")
 
 
@@ -39,6 +38,7 @@ class Watch:
         self._stall_s, self._told = stall_s, Place(text="", waits=False)
         self._roll: Roll | None = None
         self._beat = 0
+        self._silenced = False  # the store did not take a beat
         self._answered = time.monotonic()  # when the store last took a beat
         self._place, self._since = Place(text="", waits=False), time.monotonic()
         self._telling = threading.Lock()
@@ -48,20 +48,21 @@ class Watch:
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _heard_by_the_thread)
+        _Fork()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def leave(self, left: Left, place: str = "", error: str = "") -> None:
         """Let the others know how this rank ends."""
         if self._roll is not None:
-            _within(PATIENCE_S, lambda: self._write(left, place, error))
+            _within(ANSWER_S, lambda: self._write(left, place, error))
 
     def first(self, what: str) -> bool:
         """Whether this rank is the first to say it. Without a world nobody knows: ranks but 0 wait, and speak if they still
         live, for torchrun ends them when rank 0 has failed.
         """
-        roll = self._roll or self._find_world()
+        roll = self._find_world()
         if roll is not None:
-            return _within(PATIENCE_S, lambda: roll.first(what)) is not False
+            return _within(ANSWER_S, lambda: roll.first(what)) is not False
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(3)
         return True
@@ -69,16 +70,19 @@ class Watch:
     def tell_who_is_missing(self, error: str, place: str) -> None:
         """Say, once in the world, why this rank ends, and whose fault it is. error, place: what this rank saw of it."""
         consequence = f"{error}\nIt was at {place}."
-        self._telling.acquire()  # never released: the process ends
-        roll = self._roll or self._find_world()
+        self._telling.acquire()  # and the thread will not end this process meanwhile
+        roll = self._find_world()
         if roll is None:
             say(consequence)
             return
-        answer = _within(PATIENCE_S, lambda: self._first_to_end(roll, "lost", place))
+        answer = _within(ANSWER_S, lambda: self._first_to_end(roll, "lost", place))
         if answer is False:
-            time.sleep(2 * PATIENCE_S)  # torchrun ends all ranks as soon as one has: not before the first has spoken
+            self._telling.release()
+            time.sleep(
+                3 * roll.patience_s
+            )  # torchrun ends all ranks as soon as one has: not before the first has spoken
             return
-        missing = _within(3 * PATIENCE_S, roll.missing) if answer else None
+        missing = _within(2 * roll.patience_s + ANSWER_S, roll.missing) if answer else None
         if missing:
             say(consequence, missing)
         elif missing is not None:
@@ -90,31 +94,35 @@ class Watch:
         where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}:{os.environ.get('MASTER_PORT', '')}"
         return (
             f"The store of the job at {where} has not answered for {time.monotonic() - self._answered:.0f} s: that host or "
-            f"its torchrun has ended, or the network between it and {whoami()[0]}."
+            f"its torchrun has ended, or the network between it and {socket.gethostname()}."
         )
 
     def _run(self) -> None:
         while True:
-            beat_s = BEAT_S * max(1.0, self._roll.size / RANKS_AT_A_BEAT) if self._roll else LOOK_S
-            heard, _, _ = select.select([self._bell], [], [], beat_s)
+            heard, _, _ = select.select([self._bell], [], [], self._roll.beat_s if self._roll else LOOK_S)
             if heard and signal.SIGTERM in self._bell.recv(64):
                 self._end()
-            elif not heard:
+            elif not heard and not self._silenced:
                 self._tell_place()
 
     def _tell_place(self) -> None:
+        if self._find_world() is None:
+            return
         try:
-            if self._roll is None:
-                self._find_world()
-            if self._roll is not None:
-                self._write("")
-                self._tell_stall()
-        except RuntimeError:
-            pass  # the store is gone: whoever needs it will say so
+            self._write("")
+        except RuntimeError:  # whoever needs the store will say that it is gone; or all is done, and rank 0 had it
+            self._silenced = True
+            return
+        if self._place.waits and self._place != self._told and time.monotonic() - self._since > self._stall_s:
+            self._told = self._place
+            threading.Thread(target=self._tell_stall, daemon=True).start()  # while this one goes on beating
 
     def _find_world(self) -> Roll | None:
-        if dist.is_initialized() and dist.get_world_size() > 1 and not _torch.is_fake_group(_torch.world()):
-            self._roll = Roll(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
+        if self._roll is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._roll
+        if not _torch.is_fake_group(_torch.world()):
+            with contextlib.suppress(RuntimeError):
+                self._roll = Roll(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
         return self._roll
 
     def _write(self, left: Left, place: str = "", error: str = "") -> None:
@@ -122,12 +130,11 @@ class Watch:
         now, here = time.monotonic(), place_now()
         if here != self._place:
             self._place, self._since = here, now
-        host, pid = whoami()
         self._beat += 1
         self._roll.write(
             Entry(
-                host=host,
-                pid=pid,
+                host=socket.gethostname(),
+                pid=os.getpid(),
                 beat=self._beat,
                 place=place or here.text,
                 waits=here.waits,
@@ -145,15 +152,12 @@ class Watch:
         return roll.first("missing")
 
     def _tell_stall(self) -> None:
-        """Once for every place where this rank waits too long."""
-        roll, here, waited_s = self._roll, self._place, time.monotonic() - self._since
-        if roll is None or not here.waits or waited_s < self._stall_s or here == self._told:
+        roll, here, waited_s = self._roll, self._told.text, time.monotonic() - self._since
+        if roll is None:
             return
-        self._told = here
-        if roll.first(f"stall at {here.text}"):
-            say(
-                f"rank {roll.rank} has waited {waited_s:.0f} s at {here.text}.", roll.missing() or "Another has failed."
-            )
+        with contextlib.suppress(RuntimeError):
+            if roll.first(f"stall at {here}"):
+                say(f"rank {roll.rank} has waited {waited_s:.0f} s at {here}.", roll.missing() or "Another has failed.")
 
     def _end(self) -> None:
         """SIGTERM has come: from torchrun, which has seen a rank end, or from a user who wants no more."""
@@ -168,16 +172,36 @@ class Watch:
         os._exit(128 + signal.SIGTERM)
 
     def _tell_silent(self) -> None:
-        roll = self._roll or self._find_world()
+        roll = self._find_world()
         if roll is None:
             return
-        first = _within(PATIENCE_S, lambda: self._first_to_end(roll, "told"))
-        if first and (silent := _within(2 * PATIENCE_S, lambda: roll.missing(told=True))):
+        first = _within(ANSWER_S, lambda: self._first_to_end(roll, "told"))
+        if first and (silent := _within(2 * roll.patience_s, lambda: roll.missing(told=True))):
             say(f"rank {roll.rank} was told to end, at {self._place.text}.", silent)
 
 
 def _heard_by_the_thread(number: int, frame: FrameType | None) -> None:
     """In place of the default, which would end the process before it has said anything."""
+
+
+class _Fork:
+    """A process forked from this one has no such thread, and its signals are its own, from its first moment on."""
+
+    def __init__(self) -> None:
+        self._mask = threading.local()
+        os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._hear_nothing)
+
+    def _hold(self) -> None:
+        self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
+
+    def _hear_nothing(self) -> None:
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is _heard_by_the_thread:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_go()
 
 
 def _within(seconds: float, act: Callable[[], T]) -> T | None:

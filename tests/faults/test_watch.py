@@ -1,0 +1,37 @@
+"""The thread beside the training takes nothing from the process: its children end when told, and so does it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from meshkit.launch._watch import Watch
+from tests.world import CONTEXT
+
+
+def ends_a_child() -> None:
+    Watch(stall_s=60)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    time.sleep(1.5)  # were the child's signal this process's too, it would end
+    os._exit(0 if child.exitcode == -signal.SIGTERM else 1)
+
+
+def never_ends() -> None:
+    Watch(stall_s=60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("act", "status"), [(ends_a_child, 0), (never_ends, 128 + signal.SIGTERM)])
+def test_a_signal_ends_the_process_it_is_for(act: object, status: int) -> None:
+    process = CONTEXT.Process(target=act)
+    process.start()
+    process.join(40)
+    assert process.exitcode == status
