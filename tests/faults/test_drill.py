@@ -17,8 +17,8 @@ from tests.faults.drill import BLOCKS
 from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_command
 
 SCRIPT = "tests/faults/drill.py"
-END_S = 90.0  # with the start, on a loaded machine
-TIMEOUT_S = 6  # of collectives, where a rank stays away
+END_S = 180.0  # with the start, on a loaded machine
+TIMEOUT_S = 10  # of collectives, where a rank stays away
 AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
 PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data", "generation": "algos"}
