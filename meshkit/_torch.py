@@ -105,20 +105,33 @@ def find_units(module: FSDPModule) -> None:
 
 
 @contextmanager
-def without_reshard(module: FSDPModule) -> Iterator[None]:
-    """Inside, no unit frees its parameters after its forward.
+def without_hooks(module: FSDPModule) -> Iterator[None]:
+    """Inside, forwards neither gather nor free parameters: what is gathered stays so. Units that cast keep their hooks.
 
-    2.11, 2.15: `set_reshard_after_forward` is public, but what a unit did before can be read, and given back, only here.
+    2.11, 2.15: hooks of every unit's every forward ask whether there is something to do, which costs a small model more than
+    its layers. `set_reshard_after_forward` is public, but what a unit did before can be read, and given back, only here.
     """
     find_units(module)
     assert isinstance(module, nn.Module)
-    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    groups = [group for unit in units for group in _groups_of(unit._get_fsdp_state())]
+    states = {child: child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule)}
+    groups = [group for state in states.values() for group in _groups_of(state)]
     before = [group.post_forward_mesh_info for group in groups]
+    casts = any(state._mp_policy.param_dtype or state._mp_policy.output_dtype for state in states.values())
+    hooks: list[tuple[dict[int, Any], int, Any]] = []
+    for child, state in {} if casts else states.items():
+        for own, handle in (
+            (child._forward_pre_hooks, state._pre_forward_hook_handle),
+            (child._forward_hooks, state._post_forward_hook_handle),
+        ):
+            hooks.append((own, handle.id, own[handle.id]))
     module.set_reshard_after_forward(False)
     try:
+        for own, id, _ in hooks:
+            own[id] = lambda *_: None  # in its place, to keep the order
         yield
     finally:
+        for own, id, hook in hooks:
+            own[id] = hook
         for group, info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = info
 

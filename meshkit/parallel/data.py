@@ -215,10 +215,10 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, FSDPModule):
         yield
         return
-    with _torch.without_reshard(module):
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                child.unshard()
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.unshard()
+    with _torch.without_hooks(module):
         yield
 
 
