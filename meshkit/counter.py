@@ -24,10 +24,10 @@ def random_bits(counter: Tensor, stream: int | Tensor, bits: int) -> Tensor:
 
     stream: of all of them, or one for each.
     """
-    z = counter * _signed(0x9E3779B97F4A7C15) + stream
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(z ^ _shift(z, 31), 64 - bits)
+    z = counter * _signed(0x9E3779B97F4A7C15) + stream  # memory of its own, in which the rest happens
+    z.bitwise_xor_(_shift(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(_shift(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    return _shift(z.bitwise_xor_(_shift(z, 31)), 64 - bits)
 
 
 def indexed_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -53,7 +53,7 @@ def indexed_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -1,8 +1,9 @@
 """The next token of each sequence, out of logits of which each rank of tp may hold a part of the vocabulary.
 
 Random numbers depend on the seed, the prompt's key, the sample, the place of the token and the token itself: so an answer
-depends neither on what else is in the batch nor on the mesh. A token is drawn as the largest sum of log-probability and
-Gumbel noise, which last bits of the logits change only where two sums are equal to those bits (Gumbel 1954; Maddison 2014).
+depends neither on what else is in the batch nor on the mesh. A token is drawn as the largest quotient of probability and
+exponential noise, which is Gumbel's largest sum without its logarithms; last bits of the logits change it only where two
+quotients are equal to those bits (Gumbel 1954; Maddison 2014).
 Dims: N draws, V the vocabulary of this rank.
 """
 
@@ -35,11 +36,14 @@ def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling
         logits, first, axis = vocabulary_part("generate", logits)
     wide = logits.to(wide_dtype(logits.dtype), copy=True).div_(sampling.temperature or 1.0)
     subtract_peak_(wide, axis)
-    (total,) = sum_over(axis, wide.exp().sum(-1))
-    log_probs = wide.sub_(total.log().unsqueeze(-1))[rows_N]
+    odds = wide.exp()
+    (total,) = sum_over(axis, odds.sum(-1))
+    log_probs = wide.sub_(total.log().unsqueeze(-1))
+    if len(rows_N) > len(wide):  # else each row is drawn from once
+        log_probs, odds = log_probs[rows_N], odds[rows_N]
     scores = log_probs
-    if sampling.temperature and log_probs.shape[-1]:
-        scores = log_probs + _gumbel(streams_N, first, log_probs.shape[-1])
+    if sampling.temperature:
+        scores = odds.div_(_exponential(streams_N, first, odds.shape[-1]))
     if sampling.temperature and sampling.filters:
         scores = scores.masked_fill(log_probs < _least(log_probs, axis, sampling).unsqueeze(-1), -torch.inf)
     return _largest(scores, log_probs, first, axis)
@@ -50,14 +54,14 @@ def streams(base_N: Tensor, places_N: Tensor) -> Tensor:
     return random_bits(places_N, base_N, 63)
 
 
-def _gumbel(streams_N: Tensor, first: int, tokens: int) -> Tensor:
-    """Noise [N, V] in fp32 of this rank's tokens: -log(-log(1 - u)).
+def _exponential(streams_N: Tensor, first: int, tokens: int) -> Tensor:
+    """Noise [N, V] in fp32 of this rank's tokens: -log(1 - u).
 
-    Large noise, which decides, comes from small u, whose 53 bits fp32 keeps to its precision. u is neither 0 nor 1.
+    Small noise, which decides, comes from small u, whose 53 bits fp32 keeps to its precision. u is neither 0 nor 1.
     """
     token_V = torch.arange(first, first + tokens, device=streams_N.device)
     uniform = random_bits(token_V, streams_N.unsqueeze(-1), 53).float().mul_(2.0**-53)
-    return uniform.clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
+    return uniform.clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _least(log_probs: Tensor, axis: DeviceMesh | None, sampling: Sampling) -> Tensor:

@@ -27,7 +27,16 @@ class Past:
     pages: Tensor
     lengths: Tensor
     longest: int
+    _flat: Tensor = field(init=False)
     _shown: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._flat = self.pages.flatten()  # once, not in every layer
+
+    def read(self, paged: Tensor) -> Tensor:
+        """[N, S, K, D] of a layer's keys or values [pages, page_tokens, K, D]."""
+        rows = paged.index_select(0, self._flat)
+        return rows.view(self.pages.shape[0], -1, *rows.shape[2:])[:, : self.longest]
 
     def shown(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """What is added to scores [N, 1, 1, S]: 0 for the tokens that a sequence has and sees, else -inf."""
@@ -70,22 +79,23 @@ class PagedAttention:
 
         q: [1, T, H, D]; k, v: [1, T, K, D]. Returns [1, T, H, D].
         """
-        real = len(self.slots)
+        real, tokens = self.slots.shape[0], q_BTHD.shape[1]
         keys, values = self.cache.write(self._layer, self.slots, k_BTKD[0, :real], v_BTKD[0, :real])
         self._layer += 1
-        out = torch.zeros_like(q_BTHD)
         if not q_BTHD.shape[2]:  # with more ranks of tp than heads
-            return out
-        start = 0
+            return torch.zeros_like(q_BTHD)
+        outs, start = [], 0
         for length in self.prompts:
             row = slice(start, start + length)
-            out[:, row] = _over_itself(q_BTHD[:, row], k_BTKD[:, row], v_BTKD[:, row], window)
+            outs.append(_over_itself(q_BTHD[:, row], k_BTKD[:, row], v_BTKD[:, row], window))
             start += length
         for past in self.past:
-            row = slice(start, start + len(past.lengths))
-            out[0, row] = _over_past(q_BTHD[0, row], keys, values, past, window)
-            start += len(past.lengths)
-        return out
+            row = slice(start, start + past.lengths.shape[0])
+            outs.append(_over_past(q_BTHD[0, row], keys, values, past, window).unsqueeze(0))
+            start += past.lengths.shape[0]
+        if start < tokens:
+            outs.append(torch.zeros_like(q_BTHD[:, start:]))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 class _Windowed:
@@ -114,12 +124,6 @@ def _over_itself(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, window: int | N
 def _over_past(q_NHD: Tensor, keys: Tensor, values: Tensor, past: Past, window: int | None) -> Tensor:
     """One token of each sequence. Query heads of one key/value head stand in the place of tokens: nothing repeats keys."""
     q_NKGD = q_NHD.unflatten(1, (keys.shape[2], -1))
-    k_NKSD, v_NKSD = (_read(pages, past).transpose(1, 2) for pages in (keys, values))
+    k_NKSD, v_NKSD = (past.read(paged).transpose(1, 2) for paged in (keys, values))
     out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=past.shown(window, q_NHD.dtype))
     return out_NKGD.flatten(1, 2)
-
-
-def _read(pages: Tensor, past: Past) -> Tensor:
-    """[N, S, K, D] of a layer."""
-    rows = pages.index_select(0, past.pages.flatten())
-    return rows.view(len(past.pages), -1, *rows.shape[2:])[:, : past.longest]
