@@ -23,6 +23,11 @@ Hand = TypeVar("Hand")
 Choice = tuple[str, int]  # a name and the place of one of its values
 
 
+def thin(cases: Sequence[Hand], every: int) -> list[Hand]:
+    """Every n-th of the cases; when deep, all. For what the gate also meets: see tests/gate."""
+    return list(cases) if DEEP else list(cases[::every])
+
+
 def draws(examples: int) -> settings:
     """For examples that run on ranks; when deep, four times as many, and others in every run."""
     return settings(

@@ -17,6 +17,7 @@ from meshkit.memory.budget import Choice
 from meshkit.memory.offload import offload_of
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.parallel.budget import choose_for_blocks
+from tests.depth import thin
 from tests.memory.live import held_bytes
 from tests.parity.cases import TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, run_cell, start
 from tests.parity.test_bytes import observe_step
@@ -171,7 +172,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("cell", "part"), CELLS, ids=str)
+@pytest.mark.parametrize(("cell", "part"), thin(CELLS, 2), ids=str)
 def test_a_run_within_a_budget_equals_one_device_and_is_explained(cell: Cell, part: float) -> None:
     spec = mk.MeshSpec.parse(cell.mesh)
     cell = replace(cell, memory=share(cell, replace(spec, dp_shard=1), part))

@@ -18,6 +18,7 @@ from meshkit.memory.optimizer import FewBitsAdamW
 from meshkit.memory.optimizer._few_bits import BLOCKS, FewBits, block_of
 from meshkit.memory.policy import OptimizerPolicy, States
 from meshkit.sharding import full_tensor
+from tests.depth import thin
 from tests.memory.test_optimizer_offload import resume, save_half_way
 from tests.parity.cases import MAX_NORM, Cell, batches, own_rows, start
 from tests.world import pool
@@ -118,7 +119,7 @@ def test_training_is_near_fp32_moments(states: States) -> None:
     assert max(abs(a - b) for a, b in zip(exact, few, strict=True)) <= share * fallen
 
 
-@pytest.mark.parametrize("states", FEW)
+@pytest.mark.parametrize("states", thin(FEW, 3))
 def test_a_checkpoint_continues_bit_for_bit_and_loads_onto_another_mesh(tmp_path: Path, states: States) -> None:
     cell = wide(states, "bfloat16", stochastic_rounding=True)
     saved, later = pool(4).run(save_half_way, str(tmp_path), cell)[0]

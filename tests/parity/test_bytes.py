@@ -16,6 +16,7 @@ from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.observe import observe
 from meshkit.parallel.expert import AllToAll, ExpertPolicy, Sent, dispatch_traffic
+from tests.depth import thin
 from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
@@ -80,7 +81,7 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     return seen, said.messages
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
 def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
     for seen, said in pool(4).run(observe_step, cell):
         assert seen, "a step on four ranks sends something"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshkit as mk
-from tests.depth import covering, deal, deep, draws
+from tests.depth import covering, deal, deep, draws, thin
 from tests.parity.cases import Cell
 from tests.parity.test_parity import CHOICES, check, choices
 
@@ -44,7 +44,7 @@ def cells() -> list:
     return sorted(found, key=lambda cell: cell.values[0])
 
 
-@pytest.mark.parametrize(("world", "cell"), cells())
+@pytest.mark.parametrize(("world", "cell"), thin(cells(), 3))
 def test_a_model_equals_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 

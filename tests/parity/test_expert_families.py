@@ -16,6 +16,7 @@ from meshkit.models.deepseek import look_ahead, mtp_loss
 from meshkit.sharding import full_tensor
 from meshkit.step import count_labels, next_token_loss
 from meshkit.whole import copies_of
+from tests.depth import thin
 from tests.parity.cases import mesh_for
 from tests.world import RankError, pool, run_ranks
 
@@ -120,17 +121,19 @@ def differences(name: str, mesh: str, sequence: bool, recompute: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+RUNS = [
+    (2, "dp_shard=2 ep=2", False, "full"),
+    (2, "tp=2 ep=2", True, "none"),
+    (2, "tp=2 ep=2", False, "selective"),
+    (2, "cp=2 ep=2", False, "none"),
+    (4, "dp_shard=2 tp=2 ep=2 etp=2", True, "full"),
+    (4, "pp=2 tp=2", True, "none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "sequence", "recompute"),
-    [
-        (2, "dp_shard=2 ep=2", False, "full"),
-        (2, "tp=2 ep=2", True, "none"),
-        (2, "tp=2 ep=2", False, "selective"),
-        (2, "cp=2 ep=2", False, "none"),
-        (4, "dp_shard=2 tp=2 ep=2 etp=2", True, "full"),
-        (4, "pp=2 tp=2", True, "none"),
-    ],
+    ("name", "ranks", "mesh", "sequence", "recompute"),
+    thin([(name, *run) for run in RUNS for name in CONFIGS], 3),
 )
 def test_families_equal_one_device(name: str, ranks: int, mesh: str, sequence: bool, recompute: str) -> None:
     if name == "deepseek" and "pp" in mesh:

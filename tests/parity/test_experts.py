@@ -21,7 +21,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.observe import observe
 from meshkit.parallel.expert import Capacity, ExpertPolicy, OneRank
 from meshkit.parallel.expert._hot import hot_of
-from tests.depth import covering, deal, deep, draws
+from tests.depth import covering, deal, deep, draws, thin
 from tests.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.parity.test_parity import check
 from tests.world import RankError, pool, run_ranks
@@ -83,7 +83,8 @@ def cell_of(mesh: str, choice: dict) -> Cell:
 
 
 @pytest.mark.parametrize(
-    ("folding", "choice"), deal(covering({**ROUTERS, **RUNS}), FOLDINGS), ids=[mesh for _, mesh in FOLDINGS]
+    ("folding", "choice"),
+    [pytest.param(*each, id=each[0][1]) for each in thin(deal(covering({**ROUTERS, **RUNS}), FOLDINGS), 3)],
 )
 def test_every_folding_equals_one_device(folding: tuple[int, str], choice: dict) -> None:
     ranks, mesh = folding

@@ -9,6 +9,7 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.sharding import full_tensor
+from tests.depth import thin
 from tests.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.world import pool
 
@@ -59,17 +60,19 @@ def errors(
     return abs(mean.item() - loss.item()), worst, abs(mk.grad_norm(run).item() - norm.item())
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+RUNS = [
+    ("dp_shard=4", False, False),
+    ("tp=4", True, True),
+    ("dp_shard=2 tp=2", True, False),
+    ("dp_replicate=2 tp=2", False, True),
+    ("cp=4", False, True),
+    ("cp=2 tp=2", True, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "sequence", "documents"),
-    [
-        ("dp_shard=4", False, False),
-        ("tp=4", True, True),
-        ("dp_shard=2 tp=2", True, False),
-        ("dp_replicate=2 tp=2", False, True),
-        ("cp=4", False, True),
-        ("cp=2 tp=2", True, False),
-    ],
+    ("family", "mesh", "sequence", "documents"), thin([(family, *run) for run in RUNS for family in FAMILIES], 3)
 )
 def test_a_transformers_model_equals_itself_on_one_device(
     family: str, mesh: str, sequence: bool, documents: bool
