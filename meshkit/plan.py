@@ -28,6 +28,7 @@ class Style:
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
     head_dim: str = "head_dim"
+    query: str = ""
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     group: int = 1
@@ -82,9 +83,13 @@ def head(*, optional: bool = False) -> Style:
     return Style("head", optional)
 
 
-def enter(*, optional: bool = False) -> Style:
-    """A container whose first input feeds several column() children: the axis is entered once, not once per child."""
-    return Style("enter", optional)
+def enter(*, query: str = "", optional: bool = False) -> Style:
+    """A container whose first input feeds several column() children: the axis is entered once, not once per child.
+
+    query: of latent attention, whose heads are groups of features already: the child that makes the queries, a
+    column(group=...) of their size, each with a key and a value of its own. Then it is known what the module sends on cp.
+    """
+    return Style("enter", optional, query=query)
 
 
 def split(*, optional: bool = False) -> Style:

@@ -127,7 +127,7 @@ def explain(
     )
     ledger = Ledger()
     parts = [
-        _part(held, Part(max(1, len(part)), seq_len, part_masks(mask, part.tolist())))
+        _part(held, Part(max(1, len(part)), seq_len, part_masks(mask, part.tolist(), tokens=seq_len)))
         for part in torch.arange(rows).tensor_split(microbatches)
     ]
     notes = list(dict.fromkeys(part.note for part in parts if part.note))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from meshkit.explain._explanation import ParamRow
+from meshkit.explain._flow import Flow
 from meshkit.mask import Mask
 from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import Treatment
@@ -75,9 +76,16 @@ class Held:
     """feed-forwards that run in parts"""
 
     def treatment(self, module: str) -> Treatment:
-        """What is kept of the module, by the block it lies in."""
+        """What is kept of the module, by the block it lies in: nothing of a block without gradients is run again."""
         around = next((block for block in self.treated if module.startswith(f"{block}.")), "")
+        if around and not self.flow.leaves(around):
+            return Treatment()
         return self.treated.get(around, Treatment(regather=self.memory.regather))
+
+    @cached_property
+    def flow(self) -> Flow:
+        stage_of = self.cut.stages.stage_of if self.cut is not None else None
+        return Flow(self.model, self.plan, blocks=list(self.treated), stage_of=stage_of)
 
     @cached_property
     def params(self) -> dict[str, Local]:
@@ -178,7 +186,8 @@ def shard_axis(spec: MeshSpec) -> str:
     return "_".join(axis for axis in ("dp_shard", "cp") if getattr(spec, axis) > 1)
 
 
-def part_masks(mask: Mask | Sequence[Mask] | None, rows: list[int]) -> Mask | None:
+def part_masks(mask: Mask | Sequence[Mask] | None, rows: list[int], *, tokens: int) -> Mask | None:
+    """Of a microbatch. One without rows is run as a row of zeros, where no token sees another: see `Run.parts`."""
     if mask is None or isinstance(mask, Mask):
         return mask
-    return Mask.joined([mask[row] for row in rows]) if rows else None
+    return Mask.joined([mask[row] for row in rows]) if rows else Mask.documents([1] * tokens)

@@ -44,7 +44,8 @@ def add_context(ledger: Ledger, held: Held, part: Part) -> None:
     if not layers:
         raise PlanError(
             "explain: the plan names no attention() modules, so what they send on cp is not known. Give them the style "
-            "attention() in the plan's tensor table, with the names of their projections."
+            "attention() in the plan's tensor table, with the names of their projections, or enter(query=...) where keys and "
+            "values come out of a latent."
         )
     windows = layer_windows(getattr(held.model, "config", None), len(layers))
     for (module, heads), window in zip(layers.items(), windows, strict=True):
@@ -58,7 +59,7 @@ def add_context(ledger: Ledger, held: Held, part: Part) -> None:
             ledger.add("cp", op, size, "attention, forward", count)
             ledger.add("cp", op, size, "attention, recompute", count * again)
         for (op, size), count in backward.items():
-            ledger.add("cp", op, size, "attention, backward", count)
+            ledger.add("cp", op, size, "attention, backward", count * held.flow.attends(module))
 
 
 def add_data(ledger: Ledger, held: Held, microbatches: int) -> None:
@@ -68,24 +69,29 @@ def add_data(ledger: Ledger, held: Held, microbatches: int) -> None:
     apart = [name for name in held.experts if held.runs(name) and in_expert_view(held.spec)]
     head = None if held.memory.loss is None else head_of(held.model, held.plan)
     kept = kept_units(held.blocks, held.units, head)
+    # FSDP gathers a unit ahead in backward. The last before the first gradient is not used there: it stays for the next
+    # microbatch's forward, so that there is one gather more in all.
+    ahead = held.flow.last_without_gradient([*held.blocks, *held.units])
     for unit, own in _unit_params(held.params, [*apart, *units]):
         if own:
             around = next((block for block in held.blocks if unit.startswith(f"{block}.")), unit)
-            _add_unit(ledger, held, own, microbatches, freed=bool(unit) and around not in kept)
+            freed = bool(unit) and around not in kept
+            flows = held.flow.leaves(around)
+            again = microbatches if flows else int(unit == ahead)
+            _add_unit(ledger, held, own, microbatches, again=again * freed)
 
 
-def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: int, *, freed: bool) -> None:
-    """One unit. freed: its parameters are gathered again in backward, if the ZeRO stage frees any."""
+def _add_unit(ledger: Ledger, held: Held, own: dict[str, Local], microbatches: int, *, again: int) -> None:
+    """One unit. again: how often its parameters are gathered in backwards, if the ZeRO stage frees any."""
     zero = Zero(held.zero)
     axis, shards, _ = held.sharded_over(next(iter(own)))
     gathered = sum(_padded(param, shards) * _gathered(held, param).itemsize for param in own.values())
     reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own.values() if param.trains)
-    again = zero.reshard_after_forward and freed
     gathers = microbatches if zero.reshard_between_microbatches else 1
     reductions = microbatches if zero.reduce_every_microbatch else 1
     if shards > 1:
         ledger.add(axis, "all_gather", gathered, "parameters, forward", gathers)
-        ledger.add(axis, "all_gather", gathered, "parameters, backward", gathers if again else 0)
+        ledger.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward)
         ledger.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
     if held.spec.dp_replicate > 1:
         ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
@@ -123,6 +129,7 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
             continue
         size = tokens * call.width * held.compute.itemsize
         forward, backward = _call_ops(call, layout.sequence)
+        backward = backward if _goes_back(held, call) else []
         again = not held.treatment(call.module).recompute.keeps("collective") and _repeated(call, layout, held)
         if _is_tiled(held, call.module):
             _add_tiles(ledger, held, call, part, forward, backward)
@@ -151,7 +158,11 @@ def add_tensor(ledger: Ledger, held: Held, layout: TensorLayout, part: Part) -> 
 
 
 def _is_tiled(held: Held, name: str) -> bool:
-    return any(name == mlp or name.startswith(f"{mlp}.") for mlp in held.tiled)
+    return any(_is_in(name, mlp) for mlp in held.tiled)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def _tile_tokens(held: Held, part: Part) -> list[int]:
@@ -163,13 +174,14 @@ def _tile_tokens(held: Held, part: Part) -> list[int]:
 def _add_tiles(ledger: Ledger, held: Held, call: Call, part: Part, forward: list[str], backward: list[str]) -> None:
     """A call inside of a feed-forward in parts: each runs again in backward, up to the sum that it ends with."""
     full = held.treatment(call.module).recompute.mode == "full"
+    part_again = held.flow.leaves(next(mlp for mlp in held.tiled if _is_in(call.module, mlp)))
     sizes = [part.rows * tokens * call.width * held.compute.itemsize for tokens in _tile_tokens(held, part)]
     for index, size in enumerate(sizes):
         # A block that runs again stops at the last that it saved: the input of the last part.
         block_again = full and index < len(sizes) - 1
         for op in forward:
             ledger.add("tp", op, size, "activations, forward", 1)
-            ledger.add("tp", op, size, "activations, recompute", block_again + (call.kind != "leave"))
+            ledger.add("tp", op, size, "activations, recompute", block_again + (part_again and call.kind != "leave"))
         for op in backward:
             ledger.add("tp", op, size, "activations, backward", 1)
 
@@ -187,6 +199,13 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
     if call.kind == "split":
         return [], ["all_gather"]
     return ["all_gather"], ["all_gather"]  # gather_split: the input forward, the output's gradient backward
+
+
+def _goes_back(held: Held, call: Call) -> bool:
+    """Is there a gradient for what the call sends in backward?"""
+    if call.kind in ("enter", "split"):
+        return held.flow.enters(call.module)
+    return held.flow.leaves(call.module)
 
 
 def _gathered_again(held: Held, layout: TensorLayout, call: Call) -> bool:
@@ -230,6 +249,7 @@ def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
         if not held.runs(name):
             continue
         again = held.treatment(name).recompute.runs_block_again
+        flows = held.flow.leaves(name)
         chosen = _chosen(held, name)
         plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, place=held.expert_place)
         told = dispatch_traffic(plan, width=layout.width, itemsize=held.compute.itemsize)
@@ -241,7 +261,7 @@ def add_experts(ledger: Ledger, held: Held, part: Part) -> None:
         for (axis, op, size), times in told.rows.items():
             ledger.add(axis, op, size, "tokens to experts, forward", times)
             ledger.add(axis, op, size, "tokens to experts, recompute", times * again)
-            ledger.add(axis, op, size, "tokens to experts, backward", times)
+            ledger.add(axis, op, size, "tokens to experts, backward", times * flows)
 
 
 def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: int, width: int) -> None:
@@ -254,9 +274,10 @@ def _add_token_parts(ledger: Ledger, held: Held, name: str, part: Part, chosen: 
     again = held.treatment(name).recompute.runs_block_again and not _overlaps(held, name)
     if again and _is_followed(held.model, name):
         ledger.add("tp", "all_gather", size, "tokens of experts, recompute")
-    ledger.add("tp", "all_gather", size, "tokens of experts, backward")
-    weight = torch.promote_types(held.compute, torch.float32).itemsize
-    ledger.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward")
+    if held.flow.leaves(name):
+        weight = torch.promote_types(held.compute, torch.float32).itemsize
+        ledger.add("tp", "all_gather", size, "tokens of experts, backward")
+        ledger.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward")
 
 
 def _is_followed(model: nn.Module, name: str) -> bool:

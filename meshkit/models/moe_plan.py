@@ -55,12 +55,13 @@ def _deepseek_plan(config: DeepseekV3Config) -> Plan:
 def _latent_layer(layer: str, config: DeepseekV3Config) -> dict[str, Style]:
     """What makes latents is whole on every rank; what spreads them out has this rank's heads."""
     kv_size = config.qk_nope_head_dim + config.v_head_dim
+    query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     return {
         f"{layer}.input_layernorm": sequence(),
-        f"{layer}.self_attn": enter(),
+        f"{layer}.self_attn": enter(query=query),
         f"{layer}.self_attn.{{q_a_proj,q_a_layernorm}}": per_head(optional=True),
         f"{layer}.self_attn.{{kv_a_proj_with_mqa,kv_a_layernorm}}": per_head(),
-        f"{layer}.self_attn.{{q_proj,q_b_proj}}": column(group=config.head_dim),
+        f"{layer}.self_attn.{query}": column(group=config.head_dim),
         f"{layer}.self_attn.kv_b_proj": column(group=kv_size),
         f"{layer}.self_attn.o_proj": row(group=config.v_head_dim),
         f"{layer}.post_attention_layernorm": sequence(),

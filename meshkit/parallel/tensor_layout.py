@@ -231,11 +231,12 @@ def attention_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) 
     """The heads that each of `size` tensor ranks computes in every attention module of the plan."""
     modules = dict(module.named_modules(remove_duplicate=False))
     styles = match_table(plan, modules, what="module")
-    return {
-        name: tuple(_rank_heads(_whole_heads(name, modules[name], style, modules), size, rank) for rank in range(size))
-        for name, style in styles.items()
-        if style.kind == "attention"
+    whole = {
+        name: _latent_heads(name, style, styles, modules) if style.query else _whole_heads(name, module, style, modules)
+        for name, module in modules.items()
+        if (style := styles.get(name)) is not None and (style.kind == "attention" or style.query)
     }
+    return {name: tuple(_rank_heads(heads, size, rank) for rank in range(size)) for name, heads in whole.items()}
 
 
 def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> Heads | None:
@@ -261,6 +262,22 @@ def _whole_heads(name: str, module: nn.Module, style: Style, modules: dict[str, 
         )
     query, key = (_linear(child, modules[child], "column").out_features // head_dim for child in projections[:2])
     return Heads(query, key, head_dim)
+
+
+def _latent_heads(name: str, style: Style, styles: Mapping[str, Style], modules: dict[str, nn.Module]) -> Heads:
+    """Of latent attention: each group of the queries is a head, with a key and a value of its own."""
+    child = _join(name, style.query)
+    made = styles.get(child)
+    if child not in modules or made is None or made.kind != "column" or made.group == 1:
+        found = (
+            f"{child!r} is {made or 'not covered'} in the plan" if child in modules else f"there is no module {child!r}"
+        )
+        raise PlanError(
+            f"plan: enter(query={style.query!r}) on {name!r} names the child that makes the queries, but {found}. Name a "
+            "child that is column(group=...), where the group is the size of a head of q."
+        )
+    heads = _linear(child, modules[child], "column").out_features // made.group
+    return Heads(heads, heads, made.group)
 
 
 def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -55,6 +56,10 @@ CELLS = [
     Cell(mesh="dp_shard=2 tp=2", sequence=True, vocab=61, microbatches=3, memory=CHUNKED),
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=2, tied=True, memory=CHUNKED),
     Cell(mesh="dp_shard=2 cp=2", zero=3, memory=CHUNKED),
+    # 5 rows over 2 data ranks: the second has no row in one of 3 microbatches.
+    Cell(mesh="dp_shard=2 cp=2", documents=True, microbatches=3),
+    Cell(mesh="dp_shard=2 cp=2", documents=True, microbatches=3, context=mk.ContextPolicy(scheme="ring")),
+    Cell(mesh="pp=2 cp=2", layers=4, documents=True, microbatches=6),
 ]
 
 
@@ -62,31 +67,59 @@ def observe_step(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
     run = start(cell)
     mesh = run.mesh
     local = own_rows(batches(cell)[0], mesh)
-    with observe(mesh) as seen:
-        run.forward_backward(local, microbatches=cell.microbatches)
-        mk.clip_grad_norm(run, 1.0)
-    place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.documents else None
-    rows = local["labels"].shape[0]
+    return seen_and_said(run, local, microbatches=cell.microbatches, said_of=masks)
+
+
+def observe_masks(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
+    """The masks are given by themselves, one for each row, and not told by positions."""
+    run = start(cell)
+    local = own_rows(batches(cell)[0], run.mesh)
+    masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local.pop("position_ids")]
+    return seen_and_said(run, local, microbatches=cell.microbatches, mask=masks, said_of=masks)
+
+
+def seen_and_said(
+    run: mk.Run,
+    local: dict[str, Tensor],
+    *,
+    microbatches: int,
+    mask: Sequence[mk.Mask] | None = None,
+    said_of: Sequence[mk.Mask] | None = None,
+) -> tuple[Counter[Message], Counter[Message]]:
+    """The collectives of one step, as they were observed and as `explain` says. said_of: the masks that it is told."""
+    mesh = run.mesh
+    with observe(mesh) as seen:
+        run.forward_backward(local, microbatches=microbatches, mask=mask)
+        mk.clip_grad_norm(run, 1.0)
     said = explain(
         run.whole,
         mesh.spec,
         **run.choices,
-        rows=rows,
+        rows=local["labels"].shape[0],
         seq_len=TOKENS,
-        microbatches=cell.microbatches,
-        mask=masks,
-        coordinate=place,
+        microbatches=microbatches,
+        mask=said_of,
+        coordinate={axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")},
     )
     return seen, said.messages
 
 
-@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
-def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
-    for seen, said in pool(4).run(observe_step, cell):
-        assert seen, "a step on four ranks sends something"
+def assert_alike(found: Iterable[tuple[Counter[Message], Counter[Message]]]) -> None:
+    for seen, said in found:
+        assert seen, "a step on several ranks sends something"
         assert seen - said == Counter(), "sent, but not explained"
         assert said - seen == Counter(), "explained, but not sent"
+
+
+@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
+def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
+    assert_alike(pool(4).run(observe_step, cell))
+
+
+def test_a_microbatch_without_rows_sends_what_is_explained_of_masks_too() -> None:
+    # 6 microbatches: the second data rank has 2 rows.
+    assert_alike(pool(4).run(observe_masks, Cell(mesh="dp_shard=2 cp=2", documents=True, microbatches=6)))
 
 
 def test_explaining_needs_no_ranks_and_no_memory() -> None:
