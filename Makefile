@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-deep check clean
+.PHONY: install demo test test-deep gate check clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,9 @@ test: install
 
 test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(BIN)/python -m pytest
+
+gate: install
+	$(BIN)/python -m pytest -m gate tests/gate
 
 check: install
 	$(BIN)/ruff format --check .
