@@ -10,17 +10,10 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Explanation
 from meshkit.explain._held import Held, Part, part_masks
-from meshkit.explain._sent import (
-    Ledger,
-    add_balance,
-    add_context,
-    add_data,
-    add_experts,
-    add_pipeline,
-    add_scalars,
-    add_tensor,
-    expert_notes,
-)
+from meshkit.explain._ledger import Ledger
+from meshkit.explain._sent import add_context, add_data, add_pipeline, add_scalars
+from meshkit.explain._sent_experts import add_balance, add_experts, expert_notes
+from meshkit.explain._sent_tensor import add_tensor
 from meshkit.mask import Mask
 from meshkit.memory.policy import Budget, MemoryPolicy
 from meshkit.memory.recompute import refuse_treatments, treatments
