@@ -219,8 +219,10 @@ class Run:
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
                 part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
-                if not isinstance(mask, Mask | None):  # as position_ids of zeros say
-                    masks = [Mask.documents([1] * part["input_ids"].shape[1])]
+                if not isinstance(mask, Mask | None):
+                    ids = part.get("input_ids")  # a loss of one's own may have none
+                    # No token sees another, as position_ids of zeros say too.
+                    masks = mask[:1] if ids is None else [Mask.documents([1] * ids.shape[1])]
             joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks) if masks else None
             yield {name: self._to_device(value) for name, value in self._own(part, joined).items()}, float(rows > 0)
 

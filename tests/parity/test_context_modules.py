@@ -66,7 +66,7 @@ def model_and_batch(causal: bool = True) -> tuple[OwnModel, dict[str, Tensor]]:
 PLAN = mk.Plan(blocks=("blocks.*",), attention=("blocks.*.attn",))
 
 
-def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int) -> float:
+def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int, of_rows: bool = False) -> float:
     one, batch = model_and_batch(causal)
     F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()).backward()
     expected = {name: p.grad for name, p in one.named_parameters()}
@@ -74,6 +74,8 @@ def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int) 
     run = mk.parallelize(model, mesh_for(mesh), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
     own = {name: x.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, x in batch.items()}
     mask = None if causal else mk.Mask.full(TOKENS)
+    if of_rows:
+        mask = [mk.Mask.full(TOKENS)] * len(own["labels"])
     run.forward_backward(own, microbatches=microbatches, mask=mask)
     return max(float((full_tensor(p.grad) - expected[name]).abs().max()) for name, p in run.named_parameters())
 
@@ -85,6 +87,10 @@ def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int) 
 def test_a_module_with_its_own_attention_equals_one_device(mesh: str, causal: bool, recompute: str) -> None:
     ranks = 2 if mesh == "cp=2" else 3 if mesh == "cp=3" else 4
     assert max(pool(ranks).run(errors_of_a_run, mesh, causal, recompute, 2)) <= TOL
+
+
+def test_a_microbatch_without_rows_is_harmless_whatever_way_the_masks_of_rows_look() -> None:
+    assert max(pool(4).run(errors_of_a_run, "dp_shard=2 cp=2", False, "none", ROWS, True)) <= TOL
 
 
 def errors_of_interleaved_microbatches() -> float:
