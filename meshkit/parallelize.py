@@ -118,7 +118,7 @@ def parallelize(
         multiple=mesh.spec.tp if sequence else 1,
         dtype=compute,
     )
-    routed = expert_layouts(model, plan.tensor, ep=mesh.spec.ep)
+    routed = expert_layouts(model, plan.tensor, ep=mesh.spec.ep, etp=mesh.spec.etp)
     refuse_tiles(
         memory,
         mlps=mlps,

@@ -107,7 +107,7 @@ def explain(
         cut=cut,
         blocks=[name for name in blocks if cut is None or cut.runs(name, at)],
         units=[name for name in units if cut is None or cut.runs(name, at)],
-        experts=expert_layouts(model, plan.tensor, ep=spec.ep),
+        experts=expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp),
         treated=treated,
         tiled=mlps if memory.tiles > 1 else [],
     )

@@ -97,7 +97,7 @@ def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
             intermediate_size=hidden,
             num_hidden_layers=cell.layers,
             num_attention_heads=8,
-            moe_intermediate_size=12,
+            moe_intermediate_size=24,
             n_routed_experts=EXPERTS,
             num_experts_per_tok=EXPERTS if cell.precision == "bf16" else 2,
             n_group=1 if cell.precision == "bf16" else 4,
@@ -124,7 +124,7 @@ def _auxiliary(cell: Cell) -> Any:
 def _layers(config: LlamaConfig, router: RouterConfig) -> Any:
     yield dense_layer(config)
     for _ in range(config.num_hidden_layers - 1):
-        experts = MoE(config.hidden_size, 20, router, shared_size=24)
+        experts = MoE(config.hidden_size, 24, router, shared_size=28)
         yield DecoderLayer(Attention(config), experts, hidden_size=config.hidden_size, eps=config.rms_norm_eps)
 
 

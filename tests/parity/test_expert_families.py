@@ -176,3 +176,12 @@ def test_a_rank_without_experts_is_refused() -> None:
     for text in pool(4).run(refused_experts, "dp_shard=4 ep=4"):
         assert "'layers.0.mlp.experts' has 5 experts, and ep=4 ranks with up to 2 each leave one without" in text
         assert "Choose ep of 1, 2, 3, 5" in text
+
+
+def test_a_rank_without_hidden_features_is_refused() -> None:
+    """torch's FSDP2 cannot reduce its gradients in bf16."""
+    config = replace(CONFIGS["mixtral"], intermediate_size=5)
+    with pytest.raises(
+        mk.PlanError, match="have 5 hidden features, and etp=4 ranks with up to 2 each leave one without"
+    ):
+        mk.explain(build_model(config), mk.MeshSpec(tp=4, etp=4), plan=moe_plan(config), rows=1, seq_len=8)

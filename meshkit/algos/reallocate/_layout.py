@@ -63,7 +63,7 @@ def layout_of(
     blocks = match_names(plan.blocks, dict(model.named_modules()), what="module")
     cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
     split = tensor_layout(model, plan.tensor, size=spec.tp, sequence=False) if spec.tp > 1 else None
-    experts = expert_layouts(model, plan.tensor, ep=spec.ep) if in_expert_view(spec) else {}
+    experts = expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp) if in_expert_view(spec) else {}
     tensors = {}
     for names, tensor in _tensors(model):
         regions = {}

@@ -35,8 +35,8 @@ class ExpertLayout:
     dims: dict[str, int]
 
 
-def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int) -> dict[str, ExpertLayout]:
-    """By name. Raises: PlanError for parameters that the style does not name, and for a rank of ep without experts."""
+def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int, etp: int) -> dict[str, ExpertLayout]:
+    """By name. Raises: PlanError for parameters that the style does not name, and for a rank without a part of an expert."""
     modules = dict(module.named_modules())
     found = {}
     for name, style in match_table(plan, modules, what="module").items():
@@ -56,13 +56,18 @@ def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int) -> 
                 f"expert_parallel: {name!r} has {shape[0]} experts, and ep={ep} ranks with up to {-(-shape[0] // ep)} each "
                 f"leave one without. Choose ep of {fit}; etp splits each expert further."
             )
+        if not _serves(shape[1], etp):
+            raise PlanError(
+                f"expert_parallel: the experts of {name!r} have {shape[1]} hidden features, and etp={etp} ranks with up to "
+                f"{-(-shape[1] // etp)} each leave one without. Choose a smaller etp; ep deals out whole experts."
+            )
         found[name] = ExpertLayout(shape[0], shape[2], dims)
     return found
 
 
-def _serves(experts: int, ranks: int) -> bool:
-    """Does every rank get an expert, where the last may have fewer than the others?"""
-    return -(-experts // ranks) * (ranks - 1) < experts
+def _serves(count: int, ranks: int) -> bool:
+    """Does every rank get some, where the last may have fewer than the others?"""
+    return -(-count // ranks) * (ranks - 1) < count
 
 
 def expert_parallel(
@@ -88,7 +93,7 @@ def expert_parallel(
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
     spec = mesh.spec
-    found = expert_layouts(module, plan, ep=spec.ep)
+    found = expert_layouts(module, plan, ep=spec.ep, etp=spec.etp)
     if not found:
         if spec.ep * spec.etp > 1:
             raise PlanError(
