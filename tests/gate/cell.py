@@ -181,6 +181,25 @@ REFUSALS = [
 ]
 
 
+def smallest(*features: str) -> Cell:
+    """The plainest cell with these features, of those that `REFUSALS` name."""
+    told: dict[str, object] = {}
+    for feature in features:
+        kind, _, value = feature.partition(": ")
+        if kind == "pp":
+            told |= {"mesh": "pp=2", "schedule": value}
+        elif value:
+            told[kind] = value
+        else:
+            told |= {
+                "tiles": {"tiles": 3},
+                "chunked loss": {"loss": "chunked"},
+                "sequence": {"mesh": "tp=2", "sequence": True},
+                "cp": {"mesh": "cp=2"},
+            }[kind]
+    return Cell(**told)  # type: ignore[arg-type]
+
+
 @cache
 def meshes(ranks: int) -> list[str]:
     """Every way to share so many ranks among the axes of the dense view, without folding."""

@@ -25,12 +25,12 @@ def tuples(cell: Cell, size: int) -> set[tuple[str, ...]]:
 
 
 def covering(cells: int, among: int) -> list[Seed]:
-    """So many of the first `among` draws: first those in which any two features meet, and every refusal, then others.
+    """So many of the first `among` draws: first those in which any two features meet, then others on few ranks.
 
     Greedy by the pairs that a cell meets first, for each rank that it needs.
     """
     drawn = {seed: draw(*seed) for seed in islice(seeds(), among)}
-    meets = {seed: _meets(cell) for seed, cell in drawn.items()}
+    meets = {seed: set() if cell.refusals() else tuples(cell, 2) for seed, cell in drawn.items()}
     met: set[tuple[str, ...]] = set()
     queue = [(-len(pairs) / seed[1], seed) for seed, pairs in meets.items()]
     heapq.heapify(queue)
@@ -44,9 +44,3 @@ def covering(cells: int, among: int) -> list[Seed]:
             chosen.append(seed)
             met |= meets[seed]
     return sorted(chosen, key=lambda seed: (seed[1], seed[0]))
-
-
-def _meets(cell: Cell) -> set[tuple[str, ...]]:
-    """What choosing the cell is worth: pairs that work, or pairs that are refused."""
-    refusals = cell.refusals()
-    return {("refused", refusal.one, refusal.other) for refusal in refusals} if refusals else tuples(cell, 2)

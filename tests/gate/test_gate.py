@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gate.cell import Cell, draw
+from tests.gate.cell import REFUSALS, Cell, Refusal, draw, smallest
 from tests.gate.choose import covering
 from tests.gate.verdict import verdict
 
@@ -33,3 +33,8 @@ def test_every_law_holds(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", REGRESSIONS, ids=str)
 def test_what_was_once_broken_holds(cell: Cell) -> None:
     assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.one}, {refusal.other}")
+def test_what_cannot_be_is_refused_with_its_reason(refusal: Refusal) -> None:
+    assert verdict(smallest(refusal.one, refusal.other)) == ""
