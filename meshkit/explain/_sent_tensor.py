@@ -68,9 +68,11 @@ def _add_tiles(ledger: Ledger, held: Held, call: Call, part: Part, forward: list
     full = held.treatment(call.module).recompute.mode == "full"
     part_again = held.flow.leaves(next(mlp for mlp in held.tiled if _is_in(call.module, mlp)))
     sizes = [part.rows * tokens * call.width * held.compute.itemsize for tokens in _tile_tokens(held, part)]
+    # Shared experts run while rows travel, so what the routed ones save comes after.
+    followed = any(overlaps(held, name) and _is_in(call.module, name.rpartition(".")[0]) for name in held.experts)
     for index, size in enumerate(sizes):
         # A block that runs again stops at the last that it saved: the input of the last part.
-        block_again = full and index < len(sizes) - 1
+        block_again = full and (followed or index < len(sizes) - 1)
         for op in forward:
             ledger.add("tp", op, size, "activations, forward", 1)
             ledger.add("tp", op, size, "activations, recompute", block_again + (part_again and call.kind != "leave"))
