@@ -96,7 +96,7 @@ def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
             hidden_size=32,
             intermediate_size=hidden,
             num_hidden_layers=cell.layers,
-            num_attention_heads=8,
+            num_attention_heads=9 if cell.spec.world_size == 3 else 8,  # tp must divide them
             moe_intermediate_size=24,
             n_routed_experts=EXPERTS,
             num_experts_per_tok=EXPERTS if cell.precision == "bf16" else 2,
