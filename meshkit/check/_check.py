@@ -107,7 +107,7 @@ def _on_rank(job: Job, mesh: Mesh) -> Report:
     one_rank = init_mesh(MeshSpec(), ranks=[mesh.ranks[0]], device_type=mesh.device_type)
     with default_dtype(job.dtype):
         if job.builds_all:
-            made = job.model(mesh)
+            made = job.built(job.model, mesh)
         else:
             plain = job.plain()
             different = different_first_values(plain, mesh)

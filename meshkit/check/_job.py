@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Job:
     dtype: torch.dtype
     timeout_s: float
     choices: dict[str, Any]
+    random: torch.Tensor = field(default_factory=torch.get_rng_state)  # where every building begins to draw
 
     @property
     def builds_all(self) -> bool:
@@ -55,9 +56,15 @@ class Job:
                 "check: batch is a dict of tensors with the same number of rows, the rows of the whole step."
             )
 
+    def built(self, make: Callable[..., Any], *args: Any) -> Any:
+        """make(*args), drawing the same numbers in every call: a class of modules seeds nothing by itself."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random)
+            return make(*args)
+
     def plain(self) -> nn.Module:
         """The model on no mesh, in `dtype`."""
-        model: nn.Module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        model: nn.Module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.built(self.model)
         return model.to(self.dtype)
 
     def on_one(self, mesh: Mesh) -> Run | nn.Module:
@@ -65,9 +72,9 @@ class Job:
         made: Run | nn.Module
         with default_dtype(self.dtype):
             if self.builds_all and self.reference is None:
-                made = self.model(mesh)
+                made = self.built(self.model, mesh)
             else:
-                made = self.plain() if self.reference is None else self.reference().to(self.dtype)
+                made = self.plain() if self.reference is None else self.built(self.reference).to(self.dtype)
                 if any(param.is_meta for param in made.parameters()) or self.given_step is not None:
                     made = parallelize(made, mesh, plan=self.choices["plan"])
         return made

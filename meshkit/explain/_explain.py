@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Explanation
 from meshkit.explain._held import Held, Part, part_masks
@@ -34,7 +35,7 @@ def explain(
     model: nn.Module,
     spec: MeshSpec,
     *,
-    plan: Plan,
+    plan: Plan | None = None,
     rows: int,
     seq_len: int,
     microbatches: int = 1,
@@ -52,6 +53,7 @@ def explain(
     """What `parallelize(model, mesh, plan=..., ...)` will hold and send, for one optimizer step of one rank.
 
     model: whole, as `parallelize` gets it; on meta is enough.
+    plan: None asks `auto_plan`, as there.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
     mask: who sees whom, one for all rows or one for each, on which depends what context parallelism sends; default: causal.
     coordinate: the rank's place on each axis (stages differ between ranks, and so do sizes where shards are uneven);
@@ -66,6 +68,7 @@ def explain(
             "before parallelize."
         )
     place = coordinate or {}
+    plan = plan if plan is not None else auto_plan(model)
     memory = memory or MemoryPolicy()
     refuse_without_sequence(regather=memory.regather, sequence=sequence)
     sequence = sequence and spec.tp > 1

@@ -44,6 +44,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6), nn.Dropout(0.3), nn.Linear(6, 1))
 
 
+def mlp_without_seed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 1))
+
+
+def run_without_seed() -> Report:
+    """As after one torch.manual_seed at the top of a script."""
+    torch.manual_seed(7)
+    return mk.check(mlp_without_seed, mesh_for("dp_shard=2"), batch=points(), loss=squared_error, count=examples)
+
+
 def squared_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from tests.check import good, planted
-from tests.check.good import GOOD, examples, mlp, points, squared_error
+from tests.check.good import GOOD, examples, mlp, points, run_without_seed, squared_error
 from tests.check.planted import PLANTED, Planted
 from tests.depth import deep
 from tests.parity.cases import mesh_for
@@ -197,3 +197,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         assert len(found) == len(expected), found
         for text, words in zip(found, expected, strict=True):
             assert words in text
+
+
+def test_a_builder_that_seeds_nothing_is_no_finding() -> None:
+    for report in pool(2).run(run_without_seed):
+        assert report.ok, str(report)
