@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def on_meta(shape: LlamaConfig = SHAPE) -> Llama:
         return Llama(shape)
 
 
+@functools.cache
 def estimated(mesh: str = "dp_shard=1", *, kernels: str = "cuda", **memory: object) -> mk.Estimate:
     policy = dataclasses.replace(BF16, **memory)  # type: ignore[arg-type]
     return mk.estimate(on_meta(), mesh, plan=LLAMA_PLAN, rows=4, seq_len=64, memory=policy, kernels=kernels)  # type: ignore[arg-type]
