@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,7 +36,6 @@ class Verdict:
 
     refused: str = ""
     broken: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,15 +164,14 @@ def start(cell: Cell, noted: list[Noting] | None = None) -> mk.Run:
 
 def judge(cell: Cell, folder: str) -> Verdict:
     """On every rank: train three steps, the last of them resumed on another mesh where the cell says so."""
-    began, noted = time.monotonic(), list[Noting]()
+    noted: list[Noting] = []
     try:
         run = start(cell, noted)
         if cell.resume:
             start(_resumed(cell))
     except mk.MeshkitError as error:
-        return Verdict(refused=str(error), seconds=time.monotonic() - began)
-    broken = _train(cell, run, noted, folder)
-    return Verdict(broken=broken, seconds=time.monotonic() - began)
+        return Verdict(refused=str(error))
+    return Verdict(broken=_train(cell, run, noted, folder))
 
 
 def _train(cell: Cell, run: mk.Run, noted: list[Noting], folder: str) -> dict[str, str]:
