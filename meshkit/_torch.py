@@ -71,13 +71,13 @@ def twin_group(group: ProcessGroup, *, timeout: timedelta, backend: str | None =
     name = [uuid.uuid4().hex]
     if not is_fake_group(group):
         dist.broadcast_object_list(name, group=group, group_src=0)
-    original = distributed_c10d._process_group_name  # type: ignore[attr-defined]
-    distributed_c10d._process_group_name = lambda *args, **kwargs: name[0]  # type: ignore[attr-defined, assignment]
+    original = distributed_c10d._process_group_name  # type: ignore[attr-defined]  # not in the stubs
+    distributed_c10d._process_group_name = lambda *args, **kwargs: name[0]  # type: ignore[attr-defined, assignment]  # for one call
     try:
         ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
-        distributed_c10d._process_group_name = original  # type: ignore[attr-defined]
+        distributed_c10d._process_group_name = original  # type: ignore[attr-defined]  # put back
     assert isinstance(made, ProcessGroup)  # this rank is a member
     return made
 
@@ -149,7 +149,7 @@ def send_bytes_as_they_are() -> None:
     2.15 does. 2.11 makes each shard a parameter that requires a gradient, if only for a moment, and casts all to the compute
     dtype.
     """
-    if torch.__version__ >= "2.15" or _fsdp_param.nn is not nn:  # type: ignore[attr-defined]
+    if torch.__version__ >= "2.15" or _fsdp_param.nn is not nn:  # type: ignore[attr-defined]  # done before
         return
 
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
@@ -161,8 +161,8 @@ def send_bytes_as_they_are() -> None:
             self.param_dtype = None
 
     cast = _fsdp_param.FSDPParam.init_dtype_attrs
-    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes  # type: ignore[method-assign, assignment]
-    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[attr-defined, assignment]
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes  # type: ignore[method-assign, assignment]  # 2.11 only
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[attr-defined, assignment]  # same
 
 
 def put_off_gradients(module: FSDPModule) -> None:
@@ -216,11 +216,11 @@ def waits_timed() -> Iterator[list[float]]:
     global _waits
     wait, outer = dist.Work.wait, _waits
     _waits = (threading.get_ident(), [])
-    dist.Work.wait = lambda *args: _timed(wait, *args)  # type: ignore[assignment, method-assign]
+    dist.Work.wait = lambda *args: _timed(wait, *args)  # type: ignore[assignment, method-assign]  # put back below
     try:
         yield _waits[1]
     finally:
-        dist.Work.wait, _waits = wait, outer  # type: ignore[method-assign]
+        dist.Work.wait, _waits = wait, outer  # type: ignore[method-assign]  # put back
 
 
 def _timed(act: Callable[..., Any], *args: Any) -> Any:

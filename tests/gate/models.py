@@ -18,6 +18,7 @@ from meshkit.models.router import RouterConfig
 from tests.gate.cell import Cell
 
 EXPERTS = 8
+AUXILIARY = mk.AuxiliaryLosses(balance=0.1, per="global", z=0.01)
 
 
 class Residual(nn.Module):
@@ -87,7 +88,7 @@ def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
     experts = EXPERTS + 3 if uneven else EXPERTS
     chosen = experts if cell.precision == "bf16" else 2
     if cell.model == "moe":
-        router = RouterConfig(experts=experts, chosen=chosen, losses=_auxiliary(cell))
+        router = RouterConfig(experts=experts, chosen=chosen, losses=AUXILIARY)
         mixture = Decoder(config, _layers(config, router))
         return mixture, decoder_plan(cell.layers, dense=[0], shared=True)
     if cell.model == "mla":
@@ -108,17 +109,13 @@ def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
             v_head_dim=6,
             first_k_dense_replace=1,
             q_lora_rank=7,
-            router_losses=_auxiliary(cell),
+            router_losses=AUXILIARY,
         )
         return build_model(latent), moe_plan(latent)
     model: nn.Module = Llama(config)
     if cell.model == "lora":
         return model, mk.lora(model, LLAMA_PLAN, rank=3, alpha=5.0, seed=4)
     return model, LLAMA_PLAN
-
-
-def _auxiliary(cell: Cell) -> Any:
-    return mk.AuxiliaryLosses(balance=0.1, per="global", z=0.01)
 
 
 def _layers(config: LlamaConfig, router: RouterConfig) -> Any:
