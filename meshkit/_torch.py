@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
@@ -459,6 +460,31 @@ def propagating_apart() -> Iterator[None]:
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def detaching_as_placed() -> Iterator[None]:
+    """Inside, DTensor knows that detaching keeps placements, and does not search all combinations of them.
+
+    2.15: for each shape of a parameter FSDP2 has it search for 0.03 s on three axes and for 0.4 s on four. 2.11 knows.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    detach = torch.ops.aten.detach.default
+    search = getattr(propagator, "op_single_dim_strategy_funcs", {}).pop(detach, None)
+    if search is None:
+        yield
+        return
+    propagator.op_strategy_funcs[detach] = _as_its_input
+    try:
+        yield
+    finally:
+        del propagator.op_strategy_funcs[detach]
+        propagator.op_single_dim_strategy_funcs[detach] = search
+
+
+def _as_its_input(schema: Any) -> OpStrategy:
+    spec = schema.args_schema[0].strategies[0].output_spec
+    return OpStrategy([OpSpec(output_specs=spec, input_specs=(spec,), redistribute_cost=[[0.0]])])
 
 
 @contextmanager

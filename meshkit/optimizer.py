@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from meshkit.memory.optimizer import FewBitsAdamW, OffloadedAdamW
+from meshkit.memory.optimizer import FewBitsAdamW, OffloadedAdamW, OwnPartsAdamW
 from meshkit.memory.policy import OptimizerPolicy
 from meshkit.step import Run
 from meshkit.whole import copies_of
@@ -59,4 +59,4 @@ def adamw(
             states=policy.states,
             stochastic_rounding=policy.stochastic_rounding,
         )
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return OwnPartsAdamW(groups, lr=lr, betas=betas, eps=eps)

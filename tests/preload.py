@@ -2,11 +2,15 @@
 
 import warnings
 
+import hypothesis  # noqa: F401  # what test modules import, which each rank would import again
+import pytest  # noqa: F401
 import torch
+import torch._inductor.compile_fx  # what the first torch.compile imports
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.checkpoint
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 import meshkit  # noqa: F401  # the point is the import
 

@@ -122,10 +122,13 @@ def fully_shard(
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
     kept = set(keep)
     ignored = {param for name in apart for param in modules[name].parameters()}
-    for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
-        reshard = stage.reshard_after_forward and name not in kept
-        _fully_shard(modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
-    _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+    with _torch.detaching_as_placed():
+        for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
+            reshard = stage.reshard_after_forward and name not in kept
+            _fully_shard(
+                modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored
+            )
+        _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)

@@ -85,6 +85,36 @@ def test_part_of_the_states_may_stay() -> None:
         assert same and same_norms
 
 
+def beside_torch(cell: Cell) -> bool:
+    """Whether `adamw` and torch's own on DTensors make the same bits of parameters and state in three steps."""
+    ours, theirs = start(cell), start(cell)
+    optimizer = mk.adamw(ours, lr=1e-2)
+    names = {param: name for name, param in ours.named_parameters()}
+    same = dict(theirs.named_parameters())
+    groups = [
+        {**group, "params": [same[names[param]] for param in group["params"]]} for group in optimizer.param_groups
+    ]
+    peer = torch.optim.AdamW(groups, fused=True)
+    for batch in batches(cell):
+        for run, each in ((ours, optimizer), (theirs, peer)):
+            run.forward_backward(own_rows(batch, run.mesh))
+            each.step()
+            each.zero_grad()
+    found = []
+    for param, name in names.items():
+        mine, its = optimizer.state[param], peer.state[same[name]]
+        assert mine.keys() == its.keys()
+        pairs = [(param, same[name]), *((mine[key], its[key]) for key in mine)]
+        found += [torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs]
+        found += [getattr(a, "placements", None) == getattr(b, "placements", None) for a, b in pairs]
+    return all(found)
+
+
+@pytest.mark.parametrize("cell", [CELLS[3], Cell(mesh="dp_shard=2 tp=2", dtype="float32", vocab=61)], ids=str)
+def test_the_resident_one_updates_parts_bit_for_bit_as_torch_updates_the_whole(cell: Cell) -> None:
+    assert all(pool(4).run(beside_torch, cell))
+
+
 # ------------------------------------------------------------------------------------------------ one process
 
 
