@@ -16,14 +16,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/torchrun --nproc-per-node 4 examples/llama_pretrain.py --mesh "dp_shard=2 tp=2" --out runs/demo
 
+# A worker for each core; then, with the machine to themselves, the tests that compare times.
+PYTEST := $(BIN)/python -m pytest
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST) $(WORKERS) -m "not gate and not alone"
+	$(PYTEST) -m alone
 
 test-deep: install
-	MESHKIT_TEST_DEPTH=deep $(BIN)/python -m pytest
+	MESHKIT_TEST_DEPTH=deep $(MAKE) test
 
 gate: install
-	$(BIN)/python -m pytest -m gate tests/gate
+	$(PYTEST) $(WORKERS) -m gate tests/gate
 
 check: install
 	$(BIN)/ruff format --check .

@@ -11,15 +11,23 @@ import tests.depth  # noqa: F401  # sets how much hypothesis draws
 from tests.world import CRASHES
 
 
+RUN_AGAIN = "run again, since a rank ended in native code"
+
+
 @pytest.fixture(autouse=True)
-def no_world_is_left_behind() -> Iterator[None]:
+def no_world_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Meshes live on the ranks of `tests.world`: a process group here would be another test's surprise."""
+    crashes = len(CRASHES)
     yield
+    for crash in CRASHES[crashes:]:  # a worker's, so they travel with its report
+        request.node.user_properties.append((RUN_AGAIN, crash))
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("made a process group in pytest's own process: use tests.world.pool(1).run(...)")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for crash in CRASHES:
-        terminalreporter.write_line(f"run again, since a rank ended in native code: {crash}", yellow=True)
+    for report in terminalreporter.stats.get("", []):  # of what comes before and after a test
+        for kind, crash in report.user_properties:
+            if kind == RUN_AGAIN:
+                terminalreporter.write_line(f"{kind}: {crash}", yellow=True)

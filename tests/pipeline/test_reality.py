@@ -138,12 +138,14 @@ def real() -> list[dict[str, tuple[float, float, list[int], str]]]:
     return pool(RANKS).run(every_schedule)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_sleeping_stages_takes_as_long_as_simulated(real: list[dict], name: str) -> None:
     measured, simulated, _, _ = real[0][name]
     assert measured == pytest.approx(simulated, rel=0.1)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_alive_are_those_of_the_simulator(real: list[dict], name: str) -> None:
     for rank in real:
@@ -151,6 +153,7 @@ def test_activations_alive_are_those_of_the_simulator(real: list[dict], name: st
         assert alive == counted
 
 
+@pytest.mark.alone
 def test_zero_bubble_schedules_beat_1f1b(real: list[dict]) -> None:
     measured = {name: found[0] for name, found in real[0].items()}
     assert measured["zb-h1"] < measured["1f1b"] < measured["gpipe"] * 1.02
@@ -158,6 +161,7 @@ def test_zero_bubble_schedules_beat_1f1b(real: list[dict]) -> None:
     assert measured["zbv"] < measured["interleaved"]
 
 
+@pytest.mark.alone
 def test_the_trace_of_a_real_step_has_every_task_beside_the_simulated_one(real: list[dict]) -> None:
     for name in NAMES:
         lanes: dict[int, list[str]] = {0: [], 1: []}
