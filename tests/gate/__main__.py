@@ -45,15 +45,18 @@ def main(config: Config) -> int:
     if known is None or known.fingerprint != support.fingerprint():
         known = support.Results(fingerprint=support.fingerprint(), torch="", commit="", seeds=[])
     first = config.first if config.first is not None else max((last for _, last in known.seeds), default=-1) + 1
-    passed, failed = _run(first, config.minutes * 60, console)
-    for seed in failed:
-        console.print(
-            f"failed: python -m tests.gate --seed {seed}   # {draw(seed, WORLDS[seed % len(WORLDS)])}", markup=False
-        )
-    console.print(f"{len(passed)} passed, {len(failed)} failed")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    ranges = _joined([*known.seeds, *((seed, seed) for seed in passed)])
-    support.write(replace(known, torch=torch.__version__.partition("+")[0], commit=commit, seeds=ranges))
+    passed, failed = list[int](), list[int]()
+    try:
+        _run(first, config.minutes * 60, console, passed, failed)
+    finally:  # also of a run that is interrupted
+        for seed in failed:
+            console.print(
+                f"failed: python -m tests.gate --seed {seed}   # {draw(seed, WORLDS[seed % len(WORLDS)])}", markup=False
+            )
+        console.print(f"{len(passed)} passed, {len(failed)} failed")
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        ranges = _joined([*known.seeds, *((seed, seed) for seed in passed)])
+        support.write(replace(known, torch=torch.__version__.partition("+")[0], commit=commit, seeds=ranges))
     return 1 if failed else 0
 
 
@@ -65,9 +68,9 @@ def _one(seed: int, console: Console) -> int:
     return 1 if found else 0
 
 
-def _run(first: int, seconds: float, console: Console) -> tuple[list[int], list[int]]:
-    """(seeds that passed, seeds that failed) of those from the first on, until the time is up."""
-    end, passed, failed, seed = time.monotonic() + seconds, list[int](), list[int](), first
+def _run(first: int, seconds: float, console: Console, passed: list[int], failed: list[int]) -> None:
+    """Seeds from the first on, each put to those that passed or failed, until the time is up."""
+    end, seed = time.monotonic() + seconds, first
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("gate", total=None)
@@ -81,7 +84,6 @@ def _run(first: int, seconds: float, console: Console) -> tuple[list[int], list[
             spent = seconds - left
             guess = round((seed - first) * seconds / spent) if spent > 1 else None
             progress.update(task, completed=seed - first, total=guess, description=f"gate, {len(failed)} failed")
-    return passed, failed
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
