@@ -60,7 +60,7 @@ class ReferenceTask:
 
 
 REFERENCE_TASKS = {
-    "addition": ReferenceTask(rows=addition_tasks, reward="exact", max_new_tokens=4, sft_steps=500, sft_lr=1e-3),
+    "addition": ReferenceTask(rows=addition_tasks, reward="exact", max_new_tokens=4, sft_steps=450, sft_lr=1e-3),
     "reversal": ReferenceTask(
         rows=partial(reversal_tasks, shortest=3, longest=5),
         reward="exact",
@@ -102,6 +102,6 @@ def begin(
     with Progress(total_steps=steps, enabled=speaks) as progress:
         if speaks:
             print(f"first {steps} steps on right answers")
-        teach(run, optimizer, examples, steps=steps, seed=seed, lr_kind="cosine", each=progress.update, **size)
+        teach(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
     config: Any = run.whole.config
     save_pretrained(run.model, config, folder)
