@@ -10,8 +10,11 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.checkpoint
+import torch.utils.tensorboard
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+import examples.llama_pretrain  # and all that recipes import
+import examples.ppo  # noqa: F401
 import meshkit  # noqa: F401  # the point is the import
 
 warnings.simplefilter("error")  # a warning on a rank fails the test, as in the test process

@@ -54,8 +54,13 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[i
     return process.returncode, output
 
 
-def run(ranks: int, script: str, *flags: str, timeout_s: float = 120) -> tuple[int, str]:
-    """(exit status, output) of ranks without torchrun. When one fails, the others are ended, as torchrun does."""
+def run(
+    ranks: int, script: str, *flags: str, timeout_s: float = 120, stop: tuple[Path, int] | None = None
+) -> tuple[int, str]:
+    """(exit status, output) of ranks without torchrun. When one fails, the others are ended, as torchrun does.
+
+    stop: (out, step); every rank gets a SIGTERM once `out` has the loss of that step, as when torchrun gets one.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
@@ -80,7 +85,14 @@ def run(ranks: int, script: str, *flags: str, timeout_s: float = 120) -> tuple[i
         failed, deadline = False, time.monotonic() + timeout_s
         try:
             while processes:
-                ended = wait(list(processes), timeout=max(0.0, deadline - time.monotonic()))
+                left = max(0.0, deadline - time.monotonic())
+                ended = wait(list(processes), timeout=min(left, 0.05) if stop else left)
+                if stop and stop[1] in read_losses(stop[0]):
+                    stop = None
+                    for process in processes.values():
+                        process.terminate()
+                if not ended and time.monotonic() < deadline:
+                    continue
                 if not ended and failed:
                     break
                 if not ended:
@@ -98,8 +110,22 @@ def run(ranks: int, script: str, *flags: str, timeout_s: float = 120) -> tuple[i
         return int(failed), output.read()
 
 
+def run_alone(script: Path, folder: Path, *, timeout_s: float = 120) -> tuple[int, str]:
+    """(exit status, output) of `python script` in a folder: a process that is no rank, forked as those of `run` are."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = CONTEXT.Process(
+            target=_run_script, args=(str(script), (), dict(os.environ), str(folder), output.name)
+        )
+        process.start()
+        process.join(timeout_s)
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f"no end within {timeout_s} s:\n{output.read()}")
+        return process.exitcode or 0, output.read()
+
+
 def _run_script(script: str, flags: tuple[str, ...], environment: dict[str, str], folder: str, output: str) -> None:
-    """On a rank: what `python script flags` would do."""
+    """In a process of its own: what `python script flags` would do."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.recipes.launch import finish, run, start, wait_for_step
+from tests.recipes.launch import run
 
 RECIPE = "examples/ppo.py"
 TOL_CURVE = (
@@ -54,10 +53,8 @@ def test_a_run_on_ranks_apart_stopped_and_continued_elsewhere_is_one_run_on_one_
     split.mkdir()
     (split / "sft-model").symlink_to(whole / "sft-model")
     apart = {"mesh": "dp_shard=2", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
-    first = start(3, RECIPE, *flags(split, **apart))
-    wait_for_step(first, split, 2, timeout_s=200)
-    first.send_signal(signal.SIGTERM)
-    _, output = finish(first)
+    status, output = run(3, RECIPE, *flags(split, **apart), timeout_s=280, stop=(split, 2))
+    assert status == 0, output
     assert "moves" in output and "lower bound" in output  # the plan of the weights
     status, output = run(2, RECIPE, *flags(split, mesh="tp=2", sampler_mesh="dp_shard=2"), timeout_s=280)
     assert status == 0, output
