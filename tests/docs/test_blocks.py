@@ -11,14 +11,13 @@ import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.recipes.launch import run_alone
 from tests.world import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -72,16 +71,11 @@ def test_blocks_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> 
     assert len(blocks) == page.read_text().count("```python"), "a fence is not closed, or is indented"
     for block in blocks:
         if block.code.startswith(SCRIPT):
-            done = subprocess.run(
-                [sys.executable, "-c", block.code],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=200,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
-            compare(done.stdout, block.output or "", f"{page.name}, the block at line {block.line + 1}")
+            script = tmp_path / "block.py"
+            script.write_text(block.code)
+            status, printed = run_alone(script, tmp_path, timeout_s=200)
+            assert status == 0, printed
+            compare(printed, block.output or "", f"{page.name}, the block at line {block.line + 1}")
     alone = [[block] for block in blocks if block.ranks]
     together = [block for block in blocks if not block.ranks and not block.code.startswith(SCRIPT)]
     for group in [*alone, together] if together else alone:
