@@ -30,7 +30,7 @@ class Config:
 def build(config, mesh):
     with torch.device("meta"):
         model = mk.models.Llama(mk.models.LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16))
     return mk.parallelize(
         model, mesh, plan=mk.models.LLAMA_PLAN, memory=mk.MemoryPolicy(recompute=config.recompute))
@@ -69,10 +69,10 @@ def test_the_recipe_is_estimated_before_it_has_data(
 def test_stages_are_rows_and_the_fullest_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:
-    estimate(monkeypatch, recipe, "--mesh", "pp=2 dp_shard=2", "--microbatches", "4")
+    estimate(monkeypatch, recipe, "--mesh", "pp=2 dp_shard=2", "--microbatches", "2")
     out = capsys.readouterr().out
     assert "rank of pp" in out
-    estimate(monkeypatch, recipe, "--mesh", "pp=2 dp_shard=2", "--microbatches", "4", "--rank", "3")
+    estimate(monkeypatch, recipe, "--mesh", "pp=2 dp_shard=2", "--microbatches", "2", "--rank", "3")
     assert "the rank at pp=1 dp_shard=1" in capsys.readouterr().out
 
 
