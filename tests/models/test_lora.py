@@ -195,7 +195,7 @@ CASES = {
         2,
         Adapted(cell=Cell(mesh="tp=2", memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=7), tiles=2))),
     ),
-    "compiled": (2, Adapted(cell=Cell(mesh="tp=2", sequence=True, compile="aot_eager", qwen=True))),
+    "compiled": (2, Adapted(cell=Cell(mesh="tp=2", layers=1, sequence=True, compile="aot_eager", qwen=True))),
     "experts": (2, Adapted(cell=Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=16)))),
     "nf4": (1, Adapted(cell=Cell(mesh="", microbatches=2, qwen=True), base="nf4", block=64)),
     "nf4_dp_shard": (4, Adapted(cell=Cell(mesh="dp_shard=4", microbatches=2, hidden_mlp=45), base="nf4", block=8)),

@@ -30,12 +30,22 @@ def run_compiled_cell(cell: Cell) -> Outcome:
     thin(
         [
             (2, Cell(mesh="dp_shard=2", compile="aot_eager", zero=3)),
-            (2, Cell(mesh="tp=2", compile="aot_eager", sequence=True, vocab=61, qwen=True)),
-            (4, Cell(mesh="dp_shard=2 tp=2", compile="aot_eager", sequence=True, recompute="full", documents=True)),
+            (2, Cell(mesh="tp=2", compile="aot_eager", layers=1, sequence=True, vocab=61, qwen=True)),
+            (
+                4,
+                Cell(
+                    mesh="dp_shard=2 tp=2",
+                    compile="aot_eager",
+                    layers=1,
+                    sequence=True,
+                    recompute="full",
+                    documents=True,
+                ),
+            ),
             (2, Cell(mesh="tp=2", compile="aot_eager", layers=1, recompute="selective")),
-            (2, Cell(mesh="pp=2", compile="aot_eager", schedule="zb-h1", microbatches=3, layers=3, documents=True)),
-            (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, recompute="full")),
-            (2, Cell(mesh="cp=2", compile="aot_eager", window=5, recompute="selective")),
+            (2, Cell(mesh="pp=2", compile="aot_eager", schedule="zb-h1", microbatches=3, layers=2, documents=True)),
+            (2, Cell(mesh="cp=2", compile="aot_eager", layers=1, documents=True, recompute="full")),
+            (2, Cell(mesh="cp=2", compile="aot_eager", layers=1, window=5, recompute="selective")),
             (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),
             (2, Cell(mesh="dp_shard=2", compile="aot_eager", moe=Moe(shared=24, balance=0.1))),
             (2, Cell(mesh="dp_shard=2 ep=2", compile="aot_eager", moe=Moe(experts=8), recompute="full")),
