@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,7 @@ def build(seed: int) -> Llama:
     return model
 
 
+@cache
 def on_one_device(kind: str) -> tuple[float, dict[str, Tensor]]:
     """From the objectives' own definitions, with the whole step in one list."""
     model, reference = build(0), build(1)

@@ -127,6 +127,12 @@ def alone(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
+def fixed(seed: int) -> Tensor:
+    """Log-probabilities of a model that is not trained."""
+    return alone(build(Llama, seed))[0].detach()
+
+
+@lru_cache
 def mask() -> Tensor:
     wrote = [np.ones(len(a["completion"]), bool) if a["wrote"] is None else a["wrote"] for a in answers()]
     return padded([w.astype(float) for w in wrote]).bool()
@@ -145,8 +151,8 @@ def one_device(name: str) -> tuple[float, dict[str, Tensor], float]:
         layout,
         log_probs,
         layout.spread(advantages),
-        old_log_probs=alone(build(Llama, 1))[0].detach(),
-        reference_log_probs=alone(build(Llama, 2))[0].detach(),
+        old_log_probs=fixed(1),
+        reference_log_probs=fixed(2),
         rollout_log_probs=padded([answer["rollout_log_probs"] for answer in answers()]),
         entropy=entropy,
     )
@@ -159,7 +165,7 @@ def one_device(name: str) -> tuple[float, dict[str, Tensor], float]:
 @lru_cache
 def gae_of_one_device() -> tuple[list[list[float]], list[list[float]], float, dict[str, Tensor]]:
     """Whitened advantages and returns of learnt tokens, the critic's loss and gradients; recursions in plain floats."""
-    log_probs, reference = (alone(build(Llama, seed))[0] for seed in (1, 2))
+    log_probs, reference = fixed(1), fixed(2)
     old, critic = build(RewardModel, 3), build(RewardModel, 4)
 
     def of(model: nn.Module, answer: dict[str, Any]) -> Tensor:
