@@ -19,7 +19,7 @@ from meshkit.sharding import local_tensor
 from tests.depth import draws
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, own_rows, plan_of, run_cell, start
 from tests.parity.test_bytes import observe_step
-from tests.world import pool, run_ranks
+from tests.world import pool
 
 TOL_FP64 = 1e-10  # only the order of summation differs
 ON_HOST = OptimizerPolicy(offload=OptimizerOffload())
@@ -92,7 +92,7 @@ def test_all_ways_together_equal_one_device(ranks: int, data: st.DataObject) -> 
 
 # ----------------------------------------------------------------------- bits: what only moves or runs again changes none
 
-MESH = Cell(mesh="dp_shard=2 tp=2", layers=3, sequence=True, microbatches=2, vocab=61)
+MESH = Cell(mesh="dp_shard=2 tp=2", layers=2, sequence=True, microbatches=2, vocab=61)
 NOTHING = mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5))
 EVERYTHING = [
     replace(
@@ -196,6 +196,7 @@ def with_a_low_limit() -> int:
     """Layers with tp have hooks of their own, and each is traced."""
     import torch._dynamo.config as config
 
+    torch._dynamo.reset()
     before, config.recompile_limit = config.recompile_limit, 2
     try:
         with warnings.catch_warnings():
@@ -208,7 +209,7 @@ def with_a_low_limit() -> int:
 
 
 def test_compile_takes_as_many_layers_as_there_are() -> None:
-    assert run_ranks(2, with_a_low_limit) == [24, 24]
+    assert pool(2).run(with_a_low_limit) == [24, 24]
 
 
 def refused(cell: Cell) -> str:
