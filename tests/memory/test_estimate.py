@@ -139,7 +139,7 @@ def test_stages_of_a_pipeline_hold_what_their_schedule_keeps_alive() -> None:
     kept = []
     for stage in range(4):
         found = mk.estimate(
-            model, "pp=4", plan=LLAMA_PLAN, rows=8, seq_len=64, microbatches=8, memory=BF16, coordinate={"pp": stage}
+            model, "pp=4", plan=LLAMA_PLAN, rows=4, seq_len=64, microbatches=4, memory=BF16, coordinate={"pp": stage}
         )
         kept.append(found.most["activations"] / block)
     assert [round(share) for share in kept[:3]] == [4, 3, 2]
