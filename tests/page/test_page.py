@@ -252,7 +252,7 @@ class Config:
 def build(config, mesh):
     with torch.device("meta"):
         model = mk.models.Llama(mk.models.LlamaConfig(
-            vocab_size=65, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=65, hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16))
     return mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN)
 """
@@ -272,7 +272,7 @@ def test_the_command_prints_the_explanation_and_writes_the_page(
                 vocab_size=65,
                 hidden_size=64,
                 intermediate_size=192,
-                num_hidden_layers=4,
+                num_hidden_layers=1,
                 num_attention_heads=4,
                 num_key_value_heads=2,
                 head_dim=16,
