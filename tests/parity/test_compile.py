@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshkit as mk
-from tests.depth import thin
+from tests.depth import DEEP
 from tests.parity.cases import Cell, Moe, Outcome, run_cell
 from tests.world import pool
 
@@ -25,41 +25,39 @@ def run_compiled_cell(cell: Cell) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cell"),
-    thin(
-        [
-            (2, Cell(mesh="dp_shard=2", compile="aot_eager", zero=3)),
-            (2, Cell(mesh="tp=2", compile="aot_eager", layers=1, sequence=True, vocab=61, qwen=True)),
-            (
-                4,
-                Cell(
-                    mesh="dp_shard=2 tp=2",
-                    compile="aot_eager",
-                    layers=1,
-                    sequence=True,
-                    recompute="full",
-                    documents=True,
-                ),
-            ),
-            (2, Cell(mesh="tp=2", compile="aot_eager", layers=1, recompute="selective")),
-            (2, Cell(mesh="pp=2", compile="aot_eager", schedule="zb-h1", microbatches=3, layers=2, documents=True)),
-            (2, Cell(mesh="cp=2", compile="aot_eager", layers=1, documents=True, recompute="full")),
-            (2, Cell(mesh="cp=2", compile="aot_eager", layers=1, window=5, recompute="selective")),
-            (2, Cell(mesh="cp=2", compile="aot_eager", documents=True, context=mk.ContextPolicy(scheme="ulysses"))),
-            (2, Cell(mesh="dp_shard=2", compile="aot_eager", moe=Moe(shared=24, balance=0.1))),
-            (2, Cell(mesh="dp_shard=2 ep=2", compile="aot_eager", moe=Moe(experts=8), recompute="full")),
-            (2, Cell(mesh="dp_shard=2 ep=2", compile="aot_eager", moe=Moe(experts=8), recompute="selective")),
-            (4, Cell(mesh="dp_shard=2 tp=2 ep=2", compile="aot_eager", moe=Moe(z=0.1, balance=0.1), sequence=True)),
-            (
-                2,
-                Cell(mesh="tp=2", compile="aot_eager", layers=1, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5))),
-            ),
-        ],
-        2,
+AOT = {"compile": "aot_eager"}
+FEATURES = [  # one for each that changes what is traced
+    (
+        4,
+        Cell(
+            mesh="dp_shard=2 tp=2",
+            layers=1,
+            sequence=True,
+            recompute="full",
+            documents=True,
+            vocab=61,
+            qwen=True,
+            **AOT,
+        ),
     ),
-    ids=str,
-)
+    (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, documents=True, **AOT)),
+    (2, Cell(mesh="cp=2", layers=1, window=5, recompute="selective", **AOT)),
+    (2, Cell(mesh="dp_shard=2 ep=2", moe=Moe(experts=8, shared=24, balance=0.1), recompute="selective", **AOT)),
+    (2, Cell(mesh="tp=2", layers=1, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5)), **AOT)),
+]
+MORE = [
+    (2, Cell(mesh="dp_shard=2", **AOT)),
+    (2, Cell(mesh="tp=2", layers=1, recompute="selective", **AOT)),
+    (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, layers=3, documents=True, **AOT)),
+    (2, Cell(mesh="cp=2", documents=True, recompute="full", **AOT)),
+    (2, Cell(mesh="cp=2", documents=True, context=mk.ContextPolicy(scheme="ulysses"), **AOT)),
+    (2, Cell(mesh="dp_shard=2", moe=Moe(shared=24, balance=0.1), **AOT)),
+    (2, Cell(mesh="dp_shard=2 ep=2", moe=Moe(experts=8), recompute="full", **AOT)),
+    (4, Cell(mesh="dp_shard=2 tp=2 ep=2", moe=Moe(z=0.1, balance=0.1), sequence=True, **AOT)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cell"), FEATURES + (MORE if DEEP else []), ids=str)
 def test_compiled_blocks_equal_one_device(ranks: int, cell: Cell) -> None:
     for outcome in pool(ranks).run(run_compiled_cell, cell, timeout_s=240):
         assert max(outcome.loss, outcome.norm, outcome.gradient, outcome.parameter) <= TOL_FP64, outcome
