@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes.launch import finish, run, start, wait_for_step
+from tests.recipes.launch import run
 
 RECIPE = "examples/grpo.py"
 TOL_CURVE = (
@@ -48,10 +47,8 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
     split = tmp_path / "split"
     (split / "sft-model").parent.mkdir()
     (split / "sft-model").symlink_to(tmp_path / "one" / "sft-model")
-    first = start(2, RECIPE, *flags(split, **more, mesh="dp_shard=2"))
-    wait_for_step(first, split, 2, timeout_s=200)
-    first.send_signal(signal.SIGTERM)
-    finish(first)
+    status, output = run(2, RECIPE, *flags(split, **more, mesh="dp_shard=2"), timeout_s=280, stop=(split, 2))
+    assert status == 0, output
     status, output = run(2, RECIPE, *flags(split, **more, mesh="tp=2"), timeout_s=280)
     assert status == 0, output
     found, expected = curve(split), curve(tmp_path / "one")
