@@ -60,7 +60,7 @@ class ReferenceTask:
 
 
 REFERENCE_TASKS = {
-    "addition": ReferenceTask(rows=addition_tasks, reward="exact", max_new_tokens=4, sft_steps=450, sft_lr=1e-3),
+    "addition": ReferenceTask(rows=addition_tasks, reward="exact", max_new_tokens=4, sft_steps=350, sft_lr=1e-3),
     "reversal": ReferenceTask(
         rows=partial(reversal_tasks, shortest=3, longest=5),
         reward="exact",

@@ -95,7 +95,7 @@ def main(drill: Drill) -> None:
     guard = mk.NonFiniteGuard()
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     struck = mesh.rank == drill.rank and first_life
-    with mk.Checkpointer(drill.out / "checkpoints") as checkpoints:
+    with mk.Checkpointer(drill.out / "checkpoints", timeout=timedelta(seconds=drill.timeout_s)) as checkpoints:
         start = checkpoints.resume(run, optimizer, loader=loader)
         with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, tensorboard=False) as logger:
             meter = Meter(total_steps=drill.steps, start_step=start)
