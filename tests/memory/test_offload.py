@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import meshkit as mk
 from meshkit.memory.offload import Offload, bytes_on_device, offload_of
 from meshkit.models import Llama, LlamaConfig
+from tests.depth import DEEP, covering
 from tests.memory.late_streams import LateStreams
 
 LAYERS = 4
@@ -80,9 +82,15 @@ def nothing_left(offload: Offload) -> bool:
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", [{}, {"to": "disk"}, {"keep_last": 0, "ahead": 2}, {"min_bytes": 3000, "ahead": 0}])
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+WAYS = {
+    "mode": ["none", "full", "selective"],
+    "policy": [{}, {"to": "disk"}, {"keep_last": 0, "ahead": 2}, {"min_bytes": 3000, "ahead": 0}],
+    "dtype": [torch.float32, torch.float64, torch.bfloat16],
+}
+PAIRS = [tuple(row.values()) for row in covering(WAYS)]
+
+
+@pytest.mark.parametrize(("mode", "policy", "dtype"), product(*WAYS.values()) if DEEP else PAIRS, ids=str)
 def test_gradients_are_bit_identical(
     dtype: torch.dtype, policy: dict, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
