@@ -10,7 +10,6 @@ import torch.distributed as dist
 import tests.depth  # noqa: F401  # sets how much hypothesis draws
 from tests.world import CRASHES
 
-
 RUN_AGAIN = "run again, since a rank ended in native code"
 
 
