@@ -90,7 +90,7 @@ WAYS = {
 PAIRS = [tuple(row.values()) for row in covering(WAYS)]
 
 
-@pytest.mark.parametrize(("mode", "policy", "dtype"), product(*WAYS.values()) if DEEP else PAIRS, ids=str)
+@pytest.mark.parametrize(("mode", "policy", "dtype"), list(product(*WAYS.values())) if DEEP else PAIRS, ids=str)
 def test_gradients_are_bit_identical(
     dtype: torch.dtype, policy: dict, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
