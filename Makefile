@@ -18,17 +18,17 @@ demo: install
 
 # A worker for each core; then, with the machine to themselves, the tests that compare times.
 PYTEST := $(BIN)/python -m pytest
-WORKERS := -n auto --maxprocesses 4 --dist loadfile
+WORKERS := -n auto --maxprocesses 4
 
 test: install
-	$(PYTEST) $(WORKERS) -m "not gate and not alone"
+	$(PYTEST) $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gate and not alone"
 	$(PYTEST) -m alone
 
 test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(MAKE) test
 
 gate: install
-	$(PYTEST) $(WORKERS) -m gate tests/gate
+	$(PYTEST) $(WORKERS) --dist worksteal -m gate tests/gate
 
 check: install
 	$(BIN)/ruff format --check .

@@ -51,6 +51,7 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
     assert status == 0, output
     status, output = run(2, RECIPE, *flags(split, **more, mesh="tp=2"), timeout_s=280)
     assert status == 0, output
+    assert "resume from step" in output
     found, expected = curve(split), curve(tmp_path / "one")
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step in expected:
