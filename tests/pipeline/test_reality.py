@@ -22,8 +22,8 @@ from tests.parity.cases import Cell, batches, build, mesh_for, start
 from tests.world import RankError, pool, run_ranks
 
 RANKS, MICROBATCHES = 4, 8
-ATTEMPTS = 5
-F_S, I_S, W_S = 0.030, 0.045, 0.025  # of all stages of a rank together
+ATTEMPTS = 8
+F_S, I_S, W_S = 0.045, 0.0675, 0.0375  # of all stages of a rank together
 
 
 class Account:
