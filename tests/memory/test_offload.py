@@ -163,7 +163,8 @@ def test_pools_do_not_grow_and_the_numbers_are_those_of_the_step() -> None:
             gradients(model, token_loss)
             offload.end_step()
             arena = offload.tier.space.arena if "to" not in policy else offload.tier.files.arena
-            seen.append((arena.total_bytes, arena.peak_bytes, offload.last_step.stored_bytes))
+            peak = arena.peak_bytes if "to" not in policy else None  # staging's depends on how fast the disk is
+            seen.append((arena.total_bytes, peak, offload.last_step.stored_bytes))
         assert len(set(seen)) == 1
         assert offload.last_step.peak_bytes >= offload.last_step.stored_bytes
         assert set(offload.last_step.scalars()) == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.memory.optimizer import OffloadedAdamW, choose_resident, resident_share
@@ -85,6 +88,14 @@ def test_part_of_the_states_may_stay() -> None:
         assert same and same_norms
 
 
+class NoDTensors(TorchDispatchMode):
+    """Inside, no operator sees a DTensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(issubclass(kind, DTensor) for kind in types), func
+        return func(*args, **(kwargs or {}))
+
+
 def beside_torch(cell: Cell) -> bool:
     """Whether `adamw` and torch's own on DTensors make the same bits of parameters and state in three steps."""
     ours, theirs = start(cell), start(cell)
@@ -96,9 +107,10 @@ def beside_torch(cell: Cell) -> bool:
     ]
     peer = torch.optim.AdamW(groups, fused=True)
     for batch in batches(cell):
-        for run, each in ((ours, optimizer), (theirs, peer)):
+        for run, each, watch in ((ours, optimizer, NoDTensors()), (theirs, peer, nullcontext())):
             run.forward_backward(own_rows(batch, run.mesh))
-            each.step()
+            with watch:
+                each.step()
             each.zero_grad()
     found = []
     for param, name in names.items():

@@ -13,8 +13,8 @@ from meshkit import _torch
 from meshkit.counter import indexed_parts, random_bits, stream_of
 from meshkit.errors import PlanError
 from meshkit.memory.optimizer._few_bits import SMALLEST_BLOCK, FewBits, block_of
-from meshkit.memory.optimizer._held import paired_states
 from meshkit.memory.optimizer._rounding import round_stochastically
+from meshkit.memory.optimizer._shared import loss_of, paired_states
 from meshkit.memory.policy import States
 from meshkit.sharding import local_slices, local_tensor
 
@@ -62,10 +62,7 @@ class FewBitsAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

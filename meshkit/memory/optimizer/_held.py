@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshkit import _torch
 from meshkit.sharding import local_tensor
@@ -52,19 +50,3 @@ def stamp(param: Tensor) -> tuple[int, int, int, int]:
 def address(tensor: Tensor) -> tuple[int, int]:
     """Where its first element lies; an estimate's tensors have a storage, but no address in memory."""
     return _torch.storage_key(tensor), int(tensor.storage_offset())
-
-
-def placed(param: Tensor, local: Tensor) -> Tensor:
-    return _torch.place_like(param, local) if isinstance(param, DTensor) else local
-
-
-def paired_states(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """(parameter, its state) of a state_dict; afterwards the groups' options are set too. torch's own casts the state."""
-    groups = list(zip(optimizer.param_groups, state_dict["param_groups"], strict=True))
-    for group, saved in groups:
-        for param, index in zip(group["params"], saved["params"], strict=True):
-            yield param, state_dict["state"].get(index, {})
-    for group, saved in groups:
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})

@@ -22,9 +22,10 @@ from torch.optim.adamw import adamw
 
 from meshkit.errors import PlanError, StepError
 from meshkit.memory.gradient import read_gradient_by
-from meshkit.memory.optimizer._held import Held, address, master_dtype, narrow, paired_states, placed, stamp
+from meshkit.memory.optimizer._held import Held, address, master_dtype, narrow, stamp
 from meshkit.memory.optimizer._host import Carrier, host_tensors
 from meshkit.memory.optimizer._resident import choose_resident
+from meshkit.memory.optimizer._shared import loss_of, paired_states, placed
 from meshkit.memory.place import estimate_under_way, made_on_host
 from meshkit.memory.policy import OptimizerOffload
 from meshkit.sharding import local_tensor
@@ -182,10 +183,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises: StepError once another optimizer has taken over the gradients.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self._retired:
             raise StepError("OffloadedAdamW.step(): a newer optimizer takes these parameters' gradients. Use that one.")
         self._sweep()

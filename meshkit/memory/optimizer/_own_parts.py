@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from meshkit.memory.optimizer._held import placed
+from meshkit.memory.optimizer._shared import loss_of, placed
 from meshkit.sharding import local_tensor
 
 
@@ -26,10 +26,7 @@ class OwnPartsAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's is a decorated one
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
