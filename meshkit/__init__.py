@@ -46,7 +46,7 @@ from meshkit.memory.tiles import tile as tile
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
-from meshkit.mesh import main_rank_first as main_rank_first
+from meshkit.world import main_rank_first as main_rank_first
 from meshkit.observe import observe as observe
 from meshkit.optimizer import adamw as adamw
 from meshkit.page import Page as Page

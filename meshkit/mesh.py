@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -25,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit import _torch
 from meshkit.errors import MeshError
+from meshkit.world import start_world
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -299,7 +298,7 @@ def init_mesh(
     )
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
-        _init_process_group(device_type, timeout or timedelta(minutes=10))
+        start_world(device_type, timeout or timedelta(minutes=10))
     elif timeout is not None and ranks is None:
         _torch.set_timeout(_world(), timeout)
     world = dist.get_world_size()
@@ -323,31 +322,6 @@ def init_mesh(
     if len(part) < world:
         _ = made.expert_ranks  # now, while the ranks outside take part
     return made
-
-
-@contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process believes to be one rank of a world of any size, whose collectives send nothing.
-
-    `init_mesh(..., device_type="cpu")` and what follows work as ever, and what comes out of a collective has the right
-    shape and no meaning. Afterwards there is no process group, as before.
-    Raises: MeshError where there is a world already, and for a rank that it would not have.
-    """
-    if dist.is_initialized():
-        raise MeshError(
-            f"fake_world({world_size}): this process is in a world of {dist.get_world_size()} ranks already. Call it before "
-            "init_mesh, or in a process of its own."
-        )
-    if not 0 <= rank < world_size:
-        raise MeshError(f"fake_world({world_size}): there is no rank {rank}. The ranks are 0 to {world_size - 1}.")
-    excepthook = sys.excepthook  # init_process_group puts one in front that names the rank
-    _torch.start_fake_world(world_size, rank)
-    try:
-        yield
-    finally:
-        sys.excepthook = excepthook
-        dist.destroy_process_group()
-        _torch.forget_shardings()
 
 
 def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
@@ -413,16 +387,6 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-@contextmanager
-def main_rank_first() -> Iterator[None]:
-    """Rank 0 runs the block while the others wait, then they run it: what it builds, they find. A collective."""
-    if dist.get_rank() > 0:
-        dist.barrier()
-    yield
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
 def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
     """One axis out of several; no new group when at most one of them is larger than 1. Outside of `ranks`, the view."""
     large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
@@ -438,14 +402,3 @@ def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Seq
 def _default_device_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
-
-
-def _init_process_group(device_type: str, timeout: timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else None if device_type != "cpu" else "gloo"
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -19,7 +19,7 @@ from meshkit.estimate._shapes import Shapes
 from meshkit.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
 from meshkit.memory.place import estimating
 from meshkit.memory.policy import MemoryPolicy
-from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, fake_world, init_mesh
+from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
 from meshkit.optimizer import adamw
 from meshkit.parallel.context import ContextPolicy
 from meshkit.parallel.expert import ExpertPolicy
@@ -27,6 +27,7 @@ from meshkit.parallel.pipeline import Generator, Schedule
 from meshkit.parallelize import parallelize
 from meshkit.plan import Plan, match_names
 from meshkit.step import Loss, Run, clip_grad_norm, next_token_loss
+from meshkit.world import fake_world
 
 Build = Callable[[Mesh], Run]
 MakeOptimizer = Callable[[Run], torch.optim.Optimizer]

@@ -132,7 +132,7 @@ def test_a_host_lost_for_good_is_named_and_the_other_goes_on_from_the_checkpoint
     finally:
         for host in (0, 1):
             kill_all_of(hosts, host)
-        b.wait(20)
+        finish(b, timeout_s=20)
     assert status == 0, output
     assert re.search(r"^rank 1 on host-b does not answer", output, re.MULTILINE), output
     assert run(2, SCRIPT, *flags(tmp_path / "whole", block="data", steps=STEPS))[0] == 0

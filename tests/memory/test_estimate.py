@@ -12,7 +12,6 @@ from meshkit.errors import MeshError, PlanError
 from meshkit.estimate._drawing import svg, thin
 from meshkit.estimate._shapes import Shapes
 from meshkit.memory.place import on_host
-from meshkit.mesh import fake_world
 from meshkit.models import (
     LLAMA3_8B,
     LLAMA_PLAN,
@@ -23,6 +22,7 @@ from meshkit.models import (
     meta_parameters,
     moe_plan,
 )
+from meshkit.world import fake_world
 
 SMALL = LlamaConfig(
     vocab_size=512,
