@@ -22,11 +22,13 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.algos.dataflow import Call, Flow, Sample
 from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.data import Loader
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter
-from meshkit.models import MixtralConfig, build_model, moe_plan
+from meshkit.models import LlamaConfig, MixtralConfig, build_model, moe_plan
 from meshkit.models.llama_plan import LLAMA_PLAN
 from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, tokens
 
@@ -52,6 +54,8 @@ BLOCKS = {
     "checkpoint": Block("dp_shard=2", "/meshkit/checkpoint/", nan=False),
     "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
     "generation": Block("dp_shard=2", "/meshkit/algos/generation/", nan=False),
+    "dataflow": Block("dp_shard=2", "/meshkit/algos/dataflow/", nan=False),
+    "reallocate": Block("dp_shard=2", "/meshkit/algos/reallocate/", nan=False),
 }
 
 
@@ -86,12 +90,11 @@ def main(drill: Drill) -> None:
     if drill.block == "expert":
         config = MixtralConfig(**vars(config), num_local_experts=4)
         plan = moe_plan(config)
-    with torch.device("meta"):
-        model = build_model(config).double()
-    run = mk.parallelize(model, mesh, plan=plan, memory=block.memory)
+    run = build(config, mesh, plan, block.memory)
     mk.init_weights(run.model, seed=0, plan=run.plan)
     optimizer = mk.adamw(run, lr=1e-2)
     loader = Loader(tokens(), seq_len=SEQ_LEN, global_batch=ROWS, seed=0, rank=mesh.data_rank, ranks=mesh.data_ranks)
+    besides = BESIDES[drill.block](drill, run) if drill.block in BESIDES else lambda: None
     guard = mk.NonFiniteGuard()
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     struck = mesh.rank == drill.rank and first_life
@@ -108,8 +111,7 @@ def main(drill: Drill) -> None:
                     if guard.allows(run, norm, step=step):
                         optimizer.step()
                     optimizer.zero_grad()
-                    if drill.block == "generation":
-                        generate(run, [Prompt(ids=[1, 2], key=0)], sampling=Sampling(max_new_tokens=4))
+                    besides()
                     if drill.block == "checkpoint" or step == 2:
                         checkpoints.save(step, run, optimizer, loader=loader)
                     if drill.block == "checkpoint":
@@ -117,6 +119,48 @@ def main(drill: Drill) -> None:
                 logger.log(step, {"loss": loss.item()})
                 time.sleep(drill.pause_s)
                 meter.step(1)
+
+
+def build(config: LlamaConfig, mesh: mk.Mesh, plan: mk.Plan, memory: mk.MemoryPolicy | None) -> mk.Run:
+    with torch.device("meta"):
+        model = build_model(config).double()
+    return mk.parallelize(model, mesh, plan=plan, memory=memory)
+
+
+# What a block does after each step of training that is no part of it.
+
+
+def generating(drill: Drill, run: mk.Run) -> Callable[[], object]:
+    return lambda: generate(run, [Prompt(ids=[1, 2], key=0)], sampling=Sampling(max_new_tokens=4))
+
+
+def flowing(drill: Drill, run: mk.Run) -> Callable[[], object]:
+    """Samples from this mesh to another one."""
+
+    def write(samples: list[Sample]) -> list[Sample]:
+        return [{**sample, "answer": 2 * sample["prompt"]} for sample in samples]
+
+    other = mk.init_mesh("tp=2", device_type="cpu", timeout=timedelta(seconds=drill.timeout_s))
+    return Flow(
+        {"sampler": run.mesh, "actor": other},
+        [
+            Call(name="write", on="sampler", function=write, needs=["prompt"], gives=["answer"]),
+            Call(name="read", on="actor", function=lambda samples: None, needs=["answer"], stage="train"),
+        ],
+        source=lambda iteration: [{"prompt": 2 * iteration}, {"prompt": 2 * iteration + 1}],
+        fields=["prompt"],
+        total=drill.steps,
+        timeout=timedelta(seconds=drill.timeout_s),
+    ).step
+
+
+def moving(drill: Drill, run: mk.Run) -> Callable[[], object]:
+    """Parameters from this mesh to another one."""
+    other = mk.init_mesh("tp=2", device_type="cpu", timeout=timedelta(seconds=drill.timeout_s))
+    return prepare_reallocation(run, build(run.model.config, other, LLAMA_PLAN, None))
+
+
+BESIDES = {"generation": generating, "dataflow": flowing, "reallocate": moving}
 
 
 class strike:

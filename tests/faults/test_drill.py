@@ -21,11 +21,18 @@ END_S = 180.0  # with the start, on a loaded machine
 TIMEOUT_S = 10  # of collectives, where a rank stays away
 AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
-PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data", "generation": "algos"}
+PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data"}
+PARTS |= dict.fromkeys(("generation", "dataflow", "reallocate"), "algos")
 
 CELLS = [(block, fault) for block in BLOCKS for fault in FAULTS if fault != "nan" or BLOCKS[block].nan]
 # Each block once and each fault about as often; the others when deep.
-FEW = list(zip(BLOCKS, ["kill", "nan", "raise", "stay", "kill", "nan", "raise", "kill", "stay", "raise"], strict=True))
+FEW = list(
+    zip(
+        BLOCKS,
+        ["kill", "nan", "raise", "stay", "kill", "nan", "raise", "kill", "stay", "raise", "kill", "kill"],
+        strict=True,
+    )
+)
 
 
 def moment_of(block: str, fault: str) -> dict[str, Any]:
