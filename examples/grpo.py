@@ -5,6 +5,7 @@ another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --o
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DR_GRPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
+with vLLM       torchrun --nproc-per-node 8 examples/grpo.py --engine vllm ...
 is it sound?    torchrun --nproc-per-node 2 examples/grpo.py --mesh "tp=2" --selftest
 
 Without --pretrained a small model first learns the task from some right answers, until it is right now and then; then it
@@ -29,7 +30,7 @@ import tyro
 import meshkit as mk
 from meshkit.algos.answers import REFERENCE, label_log_probs
 from meshkit.algos.export import export_model
-from meshkit.algos.generation import Sampling, generate
+from meshkit.algos.generation import Engine, Sampling, generate
 from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.algos.policy_answers import step_advantages
 from meshkit.algos.policy_step import policy_count, policy_metrics, policy_objective, policy_tally
@@ -46,6 +47,7 @@ from meshkit.algos.questions import questions
 from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
 from meshkit.algos.rewards import score_on_mesh
 from meshkit.algos.token_values import token_values
+from meshkit.algos.vllm_engine import VllmEngine
 from meshkit.data import (
     REFERENCE_ALPHABET,
     PromptLoader,
@@ -93,6 +95,8 @@ class Config:
     """a loss of meshkit.algos.policy that needs no critic"""
     kl: float = 0.0
     """weight of the preset's KL to the model at the beginning, in place of its own; 0 needs no reference"""
+    entropy: float = 0.0
+    """weight of a bonus for uncertain predictions, without which rare kinds of prompts may be given up"""
     prompts: int = 32
     """of one step, over all ranks"""
     samples: int = 16
@@ -102,6 +106,10 @@ class Config:
     temperature: float = 1.0
     max_new_tokens: int | None = None
     """default: the task's, 256 with --data"""
+    engine: Literal["meshkit", "vllm"] = "meshkit"
+    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
+    vllm_memory: float = 0.3
+    """the part of a GPU that vllm may take"""
     seq_len: int = 64
     """tokens of a row, in which answers are packed"""
     microbatches: int = 1
@@ -201,8 +209,12 @@ def main() -> None:
     )
     say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
 
+    write: Engine = partial(generate, run)
+    if config.engine == "vllm":
+        write = VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
+
     def held_out_score() -> float:
-        return greedy_score(run, asked.held_out, tokenizer, asked.score, sampling=sampling)
+        return greedy_score(run, asked.held_out, tokenizer, asked.score, sampling=sampling, engine=write)
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=2)
@@ -228,9 +240,8 @@ def main() -> None:
         for step in range(start + 1, config.steps + 1):
             # What the model writes, and what that is worth.
             prompted = next(prompts)
-            written = generate(
-                run, encode_prompts(prompted, tokenizer), sampling=sampling, samples=config.samples, seed=config.seed
-            )
+            asks = encode_prompts(prompted, tokenizer)
+            written = write(asks, sampling=sampling, samples=config.samples, seed=config.seed)
             answers = answers_of(written, dict(prompted), tokenizer)
             scores = score_on_mesh(mesh, answers, asked.score, fail_fast=config.fail_fast)
             rewards = scores.own.totals.tolist()
@@ -291,7 +302,7 @@ def main() -> None:
 
 # ---------------------------------------------------------------------------------------------- parts of the above
 def policy_of(config: Config) -> PolicyLoss:
-    """The preset, with the KL that was asked for; what it needs and this recipe has not is refused."""
+    """The preset, with the KL and entropy that were asked for; what it needs and this recipe has not is refused."""
     if config.preset not in PRESETS:
         raise PlanError(f"--preset {config.preset} is not known. Choose from {', '.join(PRESETS)}.")
     loss = PRESETS[config.preset]
@@ -299,7 +310,8 @@ def policy_of(config: Config) -> PolicyLoss:
     if isinstance(loss.advantage, GAE) or greedy:
         needs = "greedy answers as a baseline" if greedy else "a critic"
         raise PlanError(f"--preset {config.preset} needs {needs}, which this recipe has not. Choose another.")
-    return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=config.kl))
+    kl = dataclasses.replace(loss.kl, coefficient=config.kl)
+    return dataclasses.replace(loss, kl=kl, entropy=config.entropy)
 
 
 def check_selftest(seen: dict[str, float], step: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from meshkit.algos.generation import Completion, Prompt, Sampling, generate
+from meshkit.algos.generation import Completion, Engine, Prompt, Sampling, generate
 from meshkit.algos.policy_answers import answer_example
 from meshkit.algos.rewards import Answer, Scorer, score_on_mesh
 from meshkit.data import Example, Record, Tokenizer
@@ -47,14 +48,22 @@ def completion_example(completion: Completion, *, reward: float) -> Example:
 
 
 def greedy_score(
-    run: Run, rows: Sequence[Record], tokenizer: Tokenizer, scorer: Scorer, *, sampling: Sampling
+    run: Run,
+    rows: Sequence[Record],
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    *,
+    sampling: Sampling,
+    engine: Engine | None = None,
 ) -> float:
     """The mean score of the most probable answers to all the rows, shared out over the data ranks.
 
-    sampling: of any temperature. Every rank must call it. Wire: `generate`, `score_on_mesh`.
+    sampling: of any temperature. engine: who writes, default `generate`. Every rank must call it. Wire: the
+    engine's, `score_on_mesh`.
     """
     own = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
-    written = generate(run, encode_prompts(own, tokenizer), sampling=replace(sampling, temperature=0.0))
+    write = engine or partial(generate, run)
+    written = write(encode_prompts(own, tokenizer), sampling=replace(sampling, temperature=0.0))
     return score_on_mesh(run.mesh, answers_of(written, dict(own), tokenizer), scorer).mean
 
 

@@ -9,6 +9,7 @@ from meshkit.models.experts import MoE as MoE
 from meshkit.models.huggingface import build_model as build_model
 from meshkit.models.huggingface import load_pretrained as load_pretrained
 from meshkit.models.huggingface import save_pretrained as save_pretrained
+from meshkit.models.huggingface import stream_pretrained as stream_pretrained
 from meshkit.models.huggingface_config import config_from_pretrained as config_from_pretrained
 from meshkit.models.huggingface_config import save_config as save_config
 from meshkit.models.huggingface_lora import load_lora as load_lora

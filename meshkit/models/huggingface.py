@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +230,11 @@ def save_pretrained(
         partial.rename(folder)
 
     on_rank_zero(model, begin)
-    owners, gather = gatherer(model)
-    gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
+    wholes = _wholes(model, pieces, everywhere=False)
     for file, keys in shards.items():
         held: dict[str, Tensor] = {}
-        for key in keys:
-            tensor = pieces[key].tensor
-            if gathered is None or gathered[0] is not tensor:
-                gathered = None  # one whole at a time
-                gathered = tensor, gather(tensor, owners.get(id(tensor), 0))
+        for key, part in islice(wholes, len(keys)):
             if is_rank_zero(model):
-                part = pieces[key].of(gathered[1])
                 # A copy, for safetensors takes no two tensors in one storage.
                 copy = pieces[key].expert is not None
                 held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
@@ -248,10 +243,38 @@ def save_pretrained(
     on_rank_zero(model, finish)
 
 
-def gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
-    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor). The model's rank 0 gets all.
+def stream_pretrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in a Hugging Face folder, whole tensor) of each parameter and persistent buffer, on every rank of the model.
 
-    A collective of the ranks that hold the tensor; others get it as it is, on meta.
+    What an engine of inference loads. A tied parameter comes under each of its names. Every rank must take all of them, in
+    step. Do not write into them. Dtype and device are the model's.
+    Wire: the all-gathers of one tensor at a time; with pp also a broadcast of each over the stages.
+    Memory: one tensor of the model, of stacked experts all.
+    Raises: PlanError for a model with adapters.
+    """
+    if lora_of(model) is not None:
+        raise PlanError(
+            "stream_pretrained: the model has adapters, which are no weights of their own. Call mk.merge_lora."
+        )
+    yield from _wholes(model, named_pieces(model, "stream_pretrained"), everywhere=True)
+
+
+def _wholes(model: nn.Module, pieces: dict[str, Piece], *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+    """Each piece as a whole tensor, one of the model at a time; as it is, on meta, where `gatherer` does not bring it."""
+    owners, gather = gatherer(model, everywhere=everywhere)
+    gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
+    for key, piece in pieces.items():
+        if gathered is None or gathered[0] is not piece.tensor:
+            gathered = None  # one whole at a time
+            gathered = piece.tensor, gather(piece.tensor, owners.get(id(piece.tensor), 0))
+        yield key, piece.of(gathered[1])
+
+
+def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
+    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor).
+
+    A collective of the ranks that hold the tensor and of the model's rank 0, which gets it; others get it as it is, on meta.
+    everywhere: of all ranks of the model, which all get it.
     """
     whole = whole_of(model)
     if whole is None:
@@ -260,12 +283,18 @@ def gatherer(model: nn.Module) -> tuple[dict[int, int], Callable[[Tensor, int], 
     reaches_zero = dist.get_global_rank(group, 0) == dist.get_process_group_ranks(group_of(model))[0]
     state = whole_state(model)
 
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=next(model.parameters()).device)
+
     def gather(tensor: Tensor, owner: int) -> Tensor:
         value = full_tensor(tensor).contiguous() if rank == owner else tensor
-        if reaches_zero and owner != 0 and rank == owner:
+        if everywhere:
+            value = value if rank == owner else empty(tensor)
+            dist.broadcast(value, group=group, group_src=owner)
+        elif reaches_zero and owner != 0 and rank == owner:
             dist.send(value, group=group, group_dst=0)
         elif reaches_zero and owner != 0 and rank == 0:
-            value = torch.empty_like(tensor, device=next(model.parameters()).device)
+            value = empty(tensor)
             dist.recv(value, group=group, group_src=owner)
         return value
 

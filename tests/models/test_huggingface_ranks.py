@@ -9,13 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import meshkit as mk
 from meshkit.errors import CheckpointError
-from meshkit.models import DeepseekV3Config, Llama, LlamaConfig, build_model, load_pretrained, save_pretrained
+from meshkit.models import (
+    LLAMA_PLAN,
+    DeepseekV3Config,
+    Llama,
+    LlamaConfig,
+    build_model,
+    load_pretrained,
+    meta_parameters,
+    moe_plan,
+    save_pretrained,
+    stream_pretrained,
+)
 from meshkit.sharding import full_tensor, local_tensor
 from tests.world import run_ranks
 
@@ -209,3 +222,28 @@ def test_every_rank_raises_when_the_first_cannot_write(tmp_path: Path) -> None:
     assert len(set(texts)) == 1
     assert "exists and is not empty" in texts[0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def streamed(folder: str, mesh: str) -> None:
+    """What every rank gets, against the folder that rank 0 writes."""
+    with meta_parameters():
+        model = build_model(EXPERTS if "ep" in mesh else UNEVEN)
+    config = model.config
+    plan = LLAMA_PLAN if config is UNEVEN else moe_plan(config)
+    run = mk.parallelize(model, mk.init_mesh(mesh), plan=plan)
+    mk.init_weights(run.model, seed=3, plan=run.plan)
+    found = {name: tensor.clone() for name, tensor in stream_pretrained(run.model)}
+    save_pretrained(run.model, config, folder)
+    dist.barrier()
+    expected = load_file(Path(folder) / "model.safetensors")
+    missing = found.keys() - expected.keys()
+    assert config is not UNEVEN or missing == {"lm_head.weight"}  # a tied one is under each of its names
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    if config is UNEVEN:
+        assert torch.equal(found["lm_head.weight"], expected["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2 tp=2", "pp=2 dp_shard=2", "dp_shard=4 ep=2"])
+def test_every_rank_gets_every_whole_tensor_as_a_folder_has_it(mesh: str, tmp_path: Path) -> None:
+    run_ranks(RANKS, streamed, str(tmp_path / "out"), mesh)
