@@ -30,7 +30,7 @@ import tyro
 import meshkit as mk
 from meshkit.algos.answers import REFERENCE, label_log_probs
 from meshkit.algos.export import export_model
-from meshkit.algos.generation import Engine, Sampling, generate
+from meshkit.algos.generation import Engine, Sampling, VllmEngine, generate
 from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.algos.policy_answers import step_advantages
 from meshkit.algos.policy_step import policy_count, policy_metrics, policy_objective, policy_tally
@@ -47,7 +47,6 @@ from meshkit.algos.questions import questions
 from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
 from meshkit.algos.rewards import score_on_mesh
 from meshkit.algos.token_values import token_values
-from meshkit.algos.vllm_engine import VllmEngine
 from meshkit.data import (
     REFERENCE_ALPHABET,
     PromptLoader,

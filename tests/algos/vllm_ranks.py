@@ -10,10 +10,9 @@ import torch
 
 import meshkit as mk
 from meshkit.algos.answers import label_log_probs
-from meshkit.algos.generation import Completion, Prompt, Sampling, generate
+from meshkit.algos.generation import Completion, Prompt, Sampling, VllmEngine, generate
 from meshkit.algos.prompting import ANSWER_VALUES, completion_example
 from meshkit.algos.token_values import token_values
-from meshkit.algos.vllm_engine import VllmEngine
 from meshkit.data import pack_step
 from meshkit.errors import PlanError
 from meshkit.launch import run_main

@@ -6,3 +6,4 @@ from meshkit.algos.generation._generate import generate as generate
 from meshkit.algos.generation._request import Completion as Completion
 from meshkit.algos.generation._request import Prompt as Prompt
 from meshkit.algos.generation._request import Sampling as Sampling
+from meshkit.algos.generation._vllm import VllmEngine as VllmEngine
