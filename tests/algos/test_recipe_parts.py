@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from meshkit.algos.gather import gather_over_data
 from meshkit.algos.generation import Completion, Sampling
 from meshkit.algos.prompting import answers_of, completion_example, encode_prompts, greedy_score, sample_rows
 from meshkit.algos.questions import questions
-from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
+from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, forms_in_balance, small_model
 from meshkit.algos.rewards import Answer, Scores, score
 from meshkit.algos.teach import teach
 from meshkit.data import REFERENCE_ALPHABET, Example, Record, character_tokenizer
@@ -178,3 +179,12 @@ def test_a_folder_holds_the_model_that_began(tmp_path: Path) -> None:
     assert pool(1).run(begun, str(tmp_path / "model")) == [0.0]
     assert config_from_pretrained(tmp_path / "model").vocab_size == TOKENIZER.vocab_size
     assert small_model(31).vocab_size == 31
+
+
+def test_rare_forms_of_prompts_come_as_often_as_frequent_ones() -> None:
+    prompts = ["12+34=", "1+2=", "56+78=", "9+10=", "90+12=", "33+44=", "3+11="]
+    rows = [Record(fields={"prompt": prompt}, source="") for prompt in prompts]
+    found = [row.fields["prompt"] for row in forms_in_balance(rows)]
+    assert found[: len(prompts)] == prompts
+    assert Counter(found) == {**dict.fromkeys(prompts, 1), "1+2=": 2}
+    assert forms_in_balance([]) == []

@@ -41,7 +41,7 @@ def curve(out: Path) -> dict[int, tuple[float, float, float]]:
 
 def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> None:
     """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, several updates, microbatches."""
-    more = {"kl": 0.1, "updates": 2, "microbatches": 2, "preset": "DAPO", "temperature": 0.9}
+    more = {"kl": 0.1, "entropy": 0.01, "updates": 2, "microbatches": 2, "preset": "DAPO", "temperature": 0.9}
     status, output = run(1, RECIPE, *flags(tmp_path / "one", **more), timeout_s=280)
     assert status == 0, output
     split = tmp_path / "split"
