@@ -13,7 +13,7 @@ writes `samples` answers to each prompt, and those that are better than the othe
 have a `prompt`, and a `completion` or what else the reward reads. A run that finds a checkpoint in --out continues from it,
 on whatever mesh it is started. --selftest takes steps of size 0 and stops if the trainer does not find the log-probabilities
 that the generator had. Reversal goes from about a half of the held-out prompts right to 0.98 in the 300 steps of the
-defaults, addition from 0.43 to 0.97 with --prompts 64 --samples 8 --lr 3e-4 --steps 1000 (benchmarks/results/grpo.jsonl).
+defaults, addition from 0.43 to 0.96 with --prompts 64 --samples 8 --lr 3e-4 --steps 1000 (benchmarks/results/grpo.jsonl).
 """
 
 from __future__ import annotations
