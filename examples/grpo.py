@@ -95,7 +95,7 @@ class Config:
     kl: float = 0.0
     """weight of the preset's KL to the model at the beginning, in place of its own; 0 needs no reference"""
     entropy: float = 0.0
-    """weight of a bonus for uncertain predictions, without which rare kinds of prompts may be given up"""
+    """weight of a bonus for uncertain predictions"""
     prompts: int = 32
     """of one step, over all ranks"""
     samples: int = 16

@@ -46,7 +46,6 @@ from meshkit.memory.tiles import tile as tile
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
-from meshkit.world import main_rank_first as main_rank_first
 from meshkit.observe import observe as observe
 from meshkit.optimizer import adamw as adamw
 from meshkit.page import Page as Page
@@ -76,3 +75,4 @@ from meshkit.plan import vocab as vocab
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm
 from meshkit.step import grad_norm as grad_norm
+from meshkit.world import main_rank_first as main_rank_first

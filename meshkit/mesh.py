@@ -300,14 +300,14 @@ def init_mesh(
     if not dist.is_initialized():
         start_world(device_type, timeout or timedelta(minutes=10))
     elif timeout is not None and ranks is None:
-        _torch.set_timeout(_world(), timeout)
+        _torch.set_timeout(_torch.world(), timeout)
     world = dist.get_world_size()
     part = range(world) if ranks is None else ranks
     if ranks is not None:
         _refuse_different_calls(wanted, part)
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
-    whole = _world() if len(part) == world else _part(part, timeout)
+    whole = _torch.world() if len(part) == world else _part(part, timeout)
     dense = _device_mesh(device_type, resolved, DENSE_AXES, part)
     shard = _combine(dense, ("dp_shard", "cp"), resolved, part)
     data = shard
@@ -332,7 +332,7 @@ def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks:
 
 def _part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """A group of these ranks; None outside. A collective of the whole world."""
-    group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_world()))
+    group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_torch.world()))
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -379,12 +379,6 @@ def _take_timeout(mesh: DeviceMesh, whole: dist.ProcessGroup | None) -> None:
         return
     for group in mesh.get_all_groups():
         _torch.set_timeout(group, _torch.timeout_of(whole))
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 import meshkit as mk
@@ -43,12 +44,16 @@ def main() -> None:
     # Uneven on data ranks, and none on the last of several.
     count = 3 if mesh.data_ranks == 1 else 3 * (mesh.data_rank < mesh.data_ranks - 1)
     prompts = [Prompt(ids=np.array([1, 2, 3 + key]), key=key) for key in range(count)]
+    before: list[list[int]] = []
     for life in range(2):
         _scale(run, 3.0 if life == 0 else -1.0)  # other weights, which the second time are loaded over the first
         greedy = Sampling(max_new_tokens=10, temperature=0.0, stop_ids=(7, 12, 40))
         found = engine(prompts, sampling=greedy, samples=2)
         _same(found, generate(run, prompts, sampling=greedy, samples=2))
         assert any(life or each.reason == "stop" for each in found) or not found
+        ids = [each.ids.tolist() for each in found]
+        assert ids != before or not found  # or old weights would go unseen
+        before = ids
         drawn, again = (engine(prompts, sampling=DRAWN, samples=3, seed=1) for _ in range(2))
         _same(drawn, again)
         assert not drawn or len({tuple(each.ids) for each in drawn}) > 3
@@ -56,10 +61,8 @@ def main() -> None:
     words = Sampling(max_new_tokens=10, temperature=0.0, stop_strings=("44 ", "16 "))
     found = engine(prompts, sampling=words, decode=_text)
     _same(found, generate(run, prompts, sampling=words, decode=_text))
-    try:
+    with pytest.raises(PlanError, match="Make another engine"):
         engine(prompts, sampling=Sampling(max_new_tokens=2, temperature=0.5))
-    except PlanError as error:
-        assert "Make another engine" in str(error)
     print("equal", flush=True)
 
 

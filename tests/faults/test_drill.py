@@ -29,7 +29,7 @@ CELLS = [(block, fault) for block in BLOCKS for fault in FAULTS if fault != "nan
 FEW = list(
     zip(
         BLOCKS,
-        ["kill", "nan", "raise", "stay", "kill", "nan", "raise", "kill", "stay", "raise", "kill", "kill"],
+        ["kill", "nan", "raise", "stay", "kill", "nan", "raise", "kill", "stay", "raise", "stay", "kill"],
         strict=True,
     )
 )

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from meshkit.algos.generation._cache import CachePolicy, KeyValueCache
 from meshkit.algos.generation._choose import choose, streams
 from meshkit.algos.generation._queue import Growing, Queue
-from meshkit.algos.generation._request import Completion, Prompt, Reason, Sampling
+from meshkit.algos.generation._request import Completion, Prompt, Reason, Sampling, refuse_odd_calls
 from meshkit.algos.generation._row import RowOfTokens, row_of
 from meshkit.algos.generation._stop import Stopping
 from meshkit.counter import stream_of
-from meshkit.errors import DataError, PlanError
+from meshkit.errors import PlanError
 from meshkit.memory.linear_logits import LinearLogits, head_of
 from meshkit.memory.vocabulary import wide_dtype
 from meshkit.parallel.data import after_inference, kept_gathered
@@ -56,11 +56,11 @@ def generate(
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
     cache = cache or CachePolicy()
-    if samples < 1:
-        raise DataError(f"generate(samples={samples}): ask for at least 1 answer to each prompt.")
     _refuse_maskless(run)
     head = head_of(run.whole, run.plan, asked="generate")
-    _refuse_unknown_ids(run.whole.get_submodule(head), prompts)
+    whole_head = run.whole.get_submodule(head)
+    assert isinstance(whole_head, nn.Linear)
+    refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
     generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)
     lockstep = _forwards_wait(run, cache)
     training = run.model.training
@@ -197,15 +197,3 @@ def _refuse_maskless(run: Run) -> None:
             f"generate: the attention of {type(run.model).__name__} takes no `mask`, and would not see the cache. Let its "
             "forward take `position_ids` and a `mask`, and call mask.attend(q, k, v), as those of meshkit.models do."
         )
-
-
-def _refuse_unknown_ids(head: nn.Module, prompts: Sequence[Prompt]) -> None:
-    assert isinstance(head, nn.Linear)
-    vocabulary = head.out_features
-    for prompt in prompts:
-        odd = prompt.ids[(prompt.ids < 0) | (prompt.ids >= vocabulary)]
-        if len(odd):
-            raise DataError(
-                f"generate: Prompt(key={prompt.key}) has the id {odd[0]}, but the vocabulary ends at {vocabulary - 1}. "
-                "Use the tokenizer of the model."
-            )

@@ -5,6 +5,7 @@ Dims: P tokens of a prompt, N tokens of an answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,19 @@ class Prompt:
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise DataError(f"Prompt(key={self.key}): ids are {ids.dtype} {list(ids.shape)}. Give whole numbers [P].")
         object.__setattr__(self, "ids", ids.astype(np.int64))
+
+
+def refuse_odd_calls(asked: str, prompts: Sequence[Prompt], samples: int, vocabulary: int) -> None:
+    """What no engine can answer. Raises: DataError."""
+    if samples < 1:
+        raise DataError(f"{asked}(samples={samples}): ask for at least 1 answer to each prompt.")
+    for prompt in prompts:
+        odd = prompt.ids[(prompt.ids < 0) | (prompt.ids >= vocabulary)]
+        if len(odd):
+            raise DataError(
+                f"{asked}: Prompt(key={prompt.key}) has the id {odd[0]}, but the vocabulary ends at {vocabulary - 1}. "
+                "Use the tokenizer of the model."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

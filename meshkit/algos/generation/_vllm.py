@@ -7,16 +7,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshkit.algos.generation._request import Completion, Prompt, Sampling
+from meshkit.algos.generation._request import Completion, Prompt, Reason, Sampling, refuse_odd_calls
 from meshkit.algos.generation._stop import Stopping
 from meshkit.counter import stream_of
-from meshkit.errors import DataError, PlanError
+from meshkit.errors import PlanError
 from meshkit.lora import lora_of
 from meshkit.models import save_config, stream_pretrained
 from meshkit.models.huggingface_config import ModelConfig
@@ -77,13 +77,7 @@ class VllmEngine:
     ) -> list[Completion]:
         """As `generate`. Collective."""
         stopping = Stopping(sampling, decode)
-        if samples < 1:
-            raise DataError(f"VllmEngine(samples={samples}): ask for at least 1 answer to each prompt.")
-        for prompt in prompts:
-            if prompt.ids.min() < 0 or prompt.ids.max() >= self._config.vocab_size:
-                raise DataError(
-                    f"VllmEngine: Prompt(key={prompt.key}) has ids outside of 0 to {self._config.vocab_size - 1}."
-                )
+        refuse_odd_calls("VllmEngine", prompts, samples, self._config.vocab_size)
         self._start(sampling)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream_pretrained(self.run.model)})
         self._llm.reset_prefix_cache()  # it is of the weights before
@@ -172,7 +166,7 @@ class VllmEngine:
         return written
 
 
-def _answer(found: Any, stopping: Stopping) -> tuple[np.ndarray, np.ndarray, Literal["stop", "length"]]:
+def _answer(found: Any, stopping: Stopping) -> tuple[np.ndarray, np.ndarray, Reason]:
     (output,) = found.outputs
     ids = list(output.token_ids)
     log_probs = [step[id].logprob for id, step in zip(ids, output.logprobs, strict=True)]
