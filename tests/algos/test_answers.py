@@ -25,7 +25,8 @@ from meshkit.models import (
     moe_plan,
     reward_plan,
 )
-from meshkit.sharding import full_tensor
+from tests.depth import thin
+from tests.own_part import difference
 from tests.parity.cases import mesh_for
 from tests.world import pool
 
@@ -150,25 +151,25 @@ def on_mesh(
     accuracy = tally.means(PAIRS)["accuracy"]
     held_out, counted = run.evaluate(batch, loss=loss, count=count_pairs)
     assert counted == PAIRS and abs(held_out / counted - found) < TOL_FP64
-    gradients = {
-        name: float((full_tensor(param.grad) - expected[2][name]).abs().max()) for name, param in run.named_parameters()
-    }
+    gradients = {name: difference(param.grad, expected[2][name]) for name, param in run.named_parameters()}
     return abs(found.item() - expected[0]), abs(accuracy - expected[1]["accuracy"]), gradients
 
 
-@pytest.mark.parametrize("what", ["dpo", "reward"])
+SPLITS = [
+    (1, "", 1, None),
+    (2, "cp=2", 2, None),
+    (2, "tp=2", 3, 7),
+    (2, "pp=2", 2, None),
+    (4, "dp_shard=2 cp=2", 1, 5),
+    (4, "dp_shard=4", 2, None),
+    (4, "cp=2 tp=2", 2, None),
+    (4, "pp=2 cp=2", 2, 5),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "axes", "microbatches", "chunk"),
-    [
-        (1, "", 1, None),
-        (2, "cp=2", 2, None),
-        (2, "tp=2", 3, 7),
-        (2, "pp=2", 2, None),
-        (4, "dp_shard=2 cp=2", 1, 5),
-        (4, "dp_shard=4", 2, None),
-        (4, "cp=2 tp=2", 2, None),
-        (4, "pp=2 cp=2", 2, 5),
-    ],
+    ("what", "ranks", "axes", "microbatches", "chunk"),
+    thin([(what, *split) for split in SPLITS for what in ("dpo", "reward")], 3),
 )
 def test_pairs_equal_one_device_with_an_answer_a_row(
     what: str, ranks: int, axes: str, microbatches: int, chunk: int | None

@@ -20,6 +20,7 @@ from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
 from tests.gate.cell import ROUTED, Cell
 from tests.gate.models import build
+from tests.own_part import difference, same_bits
 from tests.parity.cases import mesh_for, own_rows
 from tests.parity.test_bytes import Noting, by_ranks
 
@@ -237,12 +238,12 @@ def _gradients(cell: Cell, run: mk.Run, expected: Alone, exact: Alone) -> dict[s
         if grad is None:
             errors[name] = float("inf")
             continue
-        whole, truth = full_tensor(grad).double(), exact.gradients[key]
         if cell.precision == "bf16":
+            whole, truth = full_tensor(grad).double(), exact.gradients[key]
             total += float((whole - truth).norm() / truth.norm())
             allowed += float((expected.gradients[key].double() - truth).norm() / truth.norm())
         else:
-            errors[name] = float((whole - expected.gradients[key].double()).abs().max())
+            errors[name] = difference(grad, expected.gradients[key].double())
     if cell.precision == "bf16" and not total <= BF16_RATIO * allowed:
         return {"parity of gradients": f"{total / allowed:.2f} of the error of one bf16 device"}
     worst = max(errors, key=errors.__getitem__, default=None)
@@ -256,8 +257,7 @@ def _parameters(run: mk.Run, expected: Alone) -> dict[str, str]:
     """Law 1, and law 5 where the run was resumed: the values after three steps."""
     copies = copies_of(run.model)
     errors = {
-        name: float((full_tensor(param) - expected.parameters[copies.get(name, name)]).abs().max())
-        for name, param in run.named_parameters()
+        name: difference(param, expected.parameters[copies.get(name, name)]) for name, param in run.named_parameters()
     }
     worst = max(errors, key=errors.__getitem__)
     return {} if errors[worst] <= TOL_FP64 else {"parity of parameters": f"{worst} differs by {errors[worst]:.3g}"}
@@ -278,7 +278,7 @@ def _first_values(cell: Cell, run: mk.Run) -> dict[str, str]:
     mk.init_weights(run.model, seed=5)
     wanted, copies = dict(one.named_parameters()), copies_of(run.model)
     for name, param in run.named_parameters():
-        if not torch.equal(full_tensor(param), wanted[copies.get(name, name)]):
+        if not same_bits(param, wanted[copies.get(name, name)]):
             return {"initialisation": f"{name} differs from one device"}
     return {}
 

@@ -169,7 +169,7 @@ def test_less_bytes_take_more_time_and_the_table_says_so() -> None:
 
 CELLS = [
     (Cell(mesh="dp_shard=4", layers=4), 0.4),
-    (Cell(mesh="dp_shard=2 tp=2", layers=4, sequence=True), 0.5),
+    (Cell(mesh="dp_shard=2 tp=2", layers=3, sequence=True), 0.5),
     (Cell(mesh="dp_shard=2 tp=2", layers=3, sequence=True, microbatches=2), 0.2),
 ]
 

@@ -73,7 +73,7 @@ def test_parameters_and_adam_of_llama_3_8b_are_those_of_the_closed_form() -> Non
     assert found.gradient_bytes == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("zero", "ranks"), [(1, 4), (2, 4), (3, 4), (3, 8)])
+@pytest.mark.parametrize(("zero", "ranks"), [(1, 4), (2, 4), (3, 8)])
 def test_states_follow_16_bytes_of_each_parameter_over_the_ranks(zero: int, ranks: int) -> None:
     """fp32 masters 4, gradients 4, moments 8, each over the ranks that shard; ZeRO-1 holds whole gradients in between."""
     found = small(f"dp_shard={ranks}", zero=zero, microbatches=2)

@@ -15,9 +15,9 @@ import meshkit as mk
 from meshkit.explain import Message
 from meshkit.memory.policy import Recompute
 from meshkit.models.llama_plan import LLAMA_PLAN
-from meshkit.sharding import full_tensor
 from tests.depth import thin
 from tests.memory.live import held_bytes
+from tests.own_part import difference
 from tests.parity.cases import Cell, Moe, batches, mesh_for, own_rows, reference, run_cell, start
 from tests.parity.test_bytes import observe_step
 from tests.world import pool
@@ -140,7 +140,7 @@ def compiled_gathers(mode: str) -> tuple[int, float]:
             run.forward_backward(own_rows(batch, run.mesh))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     gradients = reference(cell)[2]
-    error = max(float((full_tensor(p.grad) - gradients[name]).abs().max()) for name, p in run.named_parameters())
+    error = max(difference(p.grad, gradients[name]) for name, p in run.named_parameters())
     return sum(event.name == "meshkit::gather_region" for event in profile.events()), error
 
 

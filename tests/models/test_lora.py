@@ -17,7 +17,8 @@ from meshkit.errors import CheckpointError, PlanError
 from meshkit.memory.few_bit_weights import codes_of
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
-from tests.depth import deep
+from tests.depth import thin
+from tests.own_part import difference, same_bits
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of
 from tests.world import pool
 
@@ -130,8 +131,7 @@ def train(case: Adapted) -> dict[str, float]:
                 name = copies.get(name, name)
                 assert (param.grad is not None) == (name in gradients), name
                 if param.grad is not None:
-                    distance = float((full_tensor(param.grad) - gradients[name]).abs().max())
-                    worst["gradient"] = max(worst["gradient"], distance)
+                    worst["gradient"] = max(worst["gradient"], difference(param.grad, gradients[name]))
         norm = mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -140,9 +140,9 @@ def train(case: Adapted) -> dict[str, float]:
     for name, param in run.named_parameters():
         name = copies.get(name, name)
         if name in parameters:
-            worst["parameter"] = max(worst["parameter"], float((full_tensor(param) - parameters[name]).abs().max()))
+            worst["parameter"] = max(worst["parameter"], difference(param, parameters[name]))
         else:
-            assert torch.equal(full_tensor(param), before[name]), f"{name} is frozen, and has changed"
+            assert same_bits(param, before[name]), f"{name} is frozen, and has changed"
     held_out = own_rows(batches(cell)[0], mesh)
     adapted, _ = run.evaluate(held_out)
     with mk.lora_disabled(run.model):
@@ -191,11 +191,11 @@ CASES = {
         ),
     ),
     "pp_tp": (4, Adapted(cell=Cell(mesh="pp=2 tp=2", microbatches=3, sequence=True))),
+    "compiled": (2, Adapted(cell=Cell(mesh="tp=2", layers=1, sequence=True, compile="aot_eager", qwen=True))),
     "chunked_loss": (
         2,
         Adapted(cell=Cell(mesh="tp=2", memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=7), tiles=2))),
     ),
-    "compiled": (2, Adapted(cell=Cell(mesh="tp=2", layers=1, sequence=True, compile="aot_eager", qwen=True))),
     "experts": (2, Adapted(cell=Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=16)))),
     "nf4": (1, Adapted(cell=Cell(mesh="", microbatches=2, qwen=True), base="nf4", block=64)),
     "nf4_dp_shard": (4, Adapted(cell=Cell(mesh="dp_shard=4", microbatches=2, hidden_mlp=45), base="nf4", block=8)),
@@ -218,8 +218,8 @@ CASES = {
             base="nf4",
         ),
     ),
-    "nf4_compiled": (2, Adapted(cell=Cell(mesh="tp=2", sequence=True, compile="aot_eager"), base="nf4")),
     "int8_experts": (2, Adapted(cell=Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=16)), base="int8")),
+    "nf4_compiled": (2, Adapted(cell=Cell(mesh="tp=2", sequence=True, compile="aot_eager"), base="nf4")),
 }
 
 
@@ -230,7 +230,7 @@ def train_quietly(case: Adapted) -> dict[str, float]:
         return train(case)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=deep if name == "nf4_compiled" else ()) for name in CASES])
+@pytest.mark.parametrize("name", thin(list(CASES), 2))
 def test_training_equals_one_device_and_merging_keeps_the_loss(name: str) -> None:
     ranks, case = CASES[name]
     for worst in pool(ranks).run(train_quietly, case):
@@ -416,7 +416,7 @@ def train_in_bf16() -> tuple[float, float]:
         optimizer.zero_grad()
     for name, param in run.named_parameters():
         assert param.dtype == (torch.float32 if param.requires_grad else torch.bfloat16)
-        assert name not in before or torch.equal(full_tensor(param), before[name])
+        assert name not in before or same_bits(param, before[name])
     return losses[0], losses[-1]
 
 

@@ -20,8 +20,8 @@ from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.models.moe_plan import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.parallel.expert import ExpertPolicy
-from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
+from tests.own_part import difference
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
 
@@ -225,7 +225,8 @@ def run_cell(cell: Cell) -> Outcome:
         loss = run.forward_backward(own_rows(batch, run.mesh), microbatches=cell.microbatches)
         if step == 0:
             worst = {
-                name: _distance(gradient_of(p), gradients[copies.get(name, name)]) for name, p in run.named_parameters()
+                name: difference(gradient_of(p), gradients[copies.get(name, name)])
+                for name, p in run.named_parameters()
             }
         norm = mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
@@ -234,15 +235,8 @@ def run_cell(cell: Cell) -> Outcome:
         loss_error = max(loss_error, abs(float(loss) - losses[step]))
         norm_error = max(norm_error, abs(float(norm) - norms[step]))
     state = {**dict(run.named_parameters()), **dict(run.model.named_buffers())}
-    parameter_error = max(_distance(p, parameters[copies.get(name, name)]) for name, p in state.items())
+    parameter_error = max(difference(p, parameters[copies.get(name, name)]) for name, p in state.items())
     where = max(worst, key=worst.__getitem__)
     return Outcome(
         loss_error, norm_error, worst[where], parameter_error, where, [name for name, _ in run.named_parameters()]
     )
-
-
-def _distance(value: Tensor | None, expected: Tensor) -> float:
-    assert value is not None
-    whole = full_tensor(value)
-    assert whole.shape == expected.shape
-    return float((whole - expected).abs().max())

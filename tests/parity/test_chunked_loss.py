@@ -49,7 +49,7 @@ def check(cell: Cell) -> None:
         assert outcome.parameter <= TOL_FP64, cell
 
 
-@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 3), ids=str)
 def test_training_with_a_chunked_loss_equals_one_device(cell: Cell) -> None:
     check(cell)
 
@@ -71,7 +71,7 @@ TWO_AXES = [  # and tokens of a chunk
 
 
 @pytest.mark.parametrize(
-    ("where", "choice"), deal(covering(CHOICES), TWO_AXES, each=3), ids=[mesh for mesh, _ in TWO_AXES * 3]
+    ("where", "choice"), thin(deal(covering(CHOICES), TWO_AXES, each=3), 2), ids=lambda each: str(next(iter(each), ""))
 )
 def test_chunks_on_two_axes_equal_one_device(where: tuple[str, int], choice: dict) -> None:
     mesh, tokens = where

@@ -44,7 +44,7 @@ def cells() -> list:
     return sorted(found, key=lambda cell: cell.values[0])
 
 
-@pytest.mark.parametrize(("world", "cell"), thin(cells(), 3))
+@pytest.mark.parametrize(("world", "cell"), thin(cells(), 6))
 def test_a_model_equals_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 

@@ -137,7 +137,7 @@ policies = st.sampled_from(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@draws(30)
+@draws(20)
 @given(
     mask=masks,
     policy=policies,

@@ -84,7 +84,7 @@ def cell_of(mesh: str, choice: dict) -> Cell:
 
 @pytest.mark.parametrize(
     ("folding", "choice"),
-    [pytest.param(*each, id=each[0][1]) for each in thin(deal(covering({**ROUTERS, **RUNS}), FOLDINGS), 3)],
+    [pytest.param(*each, id=each[0][1]) for each in thin(deal(covering({**ROUTERS, **RUNS}), FOLDINGS), 6)],
 )
 def test_every_folding_equals_one_device(folding: tuple[int, str], choice: dict) -> None:
     ranks, mesh = folding

@@ -82,7 +82,7 @@ def cells(draw: Any, ranks: int) -> Cell:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@draws(3)
+@draws(2)
 @given(data=st.data())
 def test_all_ways_together_equal_one_device(ranks: int, data: st.DataObject) -> None:
     cell = data.draw(cells(ranks))

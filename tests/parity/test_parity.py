@@ -46,7 +46,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "cell"), thin(sorted(CELLS, key=lambda cell: cell.values[0]), 3))
+@pytest.mark.parametrize(("world", "cell"), thin(sorted(CELLS, key=lambda cell: cell.values[0]), 5))
 def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 
@@ -67,8 +67,10 @@ def check(world: int, cell: Cell) -> None:
         assert outcome.parameter <= TOL_FP64, cell
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=4", "tp=4", "dp_shard=2 tp=2", "dp_replicate=2 dp_shard=2"])
-@pytest.mark.parametrize("sequence", [False, True])
+MESHES_FP32 = ["dp_shard=4", "tp=4", "dp_shard=2 tp=2", "dp_replicate=2 dp_shard=2"]
+
+
+@pytest.mark.parametrize(("mesh", "sequence"), thin(list(product(MESHES_FP32, [False, True])), 3))
 def test_fp32_loss_and_gradients_equal_one_device(mesh: str, sequence: bool) -> None:
     cell = Cell(mesh=mesh, sequence=sequence, dtype="float32", tied=True, vocab=61, qwen=True, documents=True)
     for outcome in pool(4).run(run_cell, cell):

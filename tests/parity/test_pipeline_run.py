@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
 from meshkit.whole import copies_of
+from tests.depth import thin
 from tests.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
@@ -53,8 +55,10 @@ def evaluated_and_generated(cell: Cell) -> tuple[float, int, list[int]]:
     return float(loss), int(count), sample.ids.tolist()
 
 
-@pytest.mark.parametrize("mesh", ["pp=4", "pp=2 dp_shard=2", "pp=2 tp=2", "pp=2 cp=2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    thin(list(product(("pp=4", "pp=2 dp_shard=2", "pp=2 tp=2", "pp=2 cp=2"), ("1f1b", "zbv"))), 3),
+)
 def test_evaluation_and_generation_equal_one_device(mesh: str, schedule: str) -> None:
     cell = Cell(mesh="dp_shard=1", layers=8, documents=True)
     ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, cell)

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshkit.models import LlamaConfig, save_config
+from tests.depth import thin
 from tests.recipes.launch import read_losses, run, write_corpus
 
 RECIPE = "examples/moe_pretrain.py"
@@ -44,10 +45,13 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("meshes", "balance"),
-    [
-        (("dp_shard=2 ep=2", "tp=2 ep=2"), {"balance_loss": "global", "z_loss": 1e-4}),
-        (("pp=2", "dp_shard=2 etp=2"), {"balance_loss": "sequence", "bias_speed": 0}),
-    ],
+    thin(
+        [
+            (("dp_shard=2 ep=2", "tp=2 ep=2"), {"balance_loss": "global", "z_loss": 1e-4}),
+            (("pp=2", "dp_shard=2 etp=2"), {"balance_loss": "sequence", "bias_speed": 0}),
+        ],
+        2,
+    ),
 )
 def test_losses_and_loads_are_those_of_one_rank_on_any_mesh_and_across_a_stop(
     corpus: Path, tmp_path: Path, meshes: tuple[str, str], balance: dict

@@ -11,8 +11,9 @@ from torch import nn
 import meshkit as mk
 from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.models import LLAMA_PLAN
-from meshkit.sharding import full_tensor, local_tensor
+from meshkit.sharding import local_tensor
 from meshkit.step import split_rows
+from tests.own_part import difference
 from tests.parity.cases import Cell, batches, build, mesh_for
 from tests.unit.test_plan import MLP, Stack
 from tests.world import RankError, pool, run_ranks
@@ -38,7 +39,7 @@ def own_loss() -> tuple[float, float]:
         count=lambda batch: torch.tensor(len(batch["x"])),
     )
     gradients = dict(one.named_parameters())
-    worst = max(float((full_tensor(p.grad) - gradients[name].grad).abs().max()) for name, p in run.named_parameters())
+    worst = max(difference(p.grad, gradients[name].grad) for name, p in run.named_parameters())
     return abs(loss.item() - expected.item()), worst
 
 
@@ -70,7 +71,7 @@ def users_loop() -> float:
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(model.parameters(), one.parameters(), strict=True)
-    return max(float((full_tensor(mine) - its).detach().abs().max()) for mine, its in pairs)
+    return max(difference(mine, its) for mine, its in pairs)
 
 
 def test_blocks_work_alone_in_a_loop_of_the_users_own() -> None:
