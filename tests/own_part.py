@@ -1,14 +1,28 @@
-"""A tensor on a mesh held against the whole one it should be: each rank looks at its own part, and nothing is sent.
+"""A tensor on a mesh held against the whole one it should be, which rank 0 computes: each rank looks at its own part.
 
 So copies that differ between ranks show as well, and a comparison costs no collective. Every rank must be asked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.sharding import local_slices, local_tensor
+
+Found = TypeVar("Found")
+
+
+def computed_once(function: Callable[..., Found], *args: object) -> Found:
+    """What `function(*args)` is on rank 0, on every rank: an oracle need not be computed by all of them."""
+    found: list[Found | None] = [function(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
 
 
 def difference(value: Tensor | None, expected: Tensor) -> float:

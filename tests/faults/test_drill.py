@@ -18,7 +18,7 @@ from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_comma
 
 SCRIPT = "tests/faults/drill.py"
 END_S = 180.0  # with the start, on a loaded machine
-TIMEOUT_S = 10  # of collectives, where a rank stays away
+TIMEOUT_S = 10 if DEEP else 5  # of collectives, where a rank stays away
 AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
 PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data"}

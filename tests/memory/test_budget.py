@@ -174,7 +174,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("cell", "part"), thin(CELLS, 2), ids=str)
+@pytest.mark.parametrize(("cell", "part"), thin(CELLS, 3), ids=str)
 def test_a_run_within_a_budget_equals_one_device_and_is_explained(cell: Cell, part: float) -> None:
     spec = mk.MeshSpec.parse(cell.mesh)
     cell = replace(cell, memory=share(cell, replace(spec, dp_shard=1), part))

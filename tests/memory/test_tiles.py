@@ -40,7 +40,7 @@ CELLS = [
 EXPERTS = Cell(mesh="dp_shard=2 tp=2", layers=3, memory=tiles(3, recompute="full"), moe=Moe(experts=8, shared=24))
 
 
-@pytest.mark.parametrize("cell", thin([*CELLS, EXPERTS, replace(EXPERTS, sequence=True)], 2), ids=str)
+@pytest.mark.parametrize("cell", thin([*CELLS, EXPERTS, replace(EXPERTS, sequence=True)], 3), ids=str)
 def test_parts_equal_one_device(cell: Cell) -> None:
     for outcome in pool(4).run(run_cell, cell):
         assert max(outcome.loss, outcome.norm, outcome.gradient, outcome.parameter) <= TOL_FP64, outcome

@@ -18,7 +18,7 @@ from meshkit.memory.few_bit_weights import codes_of
 from meshkit.sharding import full_tensor
 from meshkit.whole import copies_of
 from tests.depth import thin
-from tests.own_part import difference, same_bits
+from tests.own_part import computed_once, difference, same_bits
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of
 from tests.world import pool
 
@@ -120,7 +120,7 @@ def train(case: Adapted) -> dict[str, float]:
         compile=cell.compile or False,
         **case.extra,
     )
-    losses, norms, gradients, parameters = reference(case)
+    losses, norms, gradients, parameters = computed_once(reference, case)
     optimizer = mk.adamw(run, lr=1e-2)
     copies = copies_of(run.model)
     worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0, "frozen": 0.0}

@@ -208,7 +208,7 @@ def by_ranks(messages: Counter[Message], spec: mk.MeshSpec, rank: int) -> Counte
     return found
 
 
-@pytest.mark.parametrize("cell", EXPERT_CELLS, ids=str)
+@pytest.mark.parametrize("cell", thin(EXPERT_CELLS, 2), ids=str)
 def test_what_is_sent_to_experts_is_predicted_for_the_routing(cell: Cell) -> None:
     for rank, (seen, said, routed) in enumerate(pool(4).run(observe_experts, cell)):
         assert bool(routed) == bool(re.search("ep=|etp=", cell.mesh))

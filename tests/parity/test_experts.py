@@ -101,15 +101,18 @@ def test_any_choices_equal_one_device(ranks: int, mesh: str, choice: dict) -> No
 
 @pytest.mark.parametrize(
     ("ranks", "cell"),
-    [
-        (2, Cell(mesh="dp_shard=2 ep=2", hot=2, moe=Moe(experts=8))),
-        (4, Cell(mesh="dp_shard=4 ep=4", hot=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
-        (4, Cell(mesh="dp_shard=4 ep=2", hot=8, moe=Moe(experts=8), recompute="full")),
-        (4, Cell(mesh="dp_shard=4 ep=2", hot=3, moe=Moe(experts=8), microbatches=2, zero=3)),
-        (4, Cell(mesh="dp_shard=2 tp=2 ep=4", hot=2, moe=Moe(experts=8, shared=24), recompute="selective")),
-        (4, Cell(mesh="dp_shard=2 tp=2 ep=2", hot=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
-        (4, Cell(mesh="pp=2 cp=2 ep=2", hot=2, moe=Moe(experts=8), microbatches=3)),
-    ],
+    thin(
+        [
+            (2, Cell(mesh="dp_shard=2 ep=2", hot=2, moe=Moe(experts=8))),
+            (4, Cell(mesh="dp_shard=4 ep=4", hot=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
+            (4, Cell(mesh="dp_shard=4 ep=2", hot=8, moe=Moe(experts=8), recompute="full")),
+            (4, Cell(mesh="dp_shard=4 ep=2", hot=3, moe=Moe(experts=8), microbatches=2, zero=3)),
+            (4, Cell(mesh="dp_shard=2 tp=2 ep=4", hot=2, moe=Moe(experts=8, shared=24), recompute="selective")),
+            (4, Cell(mesh="dp_shard=2 tp=2 ep=2", hot=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
+            (4, Cell(mesh="pp=2 cp=2 ep=2", hot=2, moe=Moe(experts=8), microbatches=3)),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_copies_of_busy_experts_change_nothing(ranks: int, cell: Cell) -> None:

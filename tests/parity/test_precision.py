@@ -8,6 +8,7 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.sharding import full_tensor
+from tests.depth import thin
 from tests.parity.cases import Cell, Moe, batches, own_rows, reference, start
 from tests.world import pool
 
@@ -31,15 +32,20 @@ def errors(cell: Cell) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "cell",
-    [
-        Cell(mesh="dp_shard=4", dtype="float32", bf16=True, microbatches=2),
-        Cell(mesh="tp=4", dtype="float32", bf16=True, sequence=True, recompute="selective"),
-        Cell(mesh="dp_shard=2 tp=2", dtype="float32", bf16=True, zero=1, tied=True, vocab=61, recompute="full"),
-        Cell(mesh="dp_replicate=2 tp=2", dtype="float32", bf16=True, sequence=True, qwen=True, documents=True),
-        Cell(mesh="dp_shard=4 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6, shared=24)),
-        Cell(mesh="tp=4 ep=2 etp=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), recompute="full"),
-        Cell(mesh="dp_replicate=2 tp=2 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), sequence=True),
-    ],
+    thin(
+        [
+            Cell(mesh="dp_shard=4", dtype="float32", bf16=True, microbatches=2),
+            Cell(mesh="tp=4", dtype="float32", bf16=True, sequence=True, recompute="selective"),
+            Cell(mesh="dp_shard=2 tp=2", dtype="float32", bf16=True, zero=1, tied=True, vocab=61, recompute="full"),
+            Cell(mesh="dp_replicate=2 tp=2", dtype="float32", bf16=True, sequence=True, qwen=True, documents=True),
+            Cell(mesh="dp_shard=4 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6, shared=24)),
+            Cell(mesh="tp=4 ep=2 etp=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), recompute="full"),
+            Cell(
+                mesh="dp_replicate=2 tp=2 ep=2", dtype="float32", bf16=True, layers=3, moe=Moe(chosen=6), sequence=True
+            ),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_bf16_on_a_mesh_is_as_exact_as_on_one_device(cell: Cell) -> None:
