@@ -44,7 +44,7 @@ from meshkit.algos.answer_calls import (
 from meshkit.algos.answers import REFERENCE, label_log_probs
 from meshkit.algos.dataflow import Call, Flow, Sample, Sync
 from meshkit.algos.export import export_model
-from meshkit.algos.generation import Sampling
+from meshkit.algos.generation import Engine, Sampling, VllmEngine, generate
 from meshkit.algos.policy import GAE, PRESETS, PolicyLoss
 from meshkit.algos.policy_answers import step_advantages
 from meshkit.algos.policy_step import (
@@ -129,6 +129,10 @@ class Config:
     temperature: float = 1.0
     max_new_tokens: int | None = None
     """default: the task's, 256 with --data"""
+    engine: Literal["meshkit", "vllm"] = "meshkit"
+    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
+    vllm_memory: float = 0.3
+    """the part of a GPU that vllm may take"""
     seq_len: int = 64
     """tokens of a row, in which answers are packed"""
     microbatches: int = 1
@@ -238,6 +242,12 @@ def main() -> None:
         say(weights.plan)
         syncs = [Sync(name="weights", source="actor", destination="sampler", function=weights)]
 
+    engine: Engine | None = None
+    if sampler is not None and config.engine == "vllm":
+        engine = VllmEngine(sampler, gpu_memory_utilization=config.vllm_memory)
+    elif sampler is not None:
+        engine = partial(generate, sampler)
+
     # ---------------------------------------------------------------------------------------------- what they do
     scalars: dict[str, float] = {}
 
@@ -287,7 +297,7 @@ def main() -> None:
     flow = Flow(
         meshes,
         [
-            write_call(sampler, tokenizer, on="sampler", **write),
+            write_call(engine, tokenizer, on="sampler", **write),
             judge_call(scores, on=judges),
             *looks,
             Call(name="learn", on="actor", function=learn, needs=(*JUDGED, *looked_at), stage="train"),
@@ -304,7 +314,7 @@ def main() -> None:
         """Of the sampler's greedy answers; the same on every rank of the world."""
         found = [0.0]
         if sampler_mesh.here:
-            found = [greedy_score(sampler, asked.held_out, tokenizer, asked.score, sampling=sampling)]
+            found = [greedy_score(sampler, asked.held_out, tokenizer, asked.score, sampling=sampling, engine=engine)]
         dist.broadcast_object_list(found, src=sampler_mesh.ranks[0])
         return found[0]
 

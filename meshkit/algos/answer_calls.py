@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshkit.algos.answer_values import answer_values, with_values
 from meshkit.algos.dataflow import Call, Sample
-from meshkit.algos.generation import Sampling, generate
+from meshkit.algos.generation import Engine, Sampling
 from meshkit.algos.policy_answers import answer_example
 from meshkit.algos.prompting import answers_of, encode_prompts
 from meshkit.algos.rewards import Answer, Scores
@@ -30,15 +30,20 @@ def asked_samples(asked: Sequence[tuple[int, Record]]) -> list[Sample]:
     return [{"key": key, "fields": row.fields} for key, row in asked]
 
 
-def write_call(run: Run | None, tokenizer: Tokenizer, *, on: str, sampling: Sampling, samples: int, seed: int) -> Call:
-    """ASKED to WRITTEN: so many answers to each prompt. run: None on ranks without it. Wire: `generate`."""
+def write_call(
+    engine: Engine | None, tokenizer: Tokenizer, *, on: str, sampling: Sampling, samples: int, seed: int
+) -> Call:
+    """ASKED to WRITTEN: so many answers to each prompt.
+
+    engine: who writes, as `partial(generate, run)`; None on ranks without it. Wire: the engine's.
+    """
 
     def write(asked: list[Sample]) -> list[Sample]:
-        assert run is not None
+        assert engine is not None
         by_key = {sample["key"]: sample for sample in asked}
         rows = {key: Record(fields=sample["fields"], source=f"prompt {key}") for key, sample in by_key.items()}
         ids = encode_prompts(list(rows.items()), tokenizer)
-        written = generate(run, ids, sampling=sampling, samples=samples, seed=seed)
+        written = engine(ids, sampling=sampling, samples=samples, seed=seed)
         return [
             {
                 **by_key[each.prompt.key],

@@ -260,16 +260,14 @@ def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         """Look up the ids this rank holds; zero for the others, which their owner adds."""
         if part.start == part.stop:
-            return self.weight.sum() + torch.zeros(*ids.shape, module.embedding_dim, **_like(self.weight))
+            # Of a row of zeros. Its gradient is laid out as the weight is: of another layout 2.11 makes a whole copy, by a
+            # collective that the other ranks do not join.
+            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))
         outside = (ids < part.start) | (ids >= part.stop)
         found = F.embedding((ids - part.start).masked_fill(outside, 0), self.weight, own_padding)
         return found.masked_fill(outside.unsqueeze(-1), 0)
 
     return forward
-
-
-def _like(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
 
 
 def _communicate(

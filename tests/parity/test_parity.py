@@ -67,6 +67,11 @@ def check(world: int, cell: Cell) -> None:
         assert outcome.parameter <= TOL_FP64, cell
 
 
+@pytest.mark.parametrize(("tied", "sequence"), [(False, True), (True, False)])
+def test_a_rank_that_holds_no_word_equals_one_device(tied: bool, sequence: bool) -> None:
+    check(4, Cell(mesh="tp=4", vocab=5, tied=tied, sequence=sequence))
+
+
 MESHES_FP32 = ["dp_shard=4", "tp=4", "dp_shard=2 tp=2", "dp_replicate=2 dp_shard=2"]
 
 
