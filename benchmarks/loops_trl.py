@@ -106,6 +106,7 @@ def train_grpo(
     prompts: int,
     samples: int,
     max_new_tokens: int,
+    learning_rate: float,
 ) -> None:
     """`prompts` prompts a step in the order of the records, `samples` answers each, drawn at temperature 1 by transformers.
 
@@ -129,7 +130,7 @@ def train_grpo(
             model,
             reward_funcs=score,
             args=GRPOConfig(
-                **arguments,
+                **{**arguments, "learning_rate": learning_rate},
                 num_generations=samples,
                 max_completion_length=max_new_tokens,
                 shuffle_dataset=False,

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
+from loops import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
 from rich.console import Console
 from rich.table import Column, Table
 from rows import environment
@@ -45,6 +45,7 @@ from meshkit.models import LLAMA_PLAN, LlamaConfig
 
 RESULTS = Path(__file__).parent / "results" / "rl.jsonl"
 
+LEARNING_RATE = 1e-6  # as large models have it: lengths stay those that the first weights write
 TOL_TOKENS = 0.1  # relative: lengths are drawn
 VALUES = ("groups", "truncated", "rewards", "rollout_log_probs")
 
@@ -162,6 +163,7 @@ def with_trl(records: list[Record], tokenizer: Tokenizer, settings: Settings, tu
         prompts=settings.prompts,
         samples=settings.samples,
         max_new_tokens=settings.max_new_tokens,
+        learning_rate=LEARNING_RATE,
     )
 
 
