@@ -28,7 +28,7 @@ test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(MAKE) test
 
 gate: install
-	$(PYTEST) $(WORKERS) --dist worksteal -m gate tests/gate
+	$(PYTEST) $(WORKERS) --dist worksteal -m gate
 
 check: install
 	$(BIN)/ruff format --check .

@@ -51,6 +51,12 @@ def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, cell: C
     check(world, cell)
 
 
+@pytest.mark.gate
+@pytest.mark.parametrize(("world", "cell"), CELLS[-len(MESHES) :])  # each mesh once
+def test_every_factorisation_equals_one_device(world: int, cell: Cell) -> None:
+    check(world, cell)
+
+
 @deep
 @pytest.mark.parametrize(("world", "mesh"), MESHES)
 @draws(3)
