@@ -165,6 +165,8 @@ def load(config: Config, mesh: mk.Mesh, folder: Path) -> mk.Run:
 def main() -> None:
     config = tyro.cli(Config)
     loss = policy_of(config)
+    if config.engine == "vllm":
+        VllmEngine.refuse_absence()  # before a model is trained to begin with
     if config.selftest:
         config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
 

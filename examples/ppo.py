@@ -180,6 +180,8 @@ def load(config: Config, mesh: mk.Mesh, folder: Path, *, scores: bool = False, f
 def main() -> None:
     config = tyro.cli(Config)
     loss = policy_of(config)
+    if config.engine == "vllm":
+        VllmEngine.refuse_absence()  # before a model is trained to begin with
 
     # ---------------------------------------------------------------------------------------------- who: the meshes
     world = mk.init_mesh()

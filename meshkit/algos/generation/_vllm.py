@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -55,15 +56,20 @@ class VllmEngine:
             raise PlanError(
                 f"VllmEngine: vLLM computes in {', '.join(NAMES.values())}, not in {dtype}. Use generate()."
             )
-        try:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over
-            import vllm  # type: ignore[import-not-found]  # it pins a torch of its own
-        except ImportError as error:
-            raise PlanError("VllmEngine: vLLM is not installed. `pip install vllm`, or use generate().") from error
+        self.refuse_absence()
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over
+        import vllm  # type: ignore[import-not-found]  # it pins a torch of its own
+
         self.run, self._vllm, self._config = run, vllm, config
         self._options = {"dtype": NAMES[dtype], "max_model_len": config.max_position_embeddings, **options}
         self._llm: Any = None
         self._mode = ""
+
+    @staticmethod
+    def refuse_absence() -> None:
+        """For scripts that do other work first. Raises: PlanError without vLLM."""
+        if importlib.util.find_spec("vllm") is None:
+            raise PlanError("VllmEngine: vLLM is not installed. `pip install vllm`, or use generate().")
 
     @torch.no_grad()
     def __call__(
