@@ -10,7 +10,7 @@ Without --pretrained a small model first learns the task from right answers, unt
 it writes `samples` answers to each prompt. Of each prompt the `best` ones with a score of at least `threshold` are kept, and
 those of all ranks are learnt as if they were data, `epochs` times, from the weights of the round before. A run that finds a
 checkpoint in --out continues from it, on whatever mesh it is started. Reversal goes from about a half of the held-out prompts
-right to 0.87 to 0.92 in the 40 rounds of the defaults (benchmarks/results/rejection_sampling.jsonl).
+right to between 0.87 and 0.92 in the 40 rounds of the defaults (benchmarks/results/rejection_sampling.jsonl).
 Source: STaR, Zelikman et al. 2022 (2203.14465); Llama 2, Touvron et al. 2023 (2307.09288); ReST-EM, Singh et al. 2023
 (2312.06585), which begins each round from the first weights.
 """
