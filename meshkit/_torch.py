@@ -19,6 +19,7 @@ import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -56,6 +57,35 @@ def place_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = No
         param.device_mesh, param.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), local.dtype)
     )
     return DTensor(local, spec, requires_grad=False)
+
+
+_PLACES_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+
+def own_part(param: DTensor) -> Tensor:
+    """This rank's part of a parameter, connected for autograd: its gradient is placed as `param` is.
+
+    2.15: `to_local`. 2.11: that gives a gradient strides as if all parts were as large as this one; where they are not, the
+    layout is not the parameter's, and autograd keeps a copy that is whole on every rank, made by a collective. Inside of
+    compiled blocks it still does: see OwnPartsAdamW.
+    """
+    if _PLACES_GRADIENTS or torch.compiler.is_compiling():
+        return param.to_local()
+    part: Tensor = _OwnPart.apply(param)
+    return part
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: DTensor) -> Tensor:
+        ctx.param = param
+        local = param.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return place_like(ctx.param, grad.detach().contiguous())
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -27,8 +27,10 @@ class Option:
     moving: int = 0
 
 
+GRAINS = 1e15  # of a second
+
 Cost = tuple[float, int]
-"""Seconds, and of equals the fewest bytes moved."""
+"""Grains of seconds, and of equals the fewest bytes moved."""
 
 
 def most(options: Sequence[Option], beside: int = 1) -> int:
@@ -44,6 +46,8 @@ def cheapest(blocks: Sequence[Sequence[Option]], budget: int, beside: int = 1) -
 
     beside: how many blocks' moved bytes are on the device beside those of the one whose backward runs.
     """
+    # Whole numbers: sums of equal blocks are then equal in whatever order, on every version and machine.
+    blocks = [[replace(option, seconds=round(option.seconds * GRAINS)) for option in options] for options in blocks]
     best: tuple[Cost, list[int]] | None = None
     for room, allowed in _limits(blocks, beside):
         found = _least(allowed, budget - room, math.inf if best is None else best[0][0])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshkit import _torch
 from meshkit.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.errors import PlanError
 from meshkit.memory.few_bit_weights import codes_of
@@ -244,7 +245,7 @@ def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
 
     def view(param: nn.Parameter | None) -> Tensor:
         assert param is not None
-        value = param.to_local() if isinstance(param, DTensor) else param  # a shard already: see `alone`
+        value = _torch.own_part(param) if isinstance(param, DTensor) else param  # a shard already: see `alone`
         if layout.gradient == "sum":
             value = copy_to_axis(value, mesh)
         return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
@@ -260,9 +261,7 @@ def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         """Look up the ids this rank holds; zero for the others, which their owner adds."""
         if part.start == part.stop:
-            # Of a row of zeros. Its gradient is laid out as the weight is: of another layout 2.11 makes a whole copy, by a
-            # collective that the other ranks do not join.
-            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))
+            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))  # of a row of zeros
         outside = (ids < part.start) | (ids >= part.stop)
         found = F.embedding((ids - part.start).masked_fill(outside, 0), self.weight, own_padding)
         return found.masked_fill(outside.unsqueeze(-1), 0)

@@ -43,7 +43,7 @@ FEATURES = [  # one for each that changes what is traced
     (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, documents=True, **AOT)),
     (2, Cell(mesh="cp=2", layers=1, window=5, recompute="selective", **AOT)),
     (2, Cell(mesh="dp_shard=2 ep=2", moe=Moe(experts=8, shared=24, balance=0.1), recompute="selective", **AOT)),
-    (2, Cell(mesh="tp=2", layers=1, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5)), **AOT)),
+    (2, Cell(mesh="tp=2", layers=1, hidden_mlp=45, memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5)), **AOT)),
 ]
 MORE = [
     (2, Cell(mesh="dp_shard=2", **AOT)),

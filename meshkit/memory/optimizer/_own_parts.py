@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshkit.memory.optimizer._shared import loss_of, placed
@@ -36,7 +37,7 @@ class OwnPartsAdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             adamw(
                 [local_tensor(param) for param in params],
-                [local_tensor(param.grad) for param in params],
+                [local_tensor(_placed_gradient(param)) for param in params],
                 [local_tensor(state["exp_avg"]) for state in states],
                 [local_tensor(state["exp_avg_sq"]) for state in states],
                 max_exp_avg_sqs=[],
@@ -51,6 +52,15 @@ class OwnPartsAdamW(torch.optim.AdamW):
                 maximize=False,
             )
         return loss
+
+
+def _placed_gradient(param: Tensor) -> Tensor:
+    """Of uneven parts of a compiled block torch 2.11 leaves whole gradients: see `_torch.own_part`."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad
 
 
 def _zeros(param: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh, MeshSpec
 from meshkit.parallel.expert._capacity import Capacity
@@ -143,7 +144,7 @@ def _dispatcher(experts: int, mesh: Mesh, capacity: Capacity | None) -> Dispatch
 
 def _local(param: nn.Parameter | None) -> Tensor:
     assert isinstance(param, DTensor)
-    return param.to_local()
+    return _torch.own_part(param)
 
 
 def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
