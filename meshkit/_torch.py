@@ -219,6 +219,10 @@ def finish_gradients(module: FSDPModule) -> None:
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         if state._fsdp_param_group:
+            for param in state._fsdp_param_group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):  # all in the dtype of reduction, whichever backwards reached it
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
             state._fsdp_param_group.post_backward()
     root._root_post_backward_final_callback()
 
