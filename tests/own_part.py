@@ -26,12 +26,13 @@ def computed_once(function: Callable[..., Found], *args: object) -> Found:
 
 
 def difference(value: Tensor | None, expected: Tensor) -> float:
-    """The largest absolute difference of this rank's part; 0 where it holds nothing."""
+    """The largest absolute difference of this rank's part; 0 where it holds nothing, inf where one of both is NaN."""
     assert value is not None
     assert value.shape == expected.shape
     own, wanted = local_tensor(value), expected.detach()[local_slices(value)]
     assert own.shape == wanted.shape
-    return float((own.to(wanted.dtype) - wanted).abs().max()) if own.numel() else 0.0
+    apart = (own.to(wanted.dtype) - wanted).abs().nan_to_num(nan=torch.inf)  # `max` of Python loses a NaN
+    return float(apart.max()) if own.numel() else 0.0
 
 
 def same_bits(value: Tensor, expected: Tensor) -> bool:

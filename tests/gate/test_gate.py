@@ -20,6 +20,7 @@ REGRESSIONS = [
     Cell(model="lora", mesh="dp_shard=2", microbatches=3),
     Cell(model="lora", mesh="tp=2", sequence=True, recompute="full", loss="chunked", microbatches=2),
     Cell(model="mla", mesh="cp=2", context="ring", masked=True),
+    Cell(model="mla", mesh="pp=2", precision="bf16"),  # on torch 2.11
     Cell(model="window", mesh="dp_replicate=4 cp=2", recompute="budget", microbatches=2, packing=True),
 ]
 

@@ -78,6 +78,11 @@ def test_a_rank_that_holds_no_word_equals_one_device(tied: bool, sequence: bool)
     check(4, Cell(mesh="tp=4", vocab=5, tied=tied, sequence=sequence))
 
 
+def test_uneven_parts_of_features_equal_one_device() -> None:
+    """On torch 2.11 autograd made gradients of the parts of `down_proj` whole."""
+    check(2, Cell(mesh="tp=2", hidden_mlp=45))
+
+
 MESHES_FP32 = ["dp_shard=4", "tp=4", "dp_shard=2 tp=2", "dp_replicate=2 dp_shard=2"]
 
 

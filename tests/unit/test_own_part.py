@@ -44,6 +44,10 @@ def test_rank_0_computes_what_all_ranks_compare_with() -> None:
     assert pool(2).run(rank_of_the_oracle) == [1, 1]
 
 
+def test_a_nan_is_the_largest_difference() -> None:
+    assert max(0.0, difference(torch.tensor([1.0, torch.nan]), torch.ones(2))) == torch.inf
+
+
 def test_another_shape_is_no_small_difference() -> None:
     with pytest.raises(AssertionError):
         difference(torch.zeros(2), torch.zeros(3))
