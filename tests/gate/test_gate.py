@@ -20,7 +20,9 @@ REGRESSIONS = [
     Cell(model="lora", mesh="dp_shard=2", microbatches=3),
     Cell(model="lora", mesh="tp=2", sequence=True, recompute="full", loss="chunked", microbatches=2),
     Cell(model="mla", mesh="cp=2", context="ring", masked=True),
-    Cell(model="mla", mesh="pp=2", precision="bf16"),  # on torch 2.11
+    Cell(  # on torch 2.11
+        model="mla", mesh="pp=2", resume="pp=2", schedule="auto", recompute="full", offload="host", precision="bf16"
+    ),
     Cell(model="window", mesh="dp_replicate=4 cp=2", recompute="budget", microbatches=2, packing=True),
 ]
 
