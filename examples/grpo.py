@@ -152,7 +152,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
         memory=mk.MemoryPolicy(recompute=config.recompute, precision=precision),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
     )
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
     )
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
 
     write: Engine = partial(generate, run)
     if config.engine == "vllm":

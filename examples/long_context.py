@@ -179,7 +179,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
-    shape = run.whole.config
+    shape = run.full_model.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)
@@ -194,9 +194,11 @@ def main() -> None:
     masks = document_masks(next(evaluation_batches(splits.held_out, seq_len=config.seq_len, batch=rows)))
     lengths = sorted(after - first for mask in masks for first, after in mask.components)
     say(f"the first {rows} held-out rows: {len(lengths)} documents of {lengths[0]:,} to {lengths[-1]:,} tokens")
-    for policy in dict.fromkeys((run.context, dataclasses.replace(run.context, balance="contiguous"))):
-        choices = {**run.choices, "context": policy}
-        told = explain(run.whole, mesh.spec, **choices, rows=rows, seq_len=config.seq_len, mask=masks)
+    for policy in dict.fromkeys(
+        (run.strategy.context, dataclasses.replace(run.strategy.context, balance="contiguous"))
+    ):
+        other = dataclasses.replace(run.strategy, context=policy)
+        told = explain(run.full_model, mesh.spec, other, rows=rows, seq_len=config.seq_len, mask=masks)
         say("\n".join(f"balance {policy.balance:11} {note}" for note in told.notes))
 
     # ---------------------------------------------------------------------------------------------- where we stopped

@@ -165,7 +165,9 @@ def in_parts(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False)
     plan = reward_plan(shape) if scores else model_plan(shape)
     precision = mk.Precision() if config.precision == "bf16" else None
     memory = mk.MemoryPolicy(recompute=config.recompute, precision=precision)
-    return mk.parallelize(model, mesh, plan=plan, memory=memory, schedule=config.schedule)
+    return mk.parallelize(
+        model, mesh, plan=plan, memory=memory, pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule)
+    )
 
 
 def load(config: Config, mesh: mk.Mesh, folder: Path, *, scores: bool = False, fresh: tuple[str, ...] = ()) -> mk.Run:

@@ -130,7 +130,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
         memory=mk.MemoryPolicy(recompute=config.recompute, precision=precision),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
     )
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     run = build(config, mesh, config_from_pretrained(first))
     load_pretrained(run.model, first)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
 
     def held_out_score() -> float:
         return greedy_score(run, asked.held_out, tokenizer, asked.score, sampling=sampling)

@@ -189,7 +189,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
         compile=config.compile,
     )
 
@@ -237,7 +237,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     run = build(config, mesh, vocab_size=chat.tokenizer.vocab_size)
-    shape = run.whole.config
+    shape = run.full_model.config
     say(f"      {check_examples(train + held_out, chat.tokenizer, vocab_size=shape.vocab_size, allow=config.allow)}")
     if config.pretrained is None:
         mk.init_weights(run.model, seed=config.seed, plan=run.plan)
@@ -251,8 +251,8 @@ def main() -> None:
     sizes = {"seq_len": config.seq_len, "global_batch": config.global_batch, "seed": config.seed}
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
     loader = ExampleLoader(train, **sizes, **where, packing="rows" if config.packing else "none")
-    trained = sum(p.numel() for p in run.whole.parameters() if p.requires_grad)
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters, of which {trained:,} train")
+    trained = sum(p.numel() for p in run.full_model.parameters() if p.requires_grad)
+    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters, of which {trained:,} train")
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=2)
     start = checkpoints.resume(run, optimizer, scheduler=scheduler, loader=loader, config=config)

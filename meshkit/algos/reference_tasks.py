@@ -108,7 +108,7 @@ def begin(
         if speaks:
             print(f"first {steps} steps on right answers")
         teach(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
-    config: Any = run.whole.config
+    config: Any = run.full_model.config
     save_pretrained(run.model, config, folder)
 
 

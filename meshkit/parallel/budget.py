@@ -46,12 +46,11 @@ def choose_for_blocks(
     compute: torch.dtype,
     device: str,
     cut: Cut | None = None,
-    at: int = 0,
-) -> Choice:
-    """What becomes of the blocks that a rank runs, by `memory.recompute`, a Budget.
+) -> list[Choice]:
+    """What becomes of the blocks that each rank of pp runs, by `memory.recompute`, a Budget.
 
     model: whole and before anything is done to it. blocks: of the whole model. device: whose kernels are asked what they
-    keep. at: the rank's place on pp.
+    keep.
     Raises: PlanError for what cannot be told beforehand, and if nothing fits, here or on another rank of pp: what one rank
     refuses all refuse, or the others would wait for it.
     """
@@ -89,14 +88,14 @@ def choose_for_blocks(
             (option, treatment) for option, treatment in known[alike] if name in movable or not treatment.offload
         ]
     if cut is None:
-        return choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(offload, 1))
+        return [choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(offload, 1))]
     peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
     chosen = []
     for place in range(spec.pp):
         held = {name: offer for name, offer in offers.items() if cut.runs(name, place)}
         counted = _of_a_step(held, peak_live[place], len(cut.stages_of(place)), budget)
         chosen.append(choose(counted, budget.bytes, _beside(offload, peak_live[place]), rank=f"pp rank {place}"))
-    return chosen[at]
+    return chosen
 
 
 def _beside(offload: ActivationOffload | None, live: int) -> int:

@@ -88,7 +88,7 @@ def choice_of(cell: Cell, spec: mk.MeshSpec, budget: mk.Budget, offload: mk.Acti
         sequence=cell.sequence,
         compute=getattr(torch, cell.dtype),
         device="cpu",
-    )
+    )[0]
 
 
 @pytest.mark.parametrize("mode", ["none", "activation", "selective", "full"])
@@ -187,7 +187,7 @@ def test_a_run_within_a_budget_equals_one_device_and_is_explained(cell: Cell, pa
 def printed(cell: Cell) -> tuple[str, str]:
     run = start(cell)
     place = {"pp": run.mesh["pp"].get_local_rank()}
-    said = mk.explain(run.whole, run.mesh.spec, **run.choices, rows=2, seq_len=TOKENS, microbatches=2, coordinate=place)
+    said = mk.explain(run, rows=2, seq_len=TOKENS, microbatches=2, coordinate=place)
     return str(run.recompute_choice), str(said)
 
 

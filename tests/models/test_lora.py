@@ -115,7 +115,7 @@ def train(case: Adapted) -> dict[str, float]:
         memory=memory_of(cell),
         zero=None if mesh.spec.pp > 1 else cell.zero,
         sequence=cell.sequence,
-        schedule=cell.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
         context=cell.context,
         compile=cell.compile or False,
         **case.extra,
@@ -437,7 +437,7 @@ def observe_step(case: Adapted) -> tuple[Any, Any]:
     place = {axis: run.mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     rows, tokens = local["labels"].shape
     shape = {"rows": rows, "seq_len": tokens, "microbatches": cell.microbatches}
-    return seen, mk.explain(run.whole, run.mesh.spec, **run.choices, **shape, coordinate=place).messages
+    return seen, mk.explain(run, **shape, coordinate=place).messages
 
 
 OBSERVED = {

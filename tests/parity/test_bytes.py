@@ -93,9 +93,7 @@ def seen_and_said(
         run.forward_backward(local, microbatches=microbatches, mask=mask)
         mk.clip_grad_norm(run, 1.0)
     said = explain(
-        run.whole,
-        mesh.spec,
-        **run.choices,
+        run,
         rows=local["labels"].shape[0],
         seq_len=TOKENS,
         microbatches=microbatches,
@@ -179,7 +177,11 @@ def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Cou
     place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     rows = local["labels"].shape[0]
     said = explain(
-        run.whole, mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=cell.microbatches, coordinate=place
+        run,
+        rows=rows,
+        seq_len=TOKENS,
+        microbatches=cell.microbatches,
+        coordinate=place,
     )
     routed: Counter[Message] = Counter()
     again = 2 if cell.recompute != "none" else 1

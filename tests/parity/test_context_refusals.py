@@ -172,16 +172,16 @@ def plain_mask() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "scheme": (
-        lambda: mk.context_parallel(Model(Attention()), axis(), scheme="strip"),  # type: ignore[arg-type]
+        lambda: mk.context_parallel(Model(Attention()), axis(), policy=mk.ContextPolicy(scheme="strip")),  # type: ignore[arg-type]
         "PlanError: context scheme 'strip' does not exist. Choose one of auto, ring, all_gather, group_cast, ulysses.",
     ),
     "balance": (
-        lambda: mk.context_parallel(Model(Attention()), axis(), balance="stripe"),
+        lambda: mk.context_parallel(Model(Attention()), axis(), policy=mk.ContextPolicy(balance="stripe")),
         "PlanError: context balance 'stripe' does not exist. "
         "Choose one of auto, contiguous, zigzag, per_document, locality.",
     ),
     "ulysses does not divide cp": (
-        lambda: parallel(Attention(), scheme="ring", ulysses=3),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="ring", ulysses=3)),
         "PlanError: context ulysses=3 does not divide cp=2. Choose one of 1, 2, or another cp.",
     ),
     "ulysses twice": (

@@ -27,7 +27,7 @@ TOL = 1e-10
 def first_values(mesh: str, schedule: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = build(Cell(mesh=mesh, layers=4, tied=True))
-    run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, schedule=schedule)
+    run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=schedule))
     mk.init_weights(run.model, seed=7, plan=run.plan)
     return {copies_of(run.model).get(name, name): full_tensor(p) for name, p in run.named_parameters()}
 
@@ -132,7 +132,9 @@ def save_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
 def load_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Llama(CONFIG_OF[cell.tied]).double()
-    run = mk.parallelize(model, mesh_for(cell.mesh), plan=LLAMA_PLAN, schedule=cell.schedule)
+    run = mk.parallelize(
+        model, mesh_for(cell.mesh), plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule)
+    )
     load_pretrained(run.model, folder)
     copies = copies_of(run.model)
     return {copies.get(name, name): full_tensor(param) for name, param in run.named_parameters()}

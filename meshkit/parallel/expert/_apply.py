@@ -15,15 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh, MeshSpec
-from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, own_rows
 from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
-from meshkit.parallel.expert._policy import ExpertPolicy
 from meshkit.parallel.tensor import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
 from meshkit.routing import Meanwhile, Routing
 from meshkit.sharding import even_part
+from meshkit.strategy import Capacity, ExpertPolicy
 from meshkit.swap import swap_class
 
 
@@ -93,20 +92,26 @@ def expert_parallel(
     Raises: PlanError if there are no experts but ep or etp > 1, or if a rank of ep would have none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
-    spec = mesh.spec
-    found = expert_layouts(module, plan, ep=spec.ep, etp=spec.etp)
-    if not found:
-        if spec.ep * spec.etp > 1:
-            raise PlanError(
-                f"expert_parallel: ep={spec.ep} etp={spec.etp}, but the plan has no experts(). Name the modules that hold "
-                "stacked experts, or leave ep and etp away."
-            )
-        return []
-    policy = policy or ExpertPolicy()
-    policy.refuse_misfit(mesh)
+    spec, policy = mesh.spec, policy or ExpertPolicy()
+    found = plan_experts(module, plan, policy, ep=spec.ep, etp=spec.etp)
     for name, layout in found.items():
         _share(module.get_submodule(name), layout, mesh, sequence, policy)
     return list(found) if in_expert_view(spec) else []
+
+
+def plan_experts(
+    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int
+) -> dict[str, ExpertLayout]:
+    """Where the experts of each `experts()` module go. Changes nothing. Raises: PlanError as `expert_parallel` does."""
+    found = expert_layouts(module, plan, ep=ep, etp=etp)
+    if not found and ep * etp > 1:
+        raise PlanError(
+            f"expert_parallel: ep={ep} etp={etp}, but the plan has no experts(). Name the modules that hold stacked experts, "
+            "or leave ep and etp away."
+        )
+    if found:
+        policy.refuse_misfit(ep=ep, etp=etp)
+    return found
 
 
 def in_expert_view(spec: MeshSpec) -> bool:

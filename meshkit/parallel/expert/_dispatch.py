@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshkit.auxiliary import report_dropped
-from meshkit.parallel.expert._capacity import Capacity
+from meshkit.parallel.expert._capacity import keep_within
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
 from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
 from meshkit.sharding import chunk
+from meshkit.strategy import Capacity
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 """The held experts on rows [M, C] sorted by expert, and how many rows each has; returns [M, C]."""
@@ -157,7 +158,7 @@ def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tup
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     if capacity is None:
         return order_M, counts_E
-    order_M, kept_E = capacity.kept(routing, order_M, counts_E)
+    order_M, kept_E = keep_within(capacity, routing, order_M, counts_E)
     report_dropped(len(order_M) - kept_E.sum(), len(order_M))
     return order_M, kept_E
 

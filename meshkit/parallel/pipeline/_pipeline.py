@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from meshkit.auxiliary import Collected
 from meshkit.errors import PlanError
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
+from meshkit.parallel.pipeline._csv import read_csv
 from meshkit.parallel.pipeline._execute import Loss, execute, forward
 from meshkit.parallel.pipeline._messages import Message, messages, need_of
 from meshkit.parallel.pipeline._record import Recording
@@ -227,9 +229,12 @@ def plan_pipeline(
 ) -> Cut:
     """Share the model's blocks among stages. It changes nothing, but look at the model before anything else does.
 
-    schedule: a name, a function of (ranks, microbatches), or a table. split: blocks of each stage; default: by parameters.
+    schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
+    stage; default: by parameters.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
+    if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
+        schedule = read_csv(Path(schedule))
     generate = generator_of(schedule)
     # Two microbatches show where a schedule puts its stages, and whether it computes weight gradients apart.
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
