@@ -24,7 +24,7 @@ from meshkit.mesh import Mesh
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
 from meshkit.parallel.expert import expert_parallel, share_counts
-from meshkit.parallel.pipeline import Pipeline, pipeline_parallel, split_linears
+from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.place import follow
 from meshkit.program import read_program
@@ -67,13 +67,17 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
         multiple=resolved.sequence_multiple,
         dtype=resolved.compute,
     )
-    expert_parallel(model, mesh, plan=plan.tensor, sequence=sequence, policy=resolved.strategy.experts)
+    expert_parallel(
+        model,
+        mesh["ep", "etp"],
+        plan=plan.tensor,
+        tp=mesh["tp"],
+        sequence=sequence,
+        policy=resolved.strategy.experts,
+    )
     share_counts(model, mesh, sequence=sequence)
-    pipeline: Pipeline | None = None
     if resolved.cut is not None:
-        pipeline = pipeline_parallel(
-            model, mesh["pp"], resolved.cut, dtype=resolved.compute, parts=resolved.sequence_multiple
-        )
+        cut_stages(model, mesh["pp"], resolved.cut, dtype=resolved.compute, parts=resolved.sequence_multiple)
     blocks = resolved.blocks_of(stage)
     _keep_less(model, resolved, blocks, mesh)
     if resolved.strategy.compile:
@@ -83,7 +87,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
     follow(model, [] if resolved.strategy.compile else blocks)
-    return Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline, offload=offload_of(model))
+    return Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
 
 
 def _change_linears(model: nn.Module, resolved: Resolved) -> None:
@@ -107,7 +111,7 @@ def _keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Me
     stay = [name for name in blocks if not treated[name].offload]
     if memory.offload is not None and not (isinstance(memory.recompute, Budget) and stay == blocks):
         # Those that stay have a place in the order, by which the others are fetched ahead.
-        offload_activations(model, blocks=blocks, policy=memory.offload, keep=stay, device=mesh.device)
+        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=stay)
 
 
 def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resolved) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshkit.errors import PlanError
 
 MakeDispatcher = Callable[[int, Any], Any]
-"""(number of experts, mk.Mesh) to a `meshkit.parallel.expert.Dispatcher`, which brings tokens to them"""
+"""(number of experts, DeviceMesh of ep x etp) to a `meshkit.parallel.expert.Dispatcher`, which brings tokens to them"""
 
 
 @dataclass(frozen=True, kw_only=True)

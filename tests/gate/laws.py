@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import meshkit as mk
 from meshkit.auxiliary import collect
@@ -158,9 +159,9 @@ def start(cell: Cell, noted: list[Noting] | None = None) -> mk.Run:
     model, plan = build(cell)
     mesh = mesh_for(cell.mesh)
 
-    def note(experts: int, mesh: mk.Mesh) -> Noting:
+    def note(experts: int, axes: DeviceMesh) -> Noting:
         assert noted is not None
-        noted.append(Noting(experts, *(axis.get_group() for axis in (mesh.expert_ranks, mesh["ep"], mesh["etp"]))))
+        noted.append(Noting.on(experts, axes))
         return noted[-1]
 
     folded = cell.model in ROUTED and mesh.spec.ep * mesh.spec.etp > 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import meshkit as mk
 from meshkit.explain import Message, explain
@@ -163,9 +164,8 @@ def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Cou
     mesh = mesh_for(cell.mesh)
     made: list[Noting] = []
 
-    def make(experts: int, mesh: mk.Mesh) -> Noting:
-        groups = [axis.get_group() for axis in (mesh.expert_ranks, mesh["ep"], mesh["etp"])]
-        made.append(Noting(experts, *groups))
+    def make(experts: int, axes: DeviceMesh) -> Noting:
+        made.append(Noting.on(experts, axes))
         return made[-1]
 
     folded = mesh.spec.ep * mesh.spec.etp > 1

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def all_to_all(mesh: mk.Mesh, experts: int) -> AllToAll:
-    return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group())
+    return AllToAll.on(experts, mesh["ep", "etp"])
 
 
 def held_on(mesh: mk.Mesh, experts: int) -> Held:
