@@ -43,6 +43,18 @@ class RankError(AssertionError):
     crashed = False
 
 
+def fork(target: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
+    """A process, started, in which torch is imported. It ends with this one, even if this one is killed."""
+    ends, life = CONTEXT.Pipe(
+        duplex=False
+    )  # nothing is sent; of each process its own, since the kernel tells one of it
+    process = CONTEXT.Process(target=_owned, args=(ends, target, args), daemon=daemon)
+    process.start()
+    ends.close()
+    process.life = life  # type: ignore[attr-defined]  # open as long as somebody knows the process
+    return process
+
+
 class World:
     """`size` processes with an initialised process group, waiting for functions to run."""
 
@@ -51,15 +63,10 @@ class World:
         self._folder = tempfile.mkdtemp(prefix="meshkit-world-")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        self._lives: list[Connection] = []  # nothing is sent: they close when this process ends
         for rank in range(size):
             here, there = CONTEXT.Pipe()
-            ends, life = CONTEXT.Pipe(duplex=False)  # of each its own: the kernel tells one process of a pipe
-            process = CONTEXT.Process(target=_serve, args=(rank, size, self._folder, there, ends), daemon=True)
-            process.start()
+            process = fork(_serve, rank, size, self._folder, there, daemon=True)
             there.close()
-            ends.close()
-            self._lives.append(life)
             self._connections.append(here)
             self._processes.append(process)
         self._collect(STARTUP_S, "starting")
@@ -93,7 +100,7 @@ class World:
             process.kill()
         for process in self._processes:
             process.join(5)
-        for connection in [*self._connections, *self._lives]:
+        for connection in self._connections:
             connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -233,8 +240,7 @@ def _end_pools() -> None:
             world.kill()
 
 
-def _serve(rank: int, size: int, folder: str, connection: Connection, life: Connection) -> None:
-    _end_with(life)
+def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -261,8 +267,8 @@ def _serve(rank: int, size: int, folder: str, connection: Connection, life: Conn
         time.sleep(3)  # keep sockets open until the others have reported; the parent kills sooner
 
 
-def _end_with(life: Connection) -> None:
-    """Let the kernel kill this process once no other holds the other end: it does so whatever the process is in.
+def _owned(life: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Let the kernel kill this process once nobody holds the other end: it does so whatever the process is in.
 
     A thread that looks after it would wait for the interpreter's lock, which native code may hold; and the parent, whose
     death a child can be told of, is the server that forks and not pytest.
@@ -275,6 +281,7 @@ def _end_with(life: Connection) -> None:
     closed.register(pipe, 0)
     if closed.poll(0):  # before the kernel was asked
         os._exit(1)
+    target(*args)
 
 
 def _share_one_device() -> None:

@@ -260,9 +260,9 @@ def test_after_lora_disabled_every_adapter_counts_again() -> None:
 def test_merging_in_bf16_rounds_once() -> None:
     """Numbers whose product and sum are exact in fp32, and not in bf16: so their sum, rounded, is the only right one."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-255, 256, (6, 5), generator=generator) / 64
-    down, up = (torch.randint(-15, 16, shape, generator=generator) / 8 for shape in ((4, 5), (6, 4)))
-    model = nn.Sequential(nn.Linear(5, 6, bias=False)).bfloat16()
+    weight = torch.randint(-255, 256, (24, 20), generator=generator) / 64
+    down, up = (torch.randint(-127, 128, shape, generator=generator) / 64 for shape in ((4, 20), (24, 4)))
+    model = nn.Sequential(nn.Linear(20, 24, bias=False)).bfloat16()
     mk.lora(model, mk.auto_plan(model), rank=4, alpha=2.0, targets=("0",), dtype=torch.bfloat16)
     layer: Any = model[0]
     with torch.no_grad():

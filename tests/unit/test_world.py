@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import world
-from tests.world import RankError, pool, run_ranks
+from tests.world import RankError, World, pool, run_ranks
 
 ROOT = Path(__file__).parents[2]
 END_S = 20.0  # it takes milliseconds; the machine may be busy
@@ -77,13 +77,14 @@ def forget_to_wait() -> None:
 
 @pytest.mark.parametrize("function", [wait_for_each_other, forget_to_wait])
 def test_stuck_ranks_say_soon_where_they_stand(function: Callable[[], None], soon: None) -> None:
+    ranks = World(2)
     began = time.monotonic()
     with pytest.raises(
         RankError, match=rf"no answer from rank \[0, 1\] in {function.__name__} and they are stuck"
     ) as told:
-        run_ranks(2, function)
+        ranks.run(function)
     assert str(told.value).count(f"in {function.__name__}\n") == 2, "the stack of each rank names the line"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 60, "time is up after 120"
 
 
 def one_computes() -> None:
