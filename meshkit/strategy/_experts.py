@@ -14,7 +14,8 @@ MakeDispatcher = Callable[[int, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Each expert takes at most factor * N * K / E of a rank's own pairs; the rest are dropped and count nothing.
+    """Each expert takes at most factor * N * K / E of a rank's own pairs, rounded up; the rest are dropped and count
+    nothing.
 
     drop: "probability" keeps the pairs with the largest weights, "position" the first tokens. A rank drops of its own tokens
     without asking others, so what is dropped depends on the mesh.

@@ -239,6 +239,15 @@ def test_tokens_are_drawn_as_often_as_transformers_filters_say(options: dict[str
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
 
 
+def test_top_p_that_is_met_exactly_takes_no_further_token() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    kept = transformers.TopPLogitsWarper(0.5)(torch.empty(1, 0), logits).isfinite()
+    assert kept.tolist() == [[True, False, False]]
+    sampling = Sampling(max_new_tokens=1, top_p=0.5)
+    ids, _ = choose(logits, torch.zeros(200, dtype=torch.int64), torch.arange(200) * 977, sampling)
+    assert not ids.any()
+
+
 def filtered_over_ranks(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """(of logits sharded over tp, whole) draws; a rank of three has none of four tokens."""
     axis = mk.init_mesh("tp=3")["tp"]

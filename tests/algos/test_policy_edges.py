@@ -20,6 +20,8 @@ from meshkit.algos.answers import label_log_probs
 from meshkit.algos.policy import DAPO, DR_GRPO, GRPO, KL, PPO, REINFORCE_PP, PolicyLoss
 from meshkit.algos.policy_answers import answer_example, step_advantages
 from meshkit.algos.policy_step import (
+    POLICY_MAXIMA,
+    POLICY_SUMS,
     count_answers,
     critic_values,
     policy_count,
@@ -113,6 +115,27 @@ def learn(
     for param in run.parameters():
         param.grad = None
     return value.item(), gradients, policy_metrics(tally), calls[0]
+
+
+def effective_share(weights: list[list[float]]) -> float:
+    """Of two microbatches."""
+    tally = policy_tally(mesh_for("tp=1"))
+    for part in weights:
+        weight = torch.tensor(part)
+        given = {name: torch.zeros(1) for name in (*POLICY_SUMS, *POLICY_MAXIMA)}
+        tally.add(**{**given, "tokens": torch.ones(len(part)), "weight": weight, "weight_squared": weight.square()})
+    return policy_metrics(tally)["effective"]
+
+
+def test_the_effective_share_is_that_of_kish() -> None:
+    """All alike: every token counts. One in four: a quarter. Weights 1, 2, 3: 6^2 / (3 * 14)."""
+    for weights, share in (
+        ([[0.5, 0.5], [0.5]], 1.0),
+        ([[0.0, 3.0], [0.0, 0.0]], 0.25),
+        ([[1.0], [2.0, 3.0]], 36 / 42),
+        ([[0.0], [0.0]], 0.0),
+    ):
+        assert pool(1).run(effective_share, weights) == [pytest.approx(share, abs=TOL)]
 
 
 def world(axes: str) -> dict[str, Any]:

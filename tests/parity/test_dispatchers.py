@@ -116,6 +116,17 @@ def test_capacity_drops_by_probability_or_by_position() -> None:
     assert dropped("position") == pytest.approx([1, 18, 0, 0, 0, 0])
 
 
+@pytest.mark.parametrize(("factor", "stay"), [(0.5, [3, 2, 0]), (0.75, [4, 2, 0]), (0.1, [1, 1, 0]), (1.5, [8, 2, 0])])
+def test_a_share_that_is_no_whole_number_is_rounded_up(factor: float, stay: list[int]) -> None:
+    """16 pairs of 3 experts are 5 1/3 each; eight of them want the first, and none goes without room."""
+    chosen = torch.tensor([0] * 14 + [1] * 2).view(16, 1)
+    kept, counts = Capacity(factor=factor).kept(
+        Routing(chosen, torch.linspace(0.1, 0.9, 16).view(16, 1)), torch.arange(16), torch.tensor([14, 2, 0])
+    )
+    assert counts.tolist() == stay
+    assert sorted(kept[: sum(stay)].tolist()) == [*range(14 - stay[0], 14), *range(16 - stay[1], 16)]
+
+
 def test_capacity_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(mk.PlanError, match=r"Capacity: factor=0 leaves no room\. 1\.0 is the even share"):
         Capacity(factor=0)
