@@ -82,7 +82,8 @@ def index() -> str:
         "",
         "<!-- Written by `make docs`; do not edit. -->",
         "",
-        f"{sum(len(public(module)) for module in MODULES)} names, by file (bold). Signatures and whole docstrings are in `build/docs/api.md`, which `make docs` builds.",
+        f"{sum(len(public(module)) for module in MODULES)} names, by file (bold). Signatures and whole docstrings are in "
+        "`build/docs/api.md`, which `make docs` builds.",
     ]
     listed: list[Any] = []
     for module in MODULES:
