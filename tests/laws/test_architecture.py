@@ -24,7 +24,7 @@ RECIPES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TORCH = ("meshkit/core/_torch.py", "meshkit/_torch.py")  # the one file that may use PyTorch's private names
 
-# Law: how many offences the tree has today. Only ever lowered; a law that is not here has none.
+# Law: how many offences the tree may have. Only ever lowered; a law that is not here may have none.
 NOT_YET: dict[str, int] = {
     "files at the root": 18,
     "loose files in algos": 17,
@@ -244,7 +244,7 @@ def test_the_list_has_45_terms() -> None:
 
 def _text(place: str) -> str:
     files = {*(ROOT / place).rglob("*.py"), *(ROOT / place).rglob("*.md")} - {INDEX}
-    return "\n".join(path.read_text() for path in sorted(files))
+    return " ".join(" ".join(path.read_text() for path in sorted(files)).split())  # a term may end a line
 
 
 # How long a recipe is
@@ -302,3 +302,14 @@ def _tracked_folders(name: str) -> Iterator[Path]:
     if "/" not in name:
         for folder in ("meshkit", "tests", "examples", "benchmarks", "docs"):
             yield from (ROOT / folder).rglob(name)
+
+
+def test_a_superseded_decision_names_a_later_one() -> None:
+    lines = (ROOT / "DECISIONS.md").read_text().splitlines()
+    titles = {line.removeprefix("## "): number for number, line in enumerate(lines) if line.startswith("## ")}
+    marks = [
+        (number, found[1])
+        for number, line in enumerate(lines)
+        if (found := re.match(r"Superseded.* by: \*(.+?)\*", line))
+    ]
+    assert marks and all(titles.get(title, -1) > number for number, title in marks), marks
