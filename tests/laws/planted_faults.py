@@ -84,8 +84,8 @@ FAULTS = [
     ),
     Fault(
         8,
-        "ceil(self.factor * pairs / experts)",
-        "int(self.factor * pairs / experts)",
+        "ceil(capacity.factor * pairs / experts)",
+        "int(capacity.factor * pairs / experts)",
         "tests/parity/test_dispatchers.py::test_a_share_that_is_no_whole_number_is_rounded_up",
     ),
     Fault(
