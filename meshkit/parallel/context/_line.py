@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshkit import _torch
 from meshkit.parallel.context._layout import Layout
+from meshkit.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Pending:
     tensors: list[Tensor]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if not self.works:
+            return
+        with waiting("keys and values of another cp group"):
+            for work in self.works:
+                work.wait()
 
 
 NOTHING = Pending([], [])

@@ -17,6 +17,7 @@ from meshkit.mask import Interval
 from meshkit.parallel.context._kernels import Backward, Forward, accumulator_dtype
 from meshkit.parallel.context._layout import Layout, Plan, plan, whole_plan
 from meshkit.parallel.context._line import NOTHING, Line
+from meshkit.waiting import waiting
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, line: Line, scale: float) -> tuple[Tensor, Tensor]:
@@ -197,9 +198,10 @@ def _attend_gathered_backward(
         own = torch.empty_like(parts[0])
         work = dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=line.process_group, async_op=True)
         home.append((own, work, parts))
-    for _, work, _ in home:
-        if work is not None:
-            work.wait()
+    with waiting("the gradients of keys and values"):
+        for _, work, _ in home:
+            if work is not None:
+                work.wait()
     return torch.cat(dqs, dim=2), torch.cat([own for own, _, _ in home], dim=3)[:, :, : k.shape[1]].contiguous()
 
 
@@ -219,7 +221,8 @@ def _gathered(kv: Tensor, layout: Layout, line: Line) -> Iterator[tuple[slice, T
     for heads, following in zip(sets, [*sets[1:], None], strict=True):
         _, whole, work = pending
         if work is not None:
-            work.wait()
+            with waiting("keys and values of all cp groups"):
+                work.wait()
         if following is not None:
             pending = start(following)
         by_group = whole.unflatten(0, (layout.groups, 2))

@@ -18,6 +18,7 @@ from torch import Tensor
 from meshkit.errors import StepError
 from meshkit.parallel.pipeline._messages import Message
 from meshkit.parallel.pipeline._table import Task
+from meshkit.waiting import waiting
 
 
 class Mail:
@@ -74,7 +75,8 @@ class Mail:
         self._post(made)
         buffer, work = self._posted.pop(made)
         try:
-            work.wait()
+            with waiting(f"{made} from pp rank {self._sources[made]}"):
+                work.wait()
         except RuntimeError as error:
             source = self._sources[made]
             raise StepError(
@@ -85,8 +87,9 @@ class Mail:
         return buffer
 
     def finish(self) -> None:
-        for work, _ in self._sending:
-            work.wait()
+        with waiting("what pp ranks receive"):
+            for work, _ in self._sending:
+                work.wait()
 
     def _post(self, made: Task) -> None:
         source = self._sources[made]
