@@ -38,6 +38,7 @@ class Line:
             for tensor, group in messages
             if tensor.numel()
         ]
+        # One batch, which NCCL runs as one kernel: of two ranks that each send first, neither would get to its receive.
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(works, [op.tensor for op in ops])
 
@@ -52,6 +53,7 @@ class Pending:
     def wait(self) -> None:
         if not self.works:
             return
+        # After it the current stream may read what has come, and the tensors sent may be written again.
         with waiting("keys and values of another cp group"):
             for work in self.works:
                 work.wait()

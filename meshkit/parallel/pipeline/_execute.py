@@ -52,7 +52,9 @@ class _StageModel:
         self.staged, self.stage, self.hidden = staged, stage, hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.staged.running(self.stage, self.hidden) as model:
+        with self.staged.running(
+            self.stage, self.hidden
+        ) as model:  # ends before `_Done` leaves: the model is whole again
             output = model(*args, **kwargs)
         if self.stage == self.staged.stages.count - 1:
             return output
