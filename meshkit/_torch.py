@@ -87,6 +87,8 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch's
     def backward(ctx: Any, grad: Tensor) -> DTensor:
+        # Contiguous, as the parameter's own part is: autograd keeps a gradient as it comes only if it lies as the parameter
+        # does, and otherwise copies it, which for a DTensor is a collective.
         return place_like(ctx.param, grad.detach().contiguous())
 
 
@@ -217,6 +219,8 @@ def finish_gradients(module: FSDPModule) -> None:
         module.finalize_backward()
         module.set_manual_backward_finalization(False)
         return
+    # Every group reduces on FSDP's own stream, and the root's callback makes the compute stream wait for all of them before
+    # anybody reads a gradient.
     module.set_is_last_backward(True)
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
@@ -229,9 +233,11 @@ def finish_gradients(module: FSDPModule) -> None:
     root._root_post_backward_final_callback()
 
 
+# [Note: functional collectives without their wrappers]
 # The operators behind torch.distributed._functional_collectives, same names and meaning in 2.11 and 2.15. The Python
 # wrappers around them return AsyncCollectiveTensor, which breaks the backward of compiled regions in 2.15, and one was
-# renamed between the two versions. The tensor must be contiguous.
+# renamed between the two versions. The tensor must be contiguous. Each is waited for at once: for gloo the host does, for
+# NCCL the current stream, while the host goes on. What is to travel beside other work is sent by c10d with async_op.
 
 
 def _wait(tensor: Tensor, what: str) -> Tensor:
@@ -342,6 +348,12 @@ def selective_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
     return caching, cached
 
 
+# [Note: what is on the wire is not packed]
+# A collective returns before its message has come, and an offload that packs the result copies it: on its own stream, which
+# does not follow the wire. So results of collectives are held back until `wait_tensor` is called on their storage, whose
+# result is the same storage, and both are packed then: the offload moves them once.
+
+
 class _CachingThroughHooks(_CachingTorchDispatchMode):
     """2.11, 2.15: how results are kept is private: a list for each operator, or a dict by number of call."""
 
@@ -357,6 +369,7 @@ class _CachingThroughHooks(_CachingTorchDispatchMode):
         kept = self._kept(func, args)
         wrappers = [] if kept is before else [leaf for leaf in tree_leaves(kept) if type(leaf) is _VersionWrapper]
         wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper.val, Tensor)]
+        # See [Note: what is on the wire is not packed].
         if func is _c10d.wait_tensor.default:
             wrappers += self.under_way.pop(args[0].untyped_storage()._cdata, [])
         elif func.namespace == _c10d.all_reduce.default.namespace:

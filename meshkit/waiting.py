@@ -11,8 +11,8 @@ from typing import TypeVar
 # The watchdog's thread asks what the main thread waits for, while that one sits in C++ and may never come out. A
 # `contextvars.ContextVar` can be read only by the thread that set it, and a `threading.local` too; so the marks are one
 # plain dict by thread. Each thread writes its own entry alone, and one read or write of a dict by an int is a single step
-# under the GIL: there is no lock, which a waiting thread could hold. A mark costs 0.3 us; nothing is read but by the
-# watchdog, once a second.
+# under the GIL: there is no lock, which a waiting thread could hold. A mark costs half a microsecond; nothing is read but by
+# the watchdog, once a second.
 _waits: dict[int, str] = {}
 R = TypeVar("R")
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 class waiting:
     """Inside, this thread waits for other ranks. what: what for, as an error would say it. The innermost mark holds.
 
-    A class rather than a generator, which would cost three times as much. Not for code that torch.compile traces.
+    A class rather than a generator, which would cost twice as much. Not for code that torch.compile traces.
     """
 
     __slots__ = ("_outer", "_what")
