@@ -270,24 +270,43 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
     Each gradient is counted once however it is sharded or replicated: that is read from its placements.
     Wire: one all-reduce of a few scalars per mesh axis that shards something.
     """
-    # Sums of squares by the set of axes their tensors are sharded over; each axis is then summed away in turn.
-    sums: dict[tuple[str, ...], Tensor] = {}
     axes: dict[str, DeviceMesh] = {}
-    by_placement: dict[tuple[str, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for grad in _gradients(model, counted=True):
-        sharded: tuple[str, ...] = ()
-        if isinstance(grad, DTensor):
-            names = grad.device_mesh.mesh_dim_names or ()
-            for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True)):
-                if not placement.is_replicate() and grad.device_mesh.size(dim) > 1:
-                    sharded = (*sharded, name)
-                    if name not in axes:  # a slice of a mesh takes a millisecond
-                        axes[name] = grad.device_mesh[name]
-        by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))
+        by_axes.setdefault(_sharded_over(grad, axes), []).append(_local(grad))
     where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
-    for sharded, grads in by_placement.items():
+    sums = {}
+    for sharded, grads in by_axes.items():
         squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
         sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    total = _sum_over(sums, axes)
+    if isinstance(model, Run) and model.pipeline is not None:
+        total = total.to(model.mesh.device)
+        dist.all_reduce(total, group=model.mesh["pp"].get_group())
+    return total.sqrt()
+
+
+def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
+    """Names of the mesh axes that a gradient is sharded over; `axes` gains their meshes."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
+    sharded = sorted(
+        name
+        for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True))
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+    for name in sharded:
+        if name not in axes:  # a slice of a mesh takes a millisecond
+            axes[name] = mesh[name]
+    return tuple(sharded)
+
+
+def _sum_over(sums: dict[tuple[str, ...], Tensor], axes: dict[str, DeviceMesh]) -> Tensor:
+    """One sum out of sums by the axes that their tensors are sharded over: each axis is summed away in turn.
+
+    Every rank has the same sets of axes, for they come from placements, so all issue the same all-reduces in one order.
+    """
     for axis in sorted(axes):
         over = {sharded: value for sharded, value in sums.items() if axis in sharded}
         reduced = torch.stack(list(over.values()))
@@ -296,11 +315,7 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
             del sums[sharded]
             rest = tuple(name for name in sharded if name != axis)
             sums[rest] = sums[rest] + value if rest in sums else value
-    total = sums[()] if sums else torch.zeros((), dtype=torch.float64)
-    if isinstance(model, Run) and model.pipeline is not None:
-        total = total.to(model.mesh.device)
-        dist.all_reduce(total, group=model.mesh["pp"].get_group())
-    return total.sqrt()
+    return sums[()] if sums else torch.zeros((), dtype=torch.float64)
 
 
 def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:

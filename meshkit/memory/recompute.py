@@ -180,7 +180,10 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
+            # Dynamo knows `checkpoint` and makes it an operator of its graph. It does not trace context variables, and what
+            # runs again has its values in the graph.
             return checkpoint(partial(forward, self), *args, **options, **kwargs)
+        # See [Note: what a checkpoint keeps of its inputs].
         tensors, rebuild = _tensors_of(args, kwargs)
 
         def again(*tensors: Tensor) -> Any:
@@ -245,10 +248,10 @@ def _selective(policy: Policy) -> Any:
 
 
 def _tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors among arguments, also those passed by name or in a tuple, and how to put others in their places.
-
-    Only what a checkpoint is given by position is kept where saved_tensors_hooks see it, and not in a closure.
-    """
+    """The tensors among arguments, also those passed by name or in a tuple, and how to put others in their places."""
+    # [Note: what a checkpoint keeps of its inputs]
+    # A checkpoint without reentry saves its positional tensors through autograd, so that an offload around it moves them; a
+    # tensor by name or inside of a tuple would stay on the device in a closure, for as long as the graph lives.
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]

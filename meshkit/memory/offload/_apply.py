@@ -61,6 +61,7 @@ def offload_activations(
     under_way = estimate_under_way()
     streams: Streams = streams_of(device) if under_way is None else ValuelessStreams(device, late=under_way.late)
     offload = Offload(policy, streams)
+    # A chain of blocks for each forward: with several microbatches in flight, each backward fetches ahead along its own.
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:
         call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)

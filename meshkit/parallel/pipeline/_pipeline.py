@@ -31,6 +31,7 @@ from meshkit.parallel.pipeline.schedules import Generator, named
 from meshkit.plan import match_names
 from meshkit.sharding import local_tensor
 from meshkit.strategy import PipelinePolicy
+from meshkit.waiting import waiting
 from meshkit.whole import Whole, set_whole
 
 _KEY = "_meshkit_pipeline"
@@ -180,7 +181,8 @@ class Pipeline:
             sent = dist.isend(grad.contiguous(), group=there, group_dst=peer)
             dist.recv(other, group=back, group_src=peer)
             assert sent is not None
-            sent.wait()
+            with waiting(f"the gradient of {head} to pp rank {peer}"):
+                sent.wait()
             grad += other
 
     def _checked(self, microbatches: int) -> Checked:
