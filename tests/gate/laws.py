@@ -329,7 +329,9 @@ def _bytes(
     mesh = run.mesh
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.packing else None
     said = explain(
-        run,
+        run.full_model,  # resolved once more: what parallelize accepts, explain accepts
+        mesh.spec,
+        run.strategy,
         rows=local["labels"].shape[0],
         seq_len=tokens_of(cell),
         microbatches=cell.microbatches,
