@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.errors import PlanError
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePolicy:
@@ -16,17 +14,11 @@ class PipelinePolicy:
     schedule: a name of `meshkit.schedules` ("1f1b", "zb-h1", ...), the path of a CSV table, a function
     (ranks, microbatches) -> Schedule, or a `Schedule`, which is a table. stages: blocks of each stage; None shares them by
     parameters.
-    Raises: PlanError for a stage without blocks.
     """
 
     schedule: str | Callable[..., Any] | Any = "1f1b"
     stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.stages is None:
-            return
-        object.__setattr__(self, "stages", tuple(self.stages))
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.stages):
-            raise PlanError(
-                f"PipelinePolicy(stages={self.stages}): each stage has at least one block, as in (4, 4, 3)."
-            )
+        if self.stages is not None:
+            object.__setattr__(self, "stages", tuple(self.stages))

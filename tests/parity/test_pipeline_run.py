@@ -16,6 +16,7 @@ from meshkit.models import Llama, load_pretrained, save_pretrained
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
+from meshkit.strategy import PipelinePolicy
 from meshkit.whole import copies_of
 from tests.depth import thin
 from tests.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, start
@@ -97,11 +98,11 @@ def test_an_error_says_rank_stage_op_and_microbatch() -> None:
 def refusals() -> list[str]:
     texts = []
     for options in (
-        {"stages": (1, 1)},
-        {"stages": (4, 0)},
-        {"schedule": "1f2b"},
+        {"pipeline": PipelinePolicy(stages=(1, 1))},
+        {"pipeline": PipelinePolicy(stages=(4, 0))},
+        {"pipeline": PipelinePolicy(schedule="1f2b")},
         {"zero": 3},
-        {"schedule": "interleaved", "stages": None, "layers": 3},
+        {"pipeline": PipelinePolicy(schedule="interleaved"), "layers": 3},
     ):
         cell = Cell(mesh="pp=2", layers=options.pop("layers", 4))
         try:

@@ -107,7 +107,6 @@ def test_what_is_no_data_cannot_be_written() -> None:
     ("make", "error"),
     [
         (lambda: Strategy(microbatches=0), "microbatches=0"),
-        (lambda: PipelinePolicy(stages=(1, 0)), r"stages=\(1, 0\)"),
         (lambda: BlockOverride(), "changes nothing"),
         (lambda: BlockOverride(recompute="some"), "mode='some'"),  # type: ignore[arg-type]
         (lambda: Strategy.of(None, {"zerro": 1}), "no choice 'zerro'. Did you mean 'zero'"),
