@@ -185,12 +185,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "PlanError: context ulysses=3 does not divide cp=2. Choose one of 1, 2, or another cp.",
     ),
     "ulysses twice": (
-        lambda: parallel(Attention(), scheme="ulysses", ulysses=2),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="ulysses", ulysses=2)),
         "PlanError: context scheme 'ulysses' with ulysses=2: only ring and group_cast have a second dimension of Ulysses. "
         'Leave ulysses away, or use scheme="ring".',
     ),
     "no heads at a time": (
-        lambda: parallel(Attention(), scheme="all_gather", kv_heads_per_gather=0),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="all_gather", kv_heads_per_gather=0)),
         "PlanError: context kv_heads_per_gather=0: at least 1 head is sent at a time.",
     ),
     "a module without mask": (

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank, _exchange
+from meshkit.parallel.expert._capacity import keep_within
 from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
 from meshkit.routing import Routing
 from meshkit.sharding import chunk
@@ -120,9 +121,8 @@ def test_capacity_drops_by_probability_or_by_position() -> None:
 def test_a_share_that_is_no_whole_number_is_rounded_up(factor: float, stay: list[int]) -> None:
     """16 pairs of 3 experts are 5 1/3 each; eight of them want the first, and none goes without room."""
     chosen = torch.tensor([0] * 14 + [1] * 2).view(16, 1)
-    kept, counts = Capacity(factor=factor).kept(
-        Routing(chosen, torch.linspace(0.1, 0.9, 16).view(16, 1)), torch.arange(16), torch.tensor([14, 2, 0])
-    )
+    routing = Routing(chosen, torch.linspace(0.1, 0.9, 16).view(16, 1))
+    kept, counts = keep_within(Capacity(factor=factor), routing, torch.arange(16), torch.tensor([14, 2, 0]))
     assert counts.tolist() == stay
     assert sorted(kept[: sum(stay)].tolist()) == [*range(14 - stay[0], 14), *range(16 - stay[1], 16)]
 
