@@ -82,8 +82,10 @@ def test_a_transformers_model_equals_itself_on_one_device(
 
 
 def test_heads_that_tp_does_not_divide_repeat_as_many_keys_as_each_rank_reads() -> None:
-    """8 query heads and 2 key/value heads on 3 ranks, which therefore repeat theirs by different numbers."""
-    for found in pool(3).run(errors, "Llama", "tp=3", False, False):
+    """8 query heads and 2 key/value heads on 3 ranks, which repeat theirs 2, 1 and 3 times: documents have masks, with which
+    attention of transformers does so itself.
+    """
+    for found in pool(3).run(errors, "Llama", "tp=3", False, True):
         assert max(found) <= TOL
 
 
