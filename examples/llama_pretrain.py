@@ -27,8 +27,7 @@ import torch
 import tyro
 
 import meshkit as mk
-from meshkit.algos.evaluation import bits_per_byte
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.data import (
     Loader,
     find_corpus,
@@ -51,6 +50,7 @@ from meshkit.models import (
     save_pretrained,
 )
 from meshkit.parallel.pipeline import read_csv, record_trace
+from meshkit.recipes.evaluation import bits_per_byte
 from meshkit.schedule_lr import lr_schedule
 
 DEMO = LlamaConfig(

@@ -24,8 +24,7 @@ from typing import Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.evaluation import bits_per_byte
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.auxiliary import AuxiliaryLosses
 from meshkit.data import (
     Loader,
@@ -62,6 +61,7 @@ from meshkit.models import (
 )
 from meshkit.parallel.expert import Capacity, ExpertPolicy
 from meshkit.parallel.pipeline import read_csv, record_trace
+from meshkit.recipes.evaluation import bits_per_byte
 from meshkit.schedule_lr import lr_schedule
 
 DEMO = Qwen3MoeConfig(
