@@ -16,10 +16,14 @@ import meshkit.algos.preference
 import meshkit.algos.reallocate
 import meshkit.algos.rewards
 import meshkit.algos.rollout
+import meshkit.algos.sft
 import meshkit.data
 import meshkit.metrics
 import meshkit.models
 import meshkit.parallel.pipeline
+import meshkit.recipes.evaluation
+import meshkit.recipes.export
+import meshkit.recipes.tasks
 
 PAGE = Path(__file__).parents[2] / "docs/api.md"
 MODULES: list[ModuleType] = [
@@ -28,18 +32,24 @@ MODULES: list[ModuleType] = [
     meshkit.data,
     meshkit.metrics,
     meshkit.parallel.pipeline.schedules,
-    meshkit.algos.preference,
     meshkit.algos.rollout,
-    meshkit.algos.policy,
     meshkit.algos.rewards,
+    meshkit.algos.policy,
+    meshkit.algos.preference,
+    meshkit.algos.sft,
     meshkit.algos.reallocate,
     meshkit.algos.dataflow,
+    meshkit.recipes.evaluation,
+    meshkit.recipes.export,
+    meshkit.recipes.tasks,
 ]
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """What the module's table of contents names."""
+    """What a package's table of contents names; of a single file its own functions and classes."""
     names = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    if not hasattr(module, "__path__"):
+        names = {name: value for name, value in names.items() if getattr(value, "__module__", "") == module.__name__}
     return {
         name: value for name, value in sorted(names.items()) if not inspect.ismodule(value) and name != "annotations"
     }
