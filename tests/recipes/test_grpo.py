@@ -41,7 +41,7 @@ def curve(out: Path) -> dict[int, tuple[float, ...]]:
 
 
 def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> None:
-    """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, several updates, microbatches, and
+    """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, updates, microbatches and
     DAPO's dynamic sampling: of what is written to as many prompts as it takes, all ranks learn the same groups.
     """
     more = {
