@@ -1,4 +1,4 @@
-"""Answers written by vLLM, with the weights of a run."""
+"""vLLM as the engine: rollouts written with the weights of a run, which each call brings over ("weight sync")."""
 
 from __future__ import annotations
 
