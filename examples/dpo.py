@@ -29,13 +29,17 @@ from typing import Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, count_pairs, preference_objective
-from meshkit.algos.evaluation import nats_per_token, pair_means
-from meshkit.algos.export import export_model
-from meshkit.algos.objectives import PreferenceLoss, parse_losses, update_reference
-from meshkit.algos.stored_reference import folder_fingerprint, stored_reference
-from meshkit.algos.tally import Tally
-from meshkit.algos.token_values import token_values
+from meshkit.algos.preference import (
+    PreferenceLoss,
+    count_pairs,
+    folder_fingerprint,
+    parse_losses,
+    preference_objective,
+    stored_reference,
+    update_reference,
+)
+from meshkit.algos.rollout import REFERENCE, token_values
+from meshkit.algos.sft import sft_phase
 from meshkit.data import (
     Chat,
     ExampleLoader,
@@ -52,7 +56,7 @@ from meshkit.data import (
 )
 from meshkit.errors import PlanError
 from meshkit.launch import run_main
-from meshkit.metrics import Logger, Meter, Progress
+from meshkit.metrics import Logger, Meter, MetricSums, Progress
 from meshkit.models import (
     LlamaConfig,
     build_model,
@@ -62,8 +66,10 @@ from meshkit.models import (
     model_plan,
     save_pretrained,
 )
+from meshkit.parallel.pipeline import read_csv
+from meshkit.recipes.evaluation import nats_per_token, pair_means
+from meshkit.recipes.export import export_model
 from meshkit.schedule_lr import lr_schedule
-from meshkit.sft_phase import sft_phase
 from meshkit.step import Batch, Loss
 
 DEMO = LlamaConfig(
@@ -181,7 +187,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
+        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
         compile=config.compile,
     )
 
@@ -239,7 +245,7 @@ def main() -> None:
             return
         nats = nats_per_token(run, held_out_chosen, seq_len=config.seq_len, rows=4)
         say(f"held out: {nats:.3f} nats per token of a chosen answer")
-        save_pretrained(run.model, run.full_model.config, begin)
+        save_pretrained(run.model, run.whole.config, begin)
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     config = dataclasses.replace(config, pretrained=begin)
@@ -247,9 +253,9 @@ def main() -> None:
     load_pretrained(run.model, begin)
     if config.lora_rank is not None:
         mk.init_lora(run.model, seed=config.seed)
-    trained = [p for p in run.full_model.parameters() if p.requires_grad]
+    trained = [p for p in run.whole.parameters() if p.requires_grad]
     say(
-        f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters, {sum(p.numel() for p in trained):,} train"
+        f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters, {sum(p.numel() for p in trained):,} train"
     )
 
     # ---------------------------------------------------------------------------------------------- what it is compared with
@@ -270,16 +276,16 @@ def main() -> None:
         reference = build(config, mesh)
         load_pretrained(reference.model, begin)
 
-    def preferring(batch: Batch, tally: Tally) -> Loss:
+    def preferring(batch: Batch, tally: MetricSums) -> Loss:
         """The loss of a batch, to which the reference's log-probabilities are added."""
         if reference is not None:
             with mk.lora_disabled(run.model) if reference is run else nullcontext():
                 batch[REFERENCE] = token_values(reference, batch, microbatches=config.microbatches)
-        return preference_objective(mesh, batch, *losses, wpo=config.wpo, tally=tally)
+        return preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=tally)
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
@@ -295,7 +301,7 @@ def main() -> None:
         references.load(reference, None, step=start)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    guard, tally = mk.NonFiniteGuard(), Tally(mesh, (*SEEN, "tokens"))
+    guard, tally = mk.NonFiniteGuard(), MetricSums(mesh, (*SEEN, "tokens"))
     with (
         checkpoints,
         references,

@@ -29,10 +29,8 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import count_pairs, reward_objective
-from meshkit.algos.evaluation import pair_means
-from meshkit.algos.export import export_model
-from meshkit.algos.tally import Tally
+from meshkit.algos.preference import count_pairs, reward_objective
+from meshkit.algos.sft import sft_phase
 from meshkit.data import (
     Chat,
     ExampleLoader,
@@ -52,7 +50,7 @@ from meshkit.data import (
     standard_library,
 )
 from meshkit.launch import run_main
-from meshkit.metrics import Logger, Meter, Progress
+from meshkit.metrics import Logger, Meter, MetricSums, Progress
 from meshkit.models import (
     LLAMA_PLAN,
     Llama,
@@ -64,8 +62,10 @@ from meshkit.models import (
     reward_plan,
     save_pretrained,
 )
+from meshkit.parallel.pipeline import read_csv
+from meshkit.recipes.evaluation import pair_means
+from meshkit.recipes.export import export_model
 from meshkit.schedule_lr import lr_schedule
-from meshkit.sft_phase import sft_phase
 from meshkit.step import Batch
 
 DEMO = LlamaConfig(
@@ -161,7 +161,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
+        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
         compile=config.compile,
     )
 
@@ -227,12 +227,12 @@ def main() -> None:
     if begin is not None:
         load_pretrained(run.model, begin, fresh=["score.weight"])  # a language model has none
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
     )
-    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)
@@ -247,10 +247,10 @@ def main() -> None:
     def look(pairs: list[Pair]) -> dict[str, float]:
         """Means over held-out pairs; their loss is without centring, so that runs compare."""
         return pair_means(
-            run, pairs, lambda batch, tally: reward_objective(mesh, batch, tally=tally), SEEN, seq_len=config.seq_len
+            run, pairs, lambda batch, tally: reward_objective(mesh, batch, metrics=tally), SEEN, seq_len=config.seq_len
         )
 
-    guard, tally = mk.NonFiniteGuard(), Tally(mesh, (*SEEN, "tokens"))
+    guard, tally = mk.NonFiniteGuard(), MetricSums(mesh, (*SEEN, "tokens"))
     with (
         checkpoints,
         mk.SaveOnSignal() as signals,
@@ -260,7 +260,7 @@ def main() -> None:
         meter = Meter(total_steps=config.steps, start_step=start, device=mesh.device)
         for step in range(start + 1, config.steps + 1):
             batch = next(loader)
-            objective = reward_objective(mesh, batch, center=config.center, tally=tally)
+            objective = reward_objective(mesh, batch, center=config.center, metrics=tally)
             loss = run.forward_backward(batch, loss=objective, count=count_pairs, microbatches=config.microbatches)
             norm = mk.clip_grad_norm(run, config.clip)
             lr = scheduler.get_last_lr()[0]

@@ -31,11 +31,8 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import label_log_probs
-from meshkit.algos.evaluation import nats_per_token
-from meshkit.algos.export import export_model
-from meshkit.algos.generation import Prompt, Sampling, generate
-from meshkit.algos.objectives import dft_losses
+from meshkit.algos.rollout import Prompt, Sampling, generate, label_log_probs
+from meshkit.algos.sft import dft_losses
 from meshkit.data import (
     Example,
     ExampleLoader,
@@ -68,6 +65,8 @@ from meshkit.models import (
     meta_parameters,
     model_plan,
 )
+from meshkit.recipes.evaluation import nats_per_token
+from meshkit.recipes.export import export_model
 from meshkit.schedule_lr import lr_schedule
 from meshkit.step import next_token_loss
 

@@ -18,12 +18,16 @@ INDEX = ROOT / "docs/names.md"
 ALSO = (
     "meshkit.data",
     "meshkit.metrics",
-    "meshkit.algos.objectives",
-    "meshkit.algos.generation",
-    "meshkit.algos.policy",
+    "meshkit.algos.rollout",
     "meshkit.algos.rewards",
+    "meshkit.algos.policy",
+    "meshkit.algos.preference",
+    "meshkit.algos.sft",
     "meshkit.algos.reallocate",
     "meshkit.algos.dataflow",
+    "meshkit.recipes.evaluation",
+    "meshkit.recipes.export",
+    "meshkit.recipes.tasks",
 )
 
 
@@ -52,6 +56,8 @@ def public_modules() -> list[ModuleType]:
 def public(module: ModuleType) -> dict[str, Any]:
     """What a package's table of contents names, or what a module of one file defines; rooms inside of it are not values."""
     names = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    if not hasattr(module, "__path__"):
+        names = {name: value for name, value in names.items() if getattr(value, "__module__", "") == module.__name__}
     return {
         name: value
         for name, value in sorted(names.items())

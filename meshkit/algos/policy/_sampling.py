@@ -1,7 +1,9 @@
-"""Which answers a step learns from, and what their length costs."""
+"""Which rollouts a step learns from (dynamic and rejection sampling), and what their length costs (overlong penalty)."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,22 @@ from torch import Tensor
 
 from meshkit.algos.policy._advantages import GroupAdvantage, group_advantages
 from meshkit.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRules:
+    """What an algorithm does to the rollouts of a step before its loss sees them.
+
+    dynamic: dynamic sampling, see `keep_informative`. overlong: soft overlong punishment, see `overlong_penalty`, over the
+    last tokens of an answer, which are allowed beyond the expected `max_new_tokens`: so many parts of it.
+    """
+
+    dynamic: bool = False
+    overlong: float = 0.0
+
+    def limit(self, max_new_tokens: int) -> int:
+        """The most tokens of an answer, those included that cost reward: what to sample with."""
+        return max_new_tokens + math.ceil(self.overlong * max_new_tokens)
 
 
 class Kept(NamedTuple):
