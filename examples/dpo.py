@@ -66,7 +66,6 @@ from meshkit.models import (
     model_plan,
     save_pretrained,
 )
-from meshkit.parallel.pipeline import read_csv
 from meshkit.recipes.evaluation import nats_per_token, pair_means
 from meshkit.recipes.export import export_model
 from meshkit.schedule_lr import lr_schedule
@@ -187,7 +186,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
         compile=config.compile,
     )
 
@@ -245,7 +244,7 @@ def main() -> None:
             return
         nats = nats_per_token(run, held_out_chosen, seq_len=config.seq_len, rows=4)
         say(f"held out: {nats:.3f} nats per token of a chosen answer")
-        save_pretrained(run.model, run.whole.config, begin)
+        save_pretrained(run.model, run.full_model.config, begin)
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     config = dataclasses.replace(config, pretrained=begin)
@@ -253,9 +252,9 @@ def main() -> None:
     load_pretrained(run.model, begin)
     if config.lora_rank is not None:
         mk.init_lora(run.model, seed=config.seed)
-    trained = [p for p in run.whole.parameters() if p.requires_grad]
+    trained = [p for p in run.full_model.parameters() if p.requires_grad]
     say(
-        f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters, {sum(p.numel() for p in trained):,} train"
+        f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters, {sum(p.numel() for p in trained):,} train"
     )
 
     # ---------------------------------------------------------------------------------------------- what it is compared with
@@ -285,7 +284,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1

@@ -49,7 +49,7 @@ from meshkit.models import (
     load_pretrained,
     save_pretrained,
 )
-from meshkit.parallel.pipeline import read_csv, record_trace
+from meshkit.parallel.pipeline import record_trace
 from meshkit.recipes.evaluation import bits_per_byte
 from meshkit.schedule_lr import lr_schedule
 
@@ -152,7 +152,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
         compile=config.compile,
     )
 
@@ -190,7 +190,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
-    shape = run.whole.config
+    shape = run.full_model.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)
@@ -199,13 +199,9 @@ def main() -> None:
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
     )
     rows = -(-config.global_batch // mesh.data_ranks)
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     if config.explain:
-        say(
-            explain(
-                run.whole, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches
-            )
-        )
+        say(explain(run, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches))
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)

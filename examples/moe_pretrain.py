@@ -60,7 +60,7 @@ from meshkit.models import (
     save_pretrained,
 )
 from meshkit.parallel.expert import Capacity, ExpertPolicy
-from meshkit.parallel.pipeline import read_csv, record_trace
+from meshkit.parallel.pipeline import record_trace
 from meshkit.recipes.evaluation import bits_per_byte
 from meshkit.schedule_lr import lr_schedule
 
@@ -175,7 +175,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
         compile=config.compile,
         experts=ExpertPolicy(capacity=None if config.capacity is None else Capacity(factor=config.capacity)),
     )
@@ -214,7 +214,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
-    shape = run.whole.config
+    shape = run.full_model.config
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         load_pretrained(run.model, config.pretrained)
@@ -224,13 +224,11 @@ def main() -> None:
     )
     rows = -(-config.global_batch // mesh.data_ranks)
     active = ModelFlops.from_config(shape)
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters; a token visits {active.matmul_params:,}")
+    say(
+        f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters; a token visits {active.matmul_params:,}"
+    )
     if config.explain:
-        say(
-            explain(
-                run.whole, mesh.spec, **run.choices, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches
-            )
-        )
+        say(explain(run, rows=rows, seq_len=config.seq_len, microbatches=config.microbatches))
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)

@@ -62,7 +62,6 @@ from meshkit.models import (
     reward_plan,
     save_pretrained,
 )
-from meshkit.parallel.pipeline import read_csv
 from meshkit.recipes.evaluation import pair_means
 from meshkit.recipes.export import export_model
 from meshkit.schedule_lr import lr_schedule
@@ -161,7 +160,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
         ),
         zero=config.zero,
         sequence=config.sequence,
-        schedule=read_csv(config.schedule) if config.schedule.endswith(".csv") else config.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
         compile=config.compile,
     )
 
@@ -227,12 +226,12 @@ def main() -> None:
     if begin is not None:
         load_pretrained(run.model, begin, fresh=["score.weight"])  # a language model has none
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = lr_schedule(
         optimizer, kind=config.lr_kind, warmup_steps=config.warmup_steps, total_steps=config.steps, min_factor=0.1
     )
-    say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=config.keep)

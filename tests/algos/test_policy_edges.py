@@ -33,6 +33,7 @@ from meshkit.algos.policy import (
     step_advantages,
     value_objective,
 )
+from meshkit.algos.policy._objective import POLICY_MAXIMA, POLICY_SUMS
 from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.data import Example, check_examples, pack_step, train_tokenizer
 from meshkit.errors import DataError
@@ -116,17 +117,17 @@ def learn(
     gradients = torch.cat([full_tensor(param.grad).flatten() for param in run.parameters()])
     for param in run.parameters():
         param.grad = None
-    return value.item(), gradients, policy_metrics(tally), calls[0]
+    return value.item(), gradients, policy_metrics(sums), calls[0]
 
 
 def effective_share(weights: list[list[float]]) -> float:
     """Of two microbatches."""
-    tally = policy_tally(mesh_for("tp=1"))
+    sums = policy_sums(mesh_for("tp=1"))
     for part in weights:
         weight = torch.tensor(part)
         given = {name: torch.zeros(1) for name in (*POLICY_SUMS, *POLICY_MAXIMA)}
-        tally.add(**{**given, "tokens": torch.ones(len(part)), "weight": weight, "weight_squared": weight.square()})
-    return policy_metrics(tally)["effective"]
+        sums.add(**{**given, "tokens": torch.ones(len(part)), "weight": weight, "weight_squared": weight.square()})
+    return policy_metrics(sums)["effective"]
 
 
 def test_the_effective_share_is_that_of_kish() -> None:

@@ -106,7 +106,7 @@ class _Generation:
     def step(self) -> None:
         """One forward, and a token for each sequence in it."""
         run, step = self.run, self.scheduler.next_step()
-        multiple = run.mesh.spec.tp if run.sequence else 1
+        multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
         self._wanted = row.wanted
         logits = run.infer(row.inputs, _logits)
