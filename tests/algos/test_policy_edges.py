@@ -106,8 +106,8 @@ def learn(
     run: mk.Run, batch: dict[str, Tensor], loss: PolicyLoss, microbatches: int = 1
 ) -> tuple[float, Tensor, dict[str, float], int]:
     """Loss, gradients end to end, metrics, and how often this rank ran the model."""
-    calls, tally = [0], policy_sums(run.mesh)
-    objective = policy_objective(run.mesh, batch, loss, metrics=tally)
+    calls, sums = [0], policy_sums(run.mesh)
+    objective = policy_objective(run.mesh, batch, loss, metrics=sums)
 
     def counted(model: nn.Module, part: dict[str, Any]) -> Tensor:
         calls[0] += 1
