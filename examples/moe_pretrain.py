@@ -59,10 +59,10 @@ from meshkit.models import (
     moe_plan,
     save_pretrained,
 )
-from meshkit.parallel.expert import Capacity, ExpertPolicy
 from meshkit.parallel.pipeline import record_trace
 from meshkit.recipes.evaluation import bits_per_byte
 from meshkit.schedule_lr import lr_schedule
+from meshkit.strategy import Capacity, ExpertPolicy
 
 DEMO = Qwen3MoeConfig(
     vocab_size=4096,
