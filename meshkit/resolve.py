@@ -18,7 +18,6 @@ from meshkit.lora import lora_of
 from meshkit.memory.budget import Choice
 from meshkit.memory.fp8 import fp8_linears, plan_fp8
 from meshkit.memory.linear_logits import plan_head
-from meshkit.memory.optimizer import refuse_rounding
 from meshkit.memory.recompute import Treatment, may_move, refuse_treatments, treatments
 from meshkit.memory.regather import refuse_without_sequence
 from meshkit.memory.tiles import refuse_tiles
@@ -129,7 +128,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     blocks, units, mlps = (match_names(table, names, what="module") for table in (plan.blocks, plan.units, plan.mlps))
     _refuse_meta(program)
     _refuse_dropout(program, memory, compiled=bool(strategy.compile))
-    refuse_rounding(program.parameters, program.parameters.values(), memory.optimizer.stochastic_rounding)
+    memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
 
     precision = memory.precision
     compute = precision.compute if precision is not None else program.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -187,6 +188,15 @@ class OptimizerPolicy:
                 f"OptimizerPolicy(states={self.states!r}, stochastic_rounding={self.stochastic_rounding}, offload=...): the "
                 "host keeps fp32 masters and moments, so nothing is rounded or stored in few bits there. Use "
                 "states='fp32' without stochastic_rounding, or offload=None."
+            )
+
+    def refuse_misfit(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """dtypes: of the parameters, by name. Raises: PlanError for stochastic rounding where no parameter is bf16."""
+        if self.stochastic_rounding and torch.bfloat16 not in dtypes.values():
+            name, dtype = next(iter(dtypes.items()), ("no parameter", None))
+            raise PlanError(
+                f"stochastic_rounding=True rounds bf16 parameters, but {name!r} is {dtype}. Build the model in bf16 "
+                "(model.to(torch.bfloat16)), or leave it away: wider parameters lose no small update."
             )
 
 

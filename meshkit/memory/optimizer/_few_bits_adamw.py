@@ -16,7 +16,7 @@ from meshkit.memory.optimizer._few_bits import SMALLEST_BLOCK, FewBits, block_of
 from meshkit.memory.optimizer._rounding import round_stochastically
 from meshkit.memory.optimizer._shared import loss_of, paired_states
 from meshkit.sharding import local_slices, local_tensor
-from meshkit.strategy import States
+from meshkit.strategy import OptimizerPolicy, States
 
 SMALLEST = 4096  # elements of a whole matrix whose moments are worth few bits (as bitsandbytes has it)
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether it has a sign
@@ -55,7 +55,8 @@ class FewBitsAdamW(torch.optim.Optimizer):
             names = group.get("param_names") or [f"{number}.{index}" for index in range(len(group["params"]))]
             self._names |= dict(zip(group["params"], names, strict=True))
             group["state_kind"] = states if states != "fp32" else "fp32 moments"
-        refuse_rounding(self._names.values(), self._names, stochastic_rounding)
+        dtypes = {name: param.dtype for param, name in self._names.items()}
+        OptimizerPolicy(stochastic_rounding=stochastic_rounding).refuse_misfit(dtypes)
         self._codecs = {param: self._codecs_of(param) for param in self._names}
         for param in self._names:
             self.state[param] = self._zeros(param)
@@ -145,17 +146,6 @@ class FewBitsAdamW(torch.optim.Optimizer):
                 kept = local.new_zeros((*local.shape[:-1], columns(local.shape[-1])), dtype=dtype)
                 state[f"{key}_{what}"] = _placed(param, kept, (columns(param.shape[-1]),))
         return state
-
-
-def refuse_rounding(names: Iterable[str], params: Iterable[Tensor], stochastic_rounding: bool) -> None:
-    """Raises: PlanError for stochastic rounding where no parameter is bf16."""
-    dtypes = {name: param.dtype for name, param in zip(names, params, strict=True)}
-    if stochastic_rounding and torch.bfloat16 not in dtypes.values():
-        name, dtype = next(iter(dtypes.items()), ("no parameter", None))
-        raise PlanError(
-            f"stochastic_rounding=True rounds bf16 parameters, but {name!r} is {dtype}. Build the model in bf16 "
-            "(model.to(torch.bfloat16)), or leave it away: wider parameters lose no small update."
-        )
 
 
 def _row_parts(param: Tensor) -> int:
