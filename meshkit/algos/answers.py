@@ -19,6 +19,7 @@ from meshkit.algos.objectives import (
     Pairs,
     PreferenceLoss,
     bradley_terry,
+    dft_losses,
     log_sum_squares,
     mean_of,
     packed_logps,
@@ -50,6 +51,11 @@ def model_inputs(part: dict[str, Any]) -> dict[str, Any]:
 def label_log_probs(model: nn.Module, part: dict[str, Any], *, temperature: float = 1.0) -> Tensor:
     """The log-probability of each label, 0 where it is ignored; [rows, T] of this rank's tokens."""
     return token_log_probs(_logits(model, part), part["labels"], temperature=temperature).log_probs
+
+
+def dft_loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
+    """Dynamic fine-tuning (DFT), summed over the learnt tokens, for `Run.forward_backward`. Source: Wu et al. 2025."""
+    return dft_losses(label_log_probs(model, part), part["labels"] != IGNORED).sum()
 
 
 def sums_of_answers(values: Sequence[Tensor], part: dict[str, Any], mesh: Mesh, answers: int) -> list[Tensor]:

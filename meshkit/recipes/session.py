@@ -1,0 +1,212 @@
+"""The training session of a recipe: resume, checkpoints, signals, logs, progress, profiler, watch for stragglers.
+
+It owns files and clocks. Model, loss, gradients and the optimizer stay in the recipe, whose loop it does not run:
+
+    with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
+        for step in session.steps():
+            loss = run.forward_backward(next(loader))
+            norm = mk.clip_grad_norm(run, config.clip)
+            if session.guard.allows(run, norm, step=step):
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            session.log(loss=loss, grad_norm=norm)
+            session.stop_clock(tokens=config.global_batch * config.seq_len)
+            if session.evaluates(step):
+                session.log(held_out=evaluate(run))
+    if not session.finished:
+        return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshkit.checkpoint import Checkpointer, SaveOnSignal
+from meshkit.errors import StepError
+from meshkit.finite import NonFiniteGuard
+from meshkit.mesh import Mesh
+from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
+from meshkit.parallel.pipeline import record_trace
+from meshkit.step import Run
+
+from .flags import RunFlags
+
+
+def print0(*values: Any) -> None:
+    """`print` on rank 0 of the world only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*values)
+
+
+class Session:
+    """The steps of one process: from where `config.out` stands to the last one, or to a signal.
+
+    run: what is resumed and saved, with the optimizer, scheduler and loader. A Mesh instead: the recipe saves by itself,
+    where `saves(step)` says so, and gives the step it resumed from as `start`; all ranks of that mesh are in the session.
+    unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
+    start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
+    guard: against gradients that are not finite. logger: for pictures and texts; `log` is for numbers.
+    Every rank calls every method, at the same steps.
+    """
+
+    def __init__(
+        self,
+        run: Run | Mesh,
+        config: RunFlags,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        loader: Any = None,
+        start: int = 0,
+        unit: str = "step",
+        writes: bool = True,
+    ) -> None:
+        self.mesh = run.mesh if isinstance(run, Run) else run
+        self.start, self.finished, self.stopped = start, False, False
+        self.guard = NonFiniteGuard(max_skips=config.max_skips)
+        self._run = run if isinstance(run, Run) else None
+        self._config, self._unit, self._writes = config, unit, writes
+        self._total: int = getattr(config, f"{unit}s")
+        self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
+        self._checkpoints = Checkpointer(config.out / "checkpoints", keep=config.keep)
+        self._signals = SaveOnSignal()
+        self._files = ExitStack()  # open from __enter__ to __exit__
+        self._step = start
+        self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
+        self._clock_stopped = False
+        self._scalars: dict[str, float] = {}  # the line of this step
+
+    def __enter__(self) -> Self:
+        run, config = self._run, self._config
+        if run is not None and self._writes:
+            self.start = self._step = self._checkpoints.resume(
+                run, self._optimizer, scheduler=self._scheduler, loader=self._loader, config=config
+            )
+        if self.start >= self._total:
+            unit = f"{self._unit}s"
+            print0(
+                f"{config.out} has its {self.start} {unit}; give more --{unit} to go on, or another --out to begin anew"
+            )
+            return self
+        if self.start:
+            print0(f"resume from {self._unit} {self.start}")
+        shows = dist.get_rank() == 0
+        with ExitStack() as files:  # what is open is closed again where opening the rest fails
+            files.enter_context(self._checkpoints)
+            files.enter_context(self._signals)
+            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=shows))
+            self.logger = files.enter_context(
+                Logger(config.out, start_step=self.start, enabled=shows and self._writes, also=[progress.update])
+            )
+            self._end_profiled_step = files.enter_context(
+                profile(config.out / "profile", rank=self.mesh.rank, device=self.mesh.device, enabled=config.profile)
+            )
+            self._files = files.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+        if self.stopped and error is None:
+            received = self._signals.received or "a signal on another rank"
+            print0(f"{received}: saved {self._unit} {self._step}; start again to go on")
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to make, from 1. Between two of them the step's line is logged, and a checkpoint saved."""
+        if self.start >= self._total:
+            return
+        mesh = self.mesh
+        self._meter = Meter(
+            total_steps=self._total,
+            start_step=self.start,
+            devices=mesh.spec.world_size,
+            peak_flops_per_s=peak_flops_per_s(mesh.device),
+            device=mesh.device,
+        )
+        stragglers = Stragglers(mesh)
+        for step in range(self.start + 1, self._total + 1):
+            self._begin(step)
+            with ExitStack() as self._pause:  # from stop_clock to the next step
+                with ExitStack() as self._measured:  # from here to stop_clock
+                    if self._run is not None:  # ranks of several meshes have unlike work, and none is slow
+                        self._measured.enter_context(stragglers.measure(step))
+                    yield step
+                if not self._clock_stopped:
+                    raise StepError(
+                        f"step {step}: its time has no end. Call session.stop_clock(tokens=...) in every step."
+                    )
+                if stragglers.last is not None and stragglers.last.step == step:
+                    self._scalars |= stragglers.last.scalars()
+                    if stragglers.slow is not None:
+                        print0(stragglers.slow)
+                self._end(step)
+            self._end_profiled_step()
+            if self.stopped:
+                return
+        self.finished = True
+
+    def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
+        """The work of the step ends here: evaluation, pictures and files that follow are no part of its time.
+
+        Call it after what waits for the device, such as `log(loss=loss)`. tokens, flops_per_token: see `Meter.step`.
+        """
+        self._clock_stopped = True
+        self._measured.close()
+        self._scalars |= self._meter.step(tokens, flops_per_token=flops_per_token).scalars()
+        self._pause.enter_context(self._meter.paused())
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Add numbers to this step's line; a tensor of one element is waited for."""
+        self._scalars.update((name, float(value)) for name, value in scalars.items())
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the step is one of --eval-every, or the last."""
+        return step % self._config.eval_every == 0 or step == self._total
+
+    def saves(self, step: int) -> bool:
+        """Whether there will be a checkpoint of this step: one of --save-every, the last, or because a signal came.
+
+        Wire: one all-reduce of 4 bytes on the host, in the first call of a step.
+        """
+        if self._leaving is None:
+            self._leaving = self._signals.should_stop(self.mesh)
+        due = step % self._config.save_every == 0 or step == self._total or self._leaving
+        return due and self._writes
+
+    def trace_pipeline(self) -> AbstractContextManager[None]:
+        """Around forward and backward: with --profile and pp, records the second step and draws it beside its simulation."""
+        assert self._run is not None
+        enabled = self._config.profile and self._step == self.start + 2
+        return record_trace(self._run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._leaving, self._clock_stopped, self._scalars = step, None, False, {}
+        if self._scheduler is not None:
+            self._scalars["lr"] = self._scheduler.get_last_lr()[0]  # of this step; then the recipe moves it on
+
+    def _end(self, step: int) -> None:
+        self._scalars["skipped_steps"] = self.guard.skipped
+        if self._run is not None and self._run.offload is not None:
+            self._scalars.update(self._run.offload.last_step.scalars())
+        self.logger.log(step, self._scalars)
+        saves = self.saves(step)
+        self.stopped = bool(self._leaving) and step < self._total
+        if saves and self._run is not None:
+            self._checkpoints.save(
+                step,
+                self._run,
+                self._optimizer,
+                scheduler=self._scheduler,
+                loader=self._loader,
+                config=self._config,
+            )
