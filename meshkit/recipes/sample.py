@@ -9,7 +9,7 @@ from meshkit.step import Run
 
 
 def write_sample(run: Run, prompt_ids: Any, *, tokens: int, seed: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """What the model writes after the prompt's ids [T], of at most so many tokens, at temperature 0.8. Every rank must call it."""
+    """Up to `tokens` tokens that the model writes after the prompt, at temperature 0.8. Every rank must call it."""
     sampling = Sampling(max_new_tokens=tokens, temperature=0.8, stop_ids=stop_ids)
     (sample,) = generate(run, [Prompt(ids=prompt_ids, key=0)], sampling=sampling, seed=seed)
     written: list[int] = sample.ids.tolist()

@@ -192,7 +192,7 @@ class Session:
     def _begin(self, step: int) -> None:
         self._step, self._leaving, self._clock_stopped, self._scalars = step, None, False, {}
         if self._scheduler is not None:
-            self._scalars["lr"] = self._scheduler.get_last_lr()[0]  # of this step; then the recipe moves it on
+            self._scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
 
     def _end(self, step: int) -> None:
         self._scalars["skipped_steps"] = self.guard.skipped
