@@ -25,7 +25,7 @@ import tyro
 from rows import environment, spread
 
 import meshkit as mk
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
 
 RESULTS = Path(__file__).parent / "results" / "generation.jsonl"

@@ -37,9 +37,8 @@ from rows import environment
 from turns import Block, Leave, Turns, compare, join_world, refuse_other_losses, resident_bytes, take_turns, world
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, count_pairs, preference_objective
-from meshkit.algos.objectives import PreferenceLoss
-from meshkit.algos.token_values import token_values
+from meshkit.algos.preference import PreferenceLoss, count_pairs, preference_objective
+from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader, Tokenizer, encode_pair, fit, train_tokenizer
 from meshkit.data.bins import first_fit_decreasing
 from meshkit.data.examples import Unit, encode_completion, members, unit_length

@@ -36,18 +36,15 @@ from torch import Tensor
 from turns import Block, Leave, Turns, compare, join_world, resident_bytes, take_turns, world
 
 import meshkit as mk
-from meshkit.algos.generation import Completion, Prompt, Sampling, generate
-from meshkit.algos.policy import PRESETS
-from meshkit.algos.policy_answers import answer_example, step_advantages
-from meshkit.algos.policy_step import policy_count, policy_objective
-from meshkit.data import REFERENCE_ALPHABET, Record, Tokenizer, addition_tasks, character_tokenizer, pack_step
+from meshkit.algos.policy import PRESETS, pack_rollouts, policy_count, policy_objective, step_advantages
+from meshkit.algos.rollout import Prompt, Rollout, Sampling, generate
+from meshkit.data import REFERENCE_ALPHABET, Record, Tokenizer, addition_tasks, character_tokenizer
 from meshkit.models import LLAMA_PLAN, LlamaConfig
 
 RESULTS = Path(__file__).parent / "results" / "rl.jsonl"
 
 LEARNING_RATE = 1e-6  # as large models have it: lengths stay those that the first weights write
 TOL_TOKENS = 0.1  # relative: lengths are drawn
-VALUES = ("groups", "truncated", "rewards", "rollout_log_probs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +121,13 @@ def with_meshkit(records: list[Record], tokenizer: Tokenizer, settings: Settings
     sampling = Sampling(max_new_tokens=settings.max_new_tokens, stop_ids=(tokenizer.eos_id,))
     for step in range(settings.all_steps):
         asked = own_prompts(records, step, mesh.data_rank, mesh.data_ranks, settings)
-        prompts = [Prompt(ids=tokenizer.encode(records[key].fields["prompt"]), key=key) for key in asked]
+        prompts = [
+            Prompt(ids=tokenizer.encode(records[key].fields["prompt"]), key=key, fields=records[key].fields)
+            for key in asked
+        ]
         written = generate(run, prompts, sampling=sampling, samples=settings.samples)
         if settings.part == "training":
-            batch = pack_step(
-                [example(each, records, tokenizer) for each in written], seq_len=settings.seq_len, names=VALUES
-            )
+            batch = pack_rollouts([rewarded(each, tokenizer) for each in written], seq_len=settings.seq_len)
             batch |= step_advantages(mesh, batch, loss).values
             run.forward_backward(batch, loss=policy_objective(mesh, batch, loss), count=policy_count(loss))
             mk.clip_grad_norm(run, MAX_NORM)
@@ -138,17 +136,9 @@ def with_meshkit(records: list[Record], tokenizer: Tokenizer, settings: Settings
         turns.end_step(on_all_ranks(sum(len(each.ids) for each in written)))
 
 
-def example(written: Completion, records: list[Record], tokenizer: Tokenizer) -> Any:
-    ids = written.ids[:-1] if written.reason == "stop" else written.ids
-    worth = reward(tokenizer.decode(ids.tolist()), records[written.prompt.key].fields["completion"])
-    return answer_example(
-        written.prompt.ids,
-        written.ids,
-        reward=worth,
-        group=written.prompt.key,
-        truncated=written.reason == "length",
-        rollout_log_probs=written.log_probs,
-    )
+def rewarded(written: Rollout, tokenizer: Tokenizer) -> Rollout:
+    ids = written.ids if written.truncated else written.ids[:-1]
+    return dataclasses.replace(written, reward=reward(tokenizer.decode(ids.tolist()), written.fields["completion"]))
 
 
 def with_trl(records: list[Record], tokenizer: Tokenizer, settings: Settings, turns: Turns) -> None:

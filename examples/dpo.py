@@ -29,13 +29,20 @@ from typing import Any, Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, count_pairs, preference_objective
-from meshkit.algos.objectives import PreferenceLoss, parse_losses, update_reference
-from meshkit.algos.stored_reference import folder_fingerprint, stored_reference
-from meshkit.algos.tally import Tally
-from meshkit.algos.token_values import token_values
+from meshkit.algos.preference import (
+    PreferenceLoss,
+    count_pairs,
+    folder_fingerprint,
+    parse_losses,
+    preference_objective,
+    stored_reference,
+    update_reference,
+)
+from meshkit.algos.rollout import REFERENCE, token_values
+from meshkit.algos.sft import sft_phase
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
 from meshkit.launch import run_main
+from meshkit.metrics import MetricSums
 from meshkit.recipes import (
     LoraFlags,
     PairFlags,
@@ -49,7 +56,6 @@ from meshkit.recipes import (
     print0,
     text_encoder,
 )
-from meshkit.sft_phase import sft_phase
 
 DEMO = mk.models.LlamaConfig(
     vocab_size=1024,
@@ -173,19 +179,19 @@ def main() -> None:
         reference = build(config, mesh)
         mk.models.load_pretrained(reference.model, begin)
 
-    def preferring(batch: dict[str, Any], tally: Tally) -> Any:
+    def preferring(batch: dict[str, Any], metrics: MetricSums) -> Any:
         """The loss of a batch, to which the reference's log-probabilities are added."""
         if reference is not None:
             with mk.lora_disabled(run.model) if reference is run else nullcontext():
                 batch[REFERENCE] = token_values(reference, batch, microbatches=config.microbatches)
-        return preference_objective(mesh, batch, *losses, wpo=config.wpo, tally=tally)
+        return preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
 
     # ---------------------------------------------------------------------------------------------- the loop
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
     loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    tally = Tally(mesh, (*SEEN, "tokens"))
+    sums = MetricSums(mesh, (*SEEN, "tokens"))
     references = mk.Checkpointer(config.out / "reference", keep=config.keep)  # of one that moves
     with references, Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         if session.start > config.steps:
@@ -196,8 +202,8 @@ def main() -> None:
             references.load(reference, None, step=session.start)
         for step in session.steps():
             batch = next(loader)
-            objective = preferring(batch, tally)
-            with session.trace_pipeline():
+            objective = preferring(batch, sums)
+            with session.trace_pipeline(run):
                 loss = run.forward_backward(
                     batch, loss=objective, count=count_pairs, microbatches=config.microbatches, step=step
                 )
@@ -208,7 +214,7 @@ def main() -> None:
             scheduler.step()
             if config.reference == "moving" and step % config.reference_every == 0:
                 update_reference(reference.model, run.model, alpha=config.reference_alpha)
-            means = tally.means(config.global_batch)
+            means = sums.means(config.global_batch)
             tokens = round(means.pop("tokens") * config.global_batch)
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
             session.stop_clock(tokens=tokens)

@@ -2,14 +2,15 @@
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 tp=2"
 another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
-another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DR_GRPO
+another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
 with vLLM       torchrun --nproc-per-node 8 examples/grpo.py --engine vllm ...
 is it sound?    torchrun --nproc-per-node 2 examples/grpo.py --mesh "tp=2" --selftest
 
 Without --pretrained a small model first learns the task from some right answers, until it is right now and then; then it
-writes `samples` answers to each prompt, and those that are better than the others of their group become more probable. Rows
+writes `samples` answers to each prompt, and those that are better than the others of their group become more probable. DAPO
+brings all of its four parts: clip-higher, a mean over tokens, dynamic sampling, and the overlong penalty. Rows
 have a `prompt`, and a `completion` or what else the reward reads. A run that finds a checkpoint in --out continues from it,
 on whatever mesh it is started. --selftest takes steps of size 0 and stops if the trainer does not find the log-probabilities
 that the generator had. Reversal goes from about a half of the held-out prompts right to 0.98 in the 300 steps of the
@@ -28,42 +29,29 @@ from typing import Any, Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, label_log_probs
-from meshkit.algos.export import export_model
-from meshkit.algos.generation import Engine, Sampling, VllmEngine, generate
-from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
-from meshkit.algos.policy_answers import step_advantages
-from meshkit.algos.policy_step import policy_count, policy_metrics, policy_objective, policy_tally
-from meshkit.algos.prompting import (
-    ANSWER_VALUES,
-    SAMPLE_NAMES,
-    answers_of,
-    completion_example,
-    encode_prompts,
-    greedy_score,
-    sample_rows,
+from meshkit.algos.policy import (
+    GAE,
+    PRESETS,
+    ROLLOUT_RULES,
+    GroupAdvantage,
+    PolicyLoss,
+    policy_batch,
+    policy_count,
+    policy_metrics,
+    policy_objective,
+    policy_sums,
+    step_rollouts,
 )
-from meshkit.algos.questions import questions
-from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
-from meshkit.algos.rewards import score_on_mesh
-from meshkit.algos.token_values import token_values
-from meshkit.data import (
-    REFERENCE_ALPHABET,
-    PromptLoader,
-    character_tokenizer,
-    load_tokenizer,
-    pack_step,
-)
+from meshkit.algos.rewards import MeshScores, score_on_mesh
+from meshkit.algos.rollout import Engine, Sampling, VllmEngine, encode_prompts, generate
+from meshkit.data import REFERENCE_ALPHABET, PromptLoader, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError, StepError
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress, show_samples
-from meshkit.models import (
-    build_model,
-    config_from_pretrained,
-    load_pretrained,
-    meta_parameters,
-    model_plan,
-)
+from meshkit.models import build_model, config_from_pretrained, load_pretrained, meta_parameters, model_plan
+from meshkit.recipes.evaluation import SAMPLE_NAMES, greedy_score, sample_rows
+from meshkit.recipes.export import export_model
+from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model, warm_up_policy
 from meshkit.schedule_lr import lr_schedule
 
 TOL_SELFTEST = 1e-5  # of log-probabilities in fp32: generator and trainer sum in another order
@@ -102,9 +90,11 @@ class Config:
     """answers to each"""
     updates: int = 1
     """optimizer steps on the answers of a step"""
+    sampling_rounds: int = 10
+    """with dynamic sampling (DAPO): at most so many times are answers written in a step, to --prompts prompts each time"""
     temperature: float = 1.0
     max_new_tokens: int | None = None
-    """default: the task's, 256 with --data"""
+    """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
     engine: Literal["meshkit", "vllm"] = "meshkit"
     """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
     vllm_memory: float = 0.3
@@ -164,7 +154,7 @@ def load(config: Config, mesh: mk.Mesh, folder: Path) -> mk.Run:
 
 def main() -> None:
     config = tyro.cli(Config)
-    loss = policy_of(config)
+    loss, rules = policy_of(config), ROLLOUT_RULES[config.preset]
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
     if config.selftest:
@@ -177,7 +167,7 @@ def main() -> None:
     say(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    asked = questions(
+    tasks = load_tasks(
         config.task,
         config.data,
         held_out=config.held_out,
@@ -188,12 +178,11 @@ def main() -> None:
         max_new_tokens=config.max_new_tokens,
     )
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
-    sampling = Sampling(
-        max_new_tokens=asked.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
-    )
+    limit = rules.limit(tasks.max_new_tokens)
+    sampling = Sampling(max_new_tokens=limit, temperature=config.temperature, stop_ids=(tokenizer.eos_id,))
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
-    prompts = PromptLoader(asked.train, global_batch=config.prompts, seed=config.seed, **share)
-    say(f"data  {asked}")
+    prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
+    say(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- something to begin with
     first = config.pretrained or config.out / "sft-model"
@@ -201,7 +190,7 @@ def main() -> None:
         task, run = REFERENCE_TASKS[config.task], build(config, mesh, small_model(tokenizer.vocab_size))
         steps = task.sft_steps if config.sft_steps is None else config.sft_steps
         how = {"steps": steps, "seed": config.seed, "seq_len": config.seq_len, "speaks": speaks}
-        begin(run, mk.adamw(run, lr=config.sft_lr or task.sft_lr), asked.train, tokenizer, first, **how)
+        warm_up_policy(run, mk.adamw(run, lr=config.sft_lr or task.sft_lr), tasks.train, tokenizer, first, **how)
     run = load(config, mesh, first)
     reference = load(config, mesh, first) if config.kl else None
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
@@ -214,8 +203,14 @@ def main() -> None:
     if config.engine == "vllm":
         write = VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
 
+    def ask() -> MeshScores:
+        """What the model writes to the next prompts, and what that is worth."""
+        asked = encode_prompts(next(prompts), tokenizer)
+        rollouts = write(asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
+        return score_on_mesh(mesh, rollouts, tasks.score, fail_fast=config.fail_fast)
+
     def held_out_score() -> float:
-        return greedy_score(run, asked.held_out, tokenizer, asked.score, sampling=sampling, engine=write)
+        return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=write)
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=2)
@@ -229,8 +224,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the loop
     guard = mk.NonFiniteGuard()
-    tally = policy_tally(mesh)
-    log_probs = partial(label_log_probs, temperature=config.temperature)
+    sums = policy_sums(mesh)
     with (
         checkpoints,
         mk.SaveOnSignal() as signals,
@@ -239,25 +233,26 @@ def main() -> None:
     ):
         meter = Meter(total_steps=config.steps, start_step=start, devices=mesh.spec.world_size, device=mesh.device)
         for step in range(start + 1, config.steps + 1):
-            # What the model writes, and what that is worth.
-            prompted = next(prompts)
-            asks = encode_prompts(prompted, tokenizer)
-            written = write(asks, sampling=sampling, samples=config.samples, seed=config.seed)
-            answers = answers_of(written, dict(prompted), tokenizer)
-            scores = score_on_mesh(mesh, answers, asked.score, fail_fast=config.fail_fast)
-            rewards = scores.own.totals.tolist()
-            examples = [completion_example(each, reward=worth) for each, worth in zip(written, rewards, strict=True)]
-
-            # What it learns from that.
-            batch = pack_step(examples, seq_len=config.seq_len, names=ANSWER_VALUES, pad_multiple=mesh.row_multiple)
-            if config.updates > 1 or loss.corrections or loss.kl.in_reward or config.selftest:
-                batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=config.microbatches).cpu()
-            if reference is not None:
-                batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=config.microbatches).cpu()
-            advantages = step_advantages(mesh, batch, loss)
-            batch |= advantages.values
+            scores, rollouts = step_rollouts(
+                mesh,
+                ask,
+                rules,
+                prompts=config.prompts,
+                max_new_tokens=tasks.max_new_tokens,
+                rounds=config.sampling_rounds,
+            )
+            batch, advantages = policy_batch(
+                run,
+                rollouts,
+                loss,
+                seq_len=config.seq_len,
+                temperature=config.temperature,
+                reference=reference,
+                snapshot=config.updates > 1 or config.selftest,
+                microbatches=config.microbatches,
+            )
             for _ in range(config.updates):
-                objective = policy_objective(mesh, batch, loss, temperature=config.temperature, tally=tally)
+                objective = policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
                 found = run.forward_backward(
                     batch, microbatches=config.microbatches, loss=objective, count=policy_count(loss)
                 )
@@ -267,11 +262,12 @@ def main() -> None:
                 optimizer.zero_grad()
             lr = scheduler.get_last_lr()[0]
             scheduler.step()
-            seen = policy_metrics(tally)
+            seen = policy_metrics(sums)
             if config.selftest:
                 check_selftest(seen, step)
             scalars = {"loss": found.item(), "grad_norm": norm.item(), "lr": lr, "reward": scores.mean, **seen}
             scalars |= {f"unscored/{kind}": count for kind, count in scores.unscored.items()}
+            scalars["learnt_answers"] = advantages.answers / max(scores.answers, 1)
             scalars["uniform_groups"] = advantages.uniform / max(advantages.groups, 1)
             scalars["answer_tokens"] = scores.tokens / max(scores.answers, 1)
             reading = meter.step(scores.tokens)
@@ -282,7 +278,7 @@ def main() -> None:
                     scalars["held_out"] = held_out_score()
                     say(f"step {step}: held out {scalars['held_out']:.3f}, reward {scores.mean:.3f}")
                     if speaks:
-                        show_samples(step, SAMPLE_NAMES, sample_rows(answers, scores.own.totals), logger)
+                        show_samples(step, SAMPLE_NAMES, sample_rows(scores.rollouts), logger)
                 logger.log(step, {**scalars, **reading.scalars()})
                 leaving = signals.should_stop(mesh)
                 saving = step % config.save_every == 0 or step == config.steps or leaving
@@ -298,7 +294,7 @@ def main() -> None:
         return
     export = config.out / f"model-{config.steps}"
     export_model(run, export, tokenizer)
-    say(f"\nheld out, {len(asked.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
+    say(f"\nheld out, {len(tasks.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
 
 
 # ---------------------------------------------------------------------------------------------- parts of the above

@@ -106,7 +106,7 @@ def main() -> None:
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
-            with session.trace_pipeline():
+            with session.trace_pipeline(run):
                 loss = run.forward_backward(batch, microbatches=config.microbatches)
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):

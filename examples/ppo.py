@@ -29,46 +29,37 @@ import torch.distributed as dist
 import tyro
 
 import meshkit as mk
-from meshkit.algos.answer_calls import (
-    ASKED,
-    JUDGED,
-    answer_of,
-    asked_samples,
-    example_of,
-    judge_call,
-    tokens_of,
-    values_call,
-    write_call,
+from meshkit.algos.dataflow import (
+    PROMPTED,
+    ROLLOUT,
+    Call,
+    Flow,
+    Sample,
+    Sync,
+    log_prob_call,
+    reward_call,
+    rollout_call,
+    rollout_of,
 )
-from meshkit.algos.answers import REFERENCE, label_log_probs
-from meshkit.algos.dataflow import Call, Flow, Sample, Sync
-from meshkit.algos.export import export_model
-from meshkit.algos.generation import Engine, Sampling, VllmEngine, generate
-from meshkit.algos.policy import GAE, PRESETS, PolicyLoss
-from meshkit.algos.policy_answers import step_advantages
-from meshkit.algos.policy_step import (
+from meshkit.algos.policy import (
+    GAE,
+    PRESETS,
+    PolicyLoss,
     critic_values,
+    pack_rollouts,
     policy_count,
     policy_metrics,
     policy_objective,
-    policy_tally,
+    policy_sums,
+    step_advantages,
     value_metrics,
     value_objective,
-    value_tally,
+    value_sums,
 )
-from meshkit.algos.prompting import ANSWER_VALUES, SAMPLE_NAMES, greedy_score, sample_rows
-from meshkit.algos.questions import questions
 from meshkit.algos.reallocate import prepare_reallocation
-from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
 from meshkit.algos.rewards import Scores, model_scores, score_on_mesh
-from meshkit.data import (
-    REFERENCE_ALPHABET,
-    PromptLoader,
-    character_tokenizer,
-    load_tokenizer,
-    pack_step,
-    take_segments,
-)
+from meshkit.algos.rollout import REFERENCE, Engine, Rollout, Sampling, VllmEngine, generate, label_log_probs
+from meshkit.data import REFERENCE_ALPHABET, PromptLoader, character_tokenizer, load_tokenizer, take_segments
 from meshkit.errors import PlanError
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress, show_samples
@@ -81,6 +72,9 @@ from meshkit.models import (
     model_plan,
     reward_plan,
 )
+from meshkit.recipes.evaluation import SAMPLE_NAMES, greedy_score, sample_rows
+from meshkit.recipes.export import export_model
+from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model, warm_up_policy
 from meshkit.schedule_lr import lr_schedule
 
 
@@ -198,7 +192,7 @@ def main() -> None:
         say(f"{name}  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    asked = questions(
+    tasks = load_tasks(
         config.task,
         config.data,
         held_out=config.held_out,
@@ -210,10 +204,10 @@ def main() -> None:
     )
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
     sampling = Sampling(
-        max_new_tokens=asked.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
+        max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
     )
-    prompts = PromptLoader(asked.train, global_batch=config.prompts, seed=config.seed)
-    say(f"data  {asked}")
+    prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
+    say(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the models
     start = config.pretrained or config.out / "sft-model"
@@ -223,7 +217,7 @@ def main() -> None:
             task, first = REFERENCE_TASKS[config.task], in_parts(config, actor_mesh, small_model(tokenizer.vocab_size))
             steps = task.sft_steps if config.sft_steps is None else config.sft_steps
             how = {"steps": steps, "seed": config.seed, "seq_len": config.seq_len, "speaks": speaks}
-            begin(first, mk.adamw(first, lr=task.sft_lr), asked.train, tokenizer, start, **how)
+            warm_up_policy(first, mk.adamw(first, lr=task.sft_lr), tasks.train, tokenizer, start, **how)
         actor = load(config, actor_mesh, start)
         critic = load(config, actor_mesh, start, scores=True, fresh=("score.weight",))
         reference = load(config, actor_mesh, start) if config.kl else None
@@ -231,7 +225,7 @@ def main() -> None:
         optimizer, critic_optimizer = mk.adamw(actor, lr=config.lr), mk.adamw(critic, lr=config.critic_lr)
         how = {"kind": config.lr_kind, "warmup_steps": config.warmup_steps, "min_factor": 0.1}
         scheduler = lr_schedule(optimizer, total_steps=config.steps, **how)
-        policy_sums, value_sums = policy_tally(actor_mesh), value_tally(actor_mesh)
+        actor_sums, critic_sums = policy_sums(actor_mesh), value_sums(actor_mesh)
         guard = mk.NonFiniteGuard()
     dist.barrier()  # the folder is there
     syncs = []
@@ -252,24 +246,22 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- what they do
     scalars: dict[str, float] = {}
 
-    def scores(samples: list[Sample]) -> Scores:
+    def scores(rollouts: list[Rollout]) -> Scores:
         if judge is not None:
-            return model_scores(judge, [tokens_of(sample) for sample in samples], seq_len=config.seq_len)
-        return score_on_mesh(meshes[judges], [answer_of(sample) for sample in samples], asked.score).own
+            return model_scores(judge, [rollout.tokens for rollout in rollouts], seq_len=config.seq_len)
+        return score_on_mesh(meshes[judges], rollouts, tasks.score).own
 
     def learn(samples: list[Sample]) -> None:
         """Advantages over the whole step; then each minibatch teaches the critic, and after its warm-up the actor."""
-        examples = [example_of(sample, looked_at) for sample in samples]
-        batch = pack_step(
-            examples, seq_len=config.seq_len, names=(*ANSWER_VALUES, *looked_at), pad_multiple=actor_mesh.row_multiple
-        )
+        rollouts = [rollout_of(sample, looked_at) for sample in samples]
+        batch = pack_rollouts(rollouts, seq_len=config.seq_len, values=looked_at, pad_multiple=actor_mesh.row_multiple)
         advantages = step_advantages(actor_mesh, batch, loss)
         batch |= advantages.values
         scalars.update(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
         whose = batch["groups"] % config.minibatches  # whole prompts, so that every mesh has the same minibatches
         for part in [*range(config.minibatches)] * config.epochs:
             own = take_segments(batch, batch["segment_ids"][(batch["ends"] > 0) & (whose == part)].tolist())
-            objective = value_objective(actor_mesh, own, tally=value_sums)
+            objective = value_objective(actor_mesh, own, metrics=critic_sums)
             found = critic.forward_backward(own, microbatches=config.microbatches, loss=objective)
             scalars["value_loss"] = found.item()
             if guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
@@ -277,7 +269,7 @@ def main() -> None:
             critic_optimizer.zero_grad()
             if flow.iteration < config.critic_warmup:
                 continue
-            objective = policy_objective(actor_mesh, own, loss, temperature=config.temperature, tally=policy_sums)
+            objective = policy_objective(actor_mesh, own, loss, temperature=config.temperature, metrics=actor_sums)
             count = policy_count(loss)
             found = actor.forward_backward(own, microbatches=config.microbatches, loss=objective, count=count)
             norm = mk.clip_grad_norm(actor, config.clip)
@@ -286,11 +278,11 @@ def main() -> None:
                 optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
-        scalars.update({f"policy/{name}": value for name, value in policy_metrics(policy_sums).items()})
-        scalars.update({f"critic/{name}": value for name, value in value_metrics(value_sums).items()})
+        scalars.update({f"policy/{name}": value for name, value in policy_metrics(actor_sums).items()})
+        scalars.update({f"critic/{name}": value for name, value in value_metrics(critic_sums).items()})
 
     log_probs = partial(label_log_probs, temperature=config.temperature)
-    look = partial(values_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
+    look = partial(log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
     looks = [look("old_log_probs", actor, log_probs), look("old_values", critic, critic_values)]
     looks += [look(REFERENCE, reference, log_probs)] if config.kl else []
     looked_at, judges = [call.name for call in looks], "actor" if config.reward_model else "sampler"
@@ -298,13 +290,13 @@ def main() -> None:
     flow = Flow(
         meshes,
         [
-            write_call(engine, tokenizer, on="sampler", **write),
-            judge_call(scores, on=judges),
+            rollout_call(engine, tokenizer, on="sampler", **write),
+            reward_call(scores, on=judges),
             *looks,
-            Call(name="learn", on="actor", function=learn, needs=(*JUDGED, *looked_at), stage="train"),
+            Call(name="learn", on="actor", function=learn, needs=(*ROLLOUT, "reward", *looked_at), stage="train"),
         ],
-        source=lambda step: asked_samples(prompts.of_step(step)),
-        fields=ASKED,
+        source=lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
+        fields=PROMPTED,
         total=config.steps,
         syncs=syncs,
         staleness=config.staleness,
@@ -315,7 +307,7 @@ def main() -> None:
         """Of the sampler's greedy answers; the same on every rank of the world."""
         found = [0.0]
         if sampler_mesh.here:
-            found = [greedy_score(sampler, asked.held_out, tokenizer, asked.score, sampling=sampling, engine=engine)]
+            found = [greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=engine)]
         dist.broadcast_object_list(found, src=sampler_mesh.ranks[0])
         return found[0]
 
@@ -354,7 +346,7 @@ def main() -> None:
                     scalars["held_out"] = held_out_score()
                     say(f"step {step}: held out {scalars['held_out']:.3f}, reward {scalars.get('reward', 0):.3f}")
                     if speaks:
-                        rows = sample_rows(map(answer_of, samples), [sample["reward"] for sample in samples])
+                        rows = sample_rows(map(rollout_of, samples))
                         show_samples(step, SAMPLE_NAMES, rows, logger)
                 logger.log(step, {**scalars, **reading.scalars()})
                 leaving = signals.should_stop(world)
@@ -373,7 +365,7 @@ def main() -> None:
     export = config.out / f"model-{config.steps}"
     if actor_mesh.here:
         export_model(actor, export, tokenizer)
-    say(f"\nheld out, {len(asked.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
+    say(f"\nheld out, {len(tasks.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
 
 
 # ---------------------------------------------------------------------------------------------- parts of the above

@@ -27,31 +27,18 @@ import torch
 import tyro
 
 import meshkit as mk
-from meshkit.algos.export import export_model
-from meshkit.algos.gather import gather_over_data
-from meshkit.algos.generation import Completion, Sampling, generate
 from meshkit.algos.policy import select_above, select_best
-from meshkit.algos.prompting import SAMPLE_NAMES, answers_of, encode_prompts, greedy_score, sample_rows
-from meshkit.algos.questions import questions
-from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, small_model
 from meshkit.algos.rewards import score_on_mesh
-from meshkit.algos.teach import teach
-from meshkit.data import (
-    REFERENCE_ALPHABET,
-    Example,
-    PromptLoader,
-    character_tokenizer,
-    load_tokenizer,
-)
+from meshkit.algos.rollout import Rollout, Sampling, encode_prompts, generate
+from meshkit.algos.sft import sft_steps
+from meshkit.collectives import gather_over_data
+from meshkit.data import REFERENCE_ALPHABET, Example, PromptLoader, character_tokenizer, load_tokenizer
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter, Progress, show_samples
-from meshkit.models import (
-    build_model,
-    config_from_pretrained,
-    load_pretrained,
-    meta_parameters,
-    model_plan,
-)
+from meshkit.models import build_model, config_from_pretrained, load_pretrained, meta_parameters, model_plan
+from meshkit.recipes.evaluation import SAMPLE_NAMES, greedy_score, sample_rows
+from meshkit.recipes.export import export_model
+from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model, warm_up_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +131,7 @@ def main() -> None:
     say(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    asked = questions(
+    tasks = load_tasks(
         config.task,
         config.data,
         held_out=config.held_out,
@@ -156,11 +143,11 @@ def main() -> None:
     )
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
     sampling = Sampling(
-        max_new_tokens=asked.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
+        max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
     )
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
-    prompts = PromptLoader(asked.train, global_batch=config.prompts, seed=config.seed, **share)
-    say(f"data  {asked}")
+    prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
+    say(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- something to begin with
     first = config.pretrained or config.out / "sft-model"
@@ -168,14 +155,14 @@ def main() -> None:
         task, run = REFERENCE_TASKS[config.task], build(config, mesh, small_model(tokenizer.vocab_size))
         steps = task.sft_steps if config.sft_steps is None else config.sft_steps
         how = {"steps": steps, "seed": config.seed, "seq_len": config.seq_len, "speaks": speaks}
-        begin(run, mk.adamw(run, lr=task.sft_lr), asked.train, tokenizer, first, **how)
+        warm_up_policy(run, mk.adamw(run, lr=task.sft_lr), tasks.train, tokenizer, first, **how)
     run = build(config, mesh, config_from_pretrained(first))
     load_pretrained(run.model, first)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     say(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
 
     def held_out_score() -> float:
-        return greedy_score(run, asked.held_out, tokenizer, asked.score, sampling=sampling)
+        return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling)
 
     # ---------------------------------------------------------------------------------------------- where we stopped
     checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=2)
@@ -195,23 +182,22 @@ def main() -> None:
         meter = Meter(total_steps=config.rounds, start_step=start, devices=mesh.spec.world_size, device=mesh.device)
         for round in range(start + 1, config.rounds + 1):
             # What the model writes, what that is worth, and which of it all ranks keep.
-            prompted = next(prompts)
+            asked = encode_prompts(next(prompts), tokenizer)
             written = generate(
-                run, encode_prompts(prompted, tokenizer), sampling=sampling, samples=config.samples, seed=config.seed
+                run, asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode
             )
-            answers = answers_of(written, dict(prompted), tokenizer)
-            scores = score_on_mesh(mesh, answers, asked.score)
-            rewards = torch.from_numpy(scores.own.totals)
-            groups = torch.tensor([each.prompt.key for each in written], dtype=torch.int64)
+            scores = score_on_mesh(mesh, written, tasks.score)
+            rewards = torch.tensor([rollout.reward for rollout in scores.rollouts], dtype=torch.float64)
+            groups = torch.tensor([rollout.key for rollout in scores.rollouts], dtype=torch.int64)
             chosen = select_best(rewards, groups, best=config.best) & select_above(rewards, config.threshold)
-            own = [lesson(each) for each, keep in zip(written, chosen.tolist(), strict=True) if keep]
+            own = [lesson(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep]
             kept = [example for part in gather_over_data(mesh, own) for example in part]
 
             # What it learns from that.
             scalars = {"reward": scores.mean, "kept": len(kept), "answer_tokens": scores.tokens / scores.answers}
             scalars |= {f"unscored/{kind}": count for kind, count in scores.unscored.items()}
             if kept:
-                teach(
+                sft_steps(
                     run,
                     optimizer,
                     kept,
@@ -232,7 +218,7 @@ def main() -> None:
                     scalars["held_out"] = held_out_score()
                     say(f"round {round}: held out {scalars['held_out']:.3f}, reward {scores.mean:.3f}")
                     if speaks:
-                        show_samples(round, SAMPLE_NAMES, sample_rows(answers, scores.own.totals), logger)
+                        show_samples(round, SAMPLE_NAMES, sample_rows(scores.rollouts), logger)
                 logger.log(round, {**scalars, **reading.scalars()})
                 leaving = signals.should_stop(mesh)
                 if round % config.save_every == 0 or round == config.rounds or leaving:
@@ -244,13 +230,12 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- what came of it
     export = config.out / f"model-{config.rounds}"
     export_model(run, export, tokenizer)
-    say(f"\nheld out, {len(asked.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
+    say(f"\nheld out, {len(tasks.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
 
 
-def lesson(written: Completion) -> Example:
-    """The answer as if it were data: only what the model wrote is learnt, its end too."""
-    ids = np.concatenate([written.prompt.ids, written.ids])
-    return Example(ids=ids, learn=np.arange(len(ids)) >= len(written.prompt.ids))
+def lesson(rollout: Rollout) -> Example:
+    """The rollout as if it were data: only what the model wrote is learnt, its end too."""
+    return Example(ids=rollout.tokens, learn=np.arange(len(rollout.tokens)) >= len(rollout.prompt_ids))
 
 
 if __name__ == "__main__":

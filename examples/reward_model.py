@@ -28,10 +28,11 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import count_pairs, reward_objective
-from meshkit.algos.tally import Tally
+from meshkit.algos.preference import count_pairs, reward_objective
+from meshkit.algos.sft import sft_phase
 from meshkit.data import ExampleLoader, Record, augment_across_prompts, check_examples, encode_pairs, fit
 from meshkit.launch import run_main
+from meshkit.metrics import MetricSums
 from meshkit.recipes import (
     PairFlags,
     ParallelFlags,
@@ -43,7 +44,6 @@ from meshkit.recipes import (
     print0,
     text_encoder,
 )
-from meshkit.sft_phase import sft_phase
 
 DEMO = mk.models.LlamaConfig(
     vocab_size=1024,
@@ -140,22 +140,22 @@ def main() -> None:
     print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
 
     # ---------------------------------------------------------------------------------------------- the loop
-    def without_centring(batch: dict[str, Tensor], tally: Tally) -> object:
-        return reward_objective(mesh, batch, tally=tally)  # so that runs compare
+    def without_centring(batch: dict[str, Tensor], metrics: MetricSums) -> object:
+        return reward_objective(mesh, batch, metrics=metrics)  # so that runs compare
 
-    tally = Tally(mesh, (*SEEN, "tokens"))
+    sums = MetricSums(mesh, (*SEEN, "tokens"))
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
-            objective = reward_objective(mesh, batch, center=config.center, tally=tally)
-            with session.trace_pipeline():
+            objective = reward_objective(mesh, batch, center=config.center, metrics=sums)
+            with session.trace_pipeline(run):
                 loss = run.forward_backward(batch, loss=objective, count=count_pairs, microbatches=config.microbatches)
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            means = tally.means(config.global_batch)
+            means = sums.means(config.global_batch)
             tokens = round(means.pop("tokens") * config.global_batch)
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
             session.stop_clock(tokens=tokens)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.answers import dft_loss
+from meshkit.algos.sft import dft_loss
 from meshkit.data import ExampleLoader, check_examples
 from meshkit.launch import run_main
 from meshkit.metrics import ModelFlops
@@ -161,7 +161,7 @@ def main() -> None:
             print0(f"held out before the first step: {evaluate():.3f} nats per token")
         for step in session.steps():
             batch = next(loader)
-            with session.trace_pipeline():
+            with session.trace_pipeline(run):
                 loss = run.forward_backward(batch, microbatches=config.microbatches, loss=objective, step=step)
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):

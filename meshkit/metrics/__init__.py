@@ -18,3 +18,4 @@ from ._progress import Progress as Progress
 from ._samples import show_samples as show_samples
 from ._stragglers import Report as Report
 from ._stragglers import Stragglers as Stragglers
+from ._sums import MetricSums as MetricSums

@@ -44,8 +44,6 @@ class RunFlags:
     save_every: int = 50
     keep: int = 2
     """checkpoints, the newest ones; older ones are deleted"""
-    max_skips: int = 0
-    """steps in a row whose gradients may be not finite; they are skipped"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     seed: int = 0
@@ -72,6 +70,8 @@ class StepFlags(LearnFlags):
 
     steps: int = 160
     lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    max_skips: int = 0
+    """steps in a row whose gradients may be not finite; they are skipped"""
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
         """Warm-up, then down to a tenth of --lr, as --lr-kind says."""
@@ -247,3 +247,39 @@ class PairFlags(ModelFlags):
     """what becomes of a pair longer than seq_len"""
     cache: Path = Path("~/.cache/meshkit")
     """the tokenizer made from the data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFlags(ModelFlags):
+    """Reinforcement learning: what is asked, who answers, and what an answer is worth."""
+
+    pretrained: Path | None = None
+    """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
+    task: Literal["addition", "reversal", "countdown"] = "addition"
+    """without --data"""
+    data: tuple[Path, ...] = ()
+    """JSONL, Parquet or Arrow files with prompts and what the reward reads; needs --pretrained"""
+    held_out: float = 0.05
+    """part of the rows that is only evaluated on"""
+    reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
+    """default: the task's; "exact" with --data"""
+    reward_timeout_s: float = 10.0
+    """of each answer"""
+    fail_fast: bool = False
+    """stop if an answer cannot be scored; else such answers are left out, counted and shown"""
+    prompts: int = 32
+    """of one step, over all ranks"""
+    samples: int = 16
+    """answers to each"""
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """default: the task's, 256 with --data"""
+    engine: Literal["meshkit", "vllm"] = "meshkit"
+    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
+    vllm_memory: float = 0.3
+    """the part of a GPU that vllm may take"""
+    sft_steps: int | None = None
+    """without --pretrained: steps on right answers before; default: the task's"""
+    sft_lr: float | None = None
+    """of those steps; default: the task's"""
+    eval_prompts: int = 512

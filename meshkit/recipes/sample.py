@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.step import Run
 
 

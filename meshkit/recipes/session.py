@@ -38,7 +38,7 @@ from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, 
 from meshkit.parallel.pipeline import record_trace
 from meshkit.step import Run
 
-from .flags import RunFlags
+from .flags import RunFlags, StepFlags
 
 
 def print0(*values: Any) -> None:
@@ -54,7 +54,7 @@ class Session:
     where `saves(step)` says so, and gives the step it resumed from as `start`; all ranks of that mesh are in the session.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
-    guard: against gradients that are not finite. logger: for pictures and texts; `log` is for numbers.
+    guard: against gradients that are not finite. scalars: the line of this step so far. logger: for pictures and texts; `log` is for numbers.
     Every rank calls every method, at the same steps.
     """
 
@@ -72,7 +72,7 @@ class Session:
     ) -> None:
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = start, False, False
-        self.guard = NonFiniteGuard(max_skips=config.max_skips)
+        self.guard = NonFiniteGuard(max_skips=config.max_skips if isinstance(config, StepFlags) else 0)
         self._run = run if isinstance(run, Run) else None
         self._config, self._unit, self._writes = config, unit, writes
         self._total: int = getattr(config, f"{unit}s")
@@ -83,7 +83,7 @@ class Session:
         self._step = start
         self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
         self._clock_stopped = False
-        self._scalars: dict[str, float] = {}  # the line of this step
+        self.scalars: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         run, config = self._run, self._config
@@ -146,7 +146,7 @@ class Session:
                         f"step {step}: its time has no end. Call session.stop_clock(tokens=...) in every step."
                     )
                 if stragglers.last is not None and stragglers.last.step == step:
-                    self._scalars |= stragglers.last.scalars()
+                    self.scalars |= stragglers.last.scalars()
                     if stragglers.slow is not None:
                         print0(stragglers.slow)
                 self._end(step)
@@ -162,12 +162,12 @@ class Session:
         """
         self._clock_stopped = True
         self._measured.close()
-        self._scalars |= self._meter.step(tokens, flops_per_token=flops_per_token).scalars()
+        self.scalars |= self._meter.step(tokens, flops_per_token=flops_per_token).scalars()
         self._pause.enter_context(self._meter.paused())
 
     def log(self, **scalars: float | Tensor) -> None:
         """Add numbers to this step's line; a tensor of one element is waited for."""
-        self._scalars.update((name, float(value)) for name, value in scalars.items())
+        self.scalars.update((name, float(value)) for name, value in scalars.items())
 
     def evaluates(self, step: int) -> bool:
         """Whether the step is one of --eval-every, or the last."""
@@ -183,22 +183,21 @@ class Session:
         due = step % self._config.save_every == 0 or step == self._total or self._leaving
         return due and self._writes
 
-    def trace_pipeline(self) -> AbstractContextManager[None]:
+    def trace_pipeline(self, run: Run) -> AbstractContextManager[None]:
         """Around forward and backward: with --profile and pp, records the second step and draws it beside its simulation."""
-        assert self._run is not None
         enabled = self._config.profile and self._step == self.start + 2
-        return record_trace(self._run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
+        return record_trace(run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
 
     def _begin(self, step: int) -> None:
-        self._step, self._leaving, self._clock_stopped, self._scalars = step, None, False, {}
+        self._step, self._leaving, self._clock_stopped, self.scalars = step, None, False, {}
         if self._scheduler is not None:
-            self._scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
+            self.scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
 
     def _end(self, step: int) -> None:
-        self._scalars["skipped_steps"] = self.guard.skipped
+        self.scalars["skipped_steps"] = self.guard.skipped
         if self._run is not None and self._run.offload is not None:
-            self._scalars.update(self._run.offload.last_step.scalars())
-        self.logger.log(step, self._scalars)
+            self.scalars.update(self._run.offload.last_step.scalars())
+        self.logger.log(step, self.scalars)
         saves = self.saves(step)
         self.stopped = bool(self._leaving) and step < self._total
         if saves and self._run is not None:

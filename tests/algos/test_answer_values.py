@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.answer_values import answer_values, with_values
-from meshkit.algos.answers import label_log_probs
+from meshkit.algos.rollout import example_values, label_log_probs
 from meshkit.data import Example, pack_step
 from tests.world import pool
 
@@ -46,8 +47,10 @@ def values_on(spec: str) -> tuple[int, list[np.ndarray]]:
     mesh = mk.init_mesh(spec)
     run = build(mesh)
     own = examples()[mesh.data_rank :: mesh.data_ranks] if mesh.data_ranks < 3 else examples()[: 0 if mesh.rank else 6]
-    found = answer_values(run, own, label_log_probs, seq_len=16, microbatches=2)
-    batch = pack_step([with_values(e, {"v": v}) for e, v in zip(own, found, strict=True)], seq_len=12, names=["v"])
+    found = example_values(run, own, label_log_probs, seq_len=16, microbatches=2)
+    batch = pack_step(
+        [replace(e, token_values={"v": v}) for e, v in zip(own, found, strict=True)], seq_len=12, names=["v"]
+    )
     assert torch.equal(batch["v"] != 0, batch["labels"] >= 0)  # they stand where their token is the label
     return mesh.data_rank, found
 

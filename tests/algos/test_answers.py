@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, count_pairs, label_log_probs, preference_objective, reward_objective
-from meshkit.algos.objectives import PreferenceLoss
-from meshkit.algos.tally import Tally
-from meshkit.algos.token_values import token_values
+from meshkit.algos.preference import PreferenceLoss, count_pairs, preference_objective, reward_objective
+from meshkit.algos.rollout import REFERENCE, label_log_probs, token_values
 from meshkit.data import ExampleLoader
 from meshkit.data.examples import Example, Pair
 from meshkit.errors import DataError
+from meshkit.metrics import MetricSums
 from meshkit.models import (
     LLAMA_PLAN,
     LlamaConfig,
@@ -139,14 +138,14 @@ def on_mesh(
     run = start(0)
     if what == "reward":
         expected = reward_on_one_device(config)
-        tally = Tally(mesh, ("accuracy", "score"))
-        loss = reward_objective(mesh, batch, tally=tally)
+        tally = MetricSums(mesh, ("accuracy", "score"))
+        loss = reward_objective(mesh, batch, metrics=tally)
     else:
         expected = dpo_on_one_device(config, mix=what == "mix")
-        tally = Tally(mesh, ("accuracy", "margin", "chosen_log_prob"))
+        tally = MetricSums(mesh, ("accuracy", "margin", "chosen_log_prob"))
         batch[REFERENCE] = token_values(start(1), batch, label_log_probs, microbatches=2)
         losses = MIX if what == "mix" else MIX[:1]
-        loss = preference_objective(mesh, batch, *losses, wpo=what == "mix", tally=tally)
+        loss = preference_objective(mesh, batch, *losses, wpo=what == "mix", metrics=tally)
     found = run.forward_backward(batch, loss=loss, count=count_pairs, microbatches=microbatches)
     accuracy = tally.means(PAIRS)["accuracy"]
     held_out, counted = run.evaluate(batch, loss=loss, count=count_pairs)
@@ -195,7 +194,7 @@ def test_pairs_equal_one_device_with_experts(what: str, axes: str) -> None:
 
 
 def tallied() -> str:
-    tally = Tally(mesh_for(""), ("accuracy", "perplexity"))
+    tally = MetricSums(mesh_for(""), ("accuracy", "perplexity"))
     with pytest.raises(DataError) as refused:
         tally.add(accuracy=torch.ones(2), margin=torch.ones(2))
     return str(refused.value)

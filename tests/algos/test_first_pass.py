@@ -11,14 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE, StepStatistics, count_pairs, preference_objective
-from meshkit.algos.first_pass import kto_reference_point, pair_statistics, reward_sums
-from meshkit.algos.objectives import PreferenceLoss, RunningMean, UnpairedLoss
-from meshkit.algos.tally import Tally
-from meshkit.algos.token_values import token_values
-from meshkit.algos.unpaired import count_answers, unpaired_objective
+from meshkit.algos.preference import (
+    PreferenceLoss,
+    RunningMean,
+    StepStatistics,
+    UnpairedLoss,
+    count_answers,
+    count_pairs,
+    kto_reference_point,
+    pair_statistics,
+    preference_objective,
+    reward_sums,
+    unpaired_objective,
+)
+from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader, Pair, split_mismatches, with_mismatches
 from meshkit.data.examples import Example, Unit
+from meshkit.metrics import MetricSums
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from tests.depth import thin
 from tests.own_part import difference
@@ -152,7 +161,7 @@ def on_mesh(axes: str, microbatches: int, chunk: int | None) -> dict[str, tuple[
         assert rewards.count == BEFORE.count + (2 * PAIRS if kind == "bco" else 0)
         loss = preference_objective(mesh, batch, paired, statistics=statistics)
         note(kind, run.forward_backward(batch, loss=loss, count=count_pairs, microbatches=microbatches))
-    tally = Tally(mesh, ("desirable", "desirable_reward", "undesirable_reward"))
+    tally = MetricSums(mesh, ("desirable", "desirable_reward", "undesirable_reward"))
     for kind, unpaired in UNPAIRED.items():
         answers, mismatched = split_mismatches(batch_of(mesh, labelled()))
         answers[REFERENCE], mismatched[REFERENCE] = (token_values(reference, part) for part in (answers, mismatched))
@@ -161,7 +170,7 @@ def on_mesh(axes: str, microbatches: int, chunk: int | None) -> dict[str, tuple[
             point = kto_reference_point(run, mismatched, microbatches=microbatches)
         elif kind == "bco_unpaired":
             point = BEFORE.after(reward_sums(run, answers, beta=BETA, microbatches=microbatches)).mean
-        loss = unpaired_objective(mesh, answers, unpaired, reference_point=point, tally=tally)
+        loss = unpaired_objective(mesh, answers, unpaired, reference_point=point, metrics=tally)
         note(kind, run.forward_backward(answers, loss=loss, count=count_answers, microbatches=microbatches))
         assert tally.means(PAIRS)["desirable"] == pytest.approx(2 / PAIRS)
     return found

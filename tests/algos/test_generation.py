@@ -16,12 +16,10 @@ import transformers
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import model_inputs
-from meshkit.algos.generation import CachePolicy, Completion, Prompt, Sampling, generate
-from meshkit.algos.generation._cache import Pages
-from meshkit.algos.generation._choose import choose
-from meshkit.algos.generation._queue import Queue
-from meshkit.algos.token_values import token_values
+from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, model_inputs, token_values
+from meshkit.algos.rollout._cache import Pages
+from meshkit.algos.rollout._sampler import choose
+from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.memory.linear_logits import as_logits
 from meshkit.memory.token_log_probs import token_log_probs
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
@@ -36,22 +34,22 @@ VOCABULARY = 61  # which no tp here divides
 PROMPTS = [Prompt(ids=np.arange(3, 3 + length) * 7 % VOCABULARY, key=100 + length) for length in (5, 1, 16, 9, 23)]
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(4, 11))
 
-Answers = list[tuple[int, int, list[int], list[float], str]]  # key, sample, ids, log-probabilities, reason
+Answers = list[tuple[int, list[int], list[float], bool]]  # key, ids, log-probabilities, truncated
 
 
-def answers(found: list[Completion]) -> Answers:
-    return [(c.prompt.key, c.sample, c.ids.tolist(), c.log_probs.tolist(), c.reason) for c in found]
+def answers(found: list[Rollout]) -> Answers:
+    return [(c.key, c.ids.tolist(), c.log_probs.tolist(), c.truncated) for c in found]
 
 
-def log_probs_of_training(run: mk.Run, found: list[Completion], temperature: float) -> list[np.ndarray]:
+def log_probs_of_training(run: mk.Run, found: list[Rollout], temperature: float) -> list[np.ndarray]:
     """Of each answer's tokens, by the path that losses take; a row of padding where a rank has no answer."""
-    rows = [np.concatenate([c.prompt.ids, c.ids]) for c in found]
+    rows = [c.tokens for c in found]
     width = 48
     ids = torch.zeros(max(1, len(rows)), width + 1, dtype=torch.int64)
     labels = torch.full((max(1, len(rows)), width), -100)
     for index, (row, completion) in enumerate(zip(rows, found, strict=True)):
         ids[index, : len(row)] = torch.from_numpy(row)
-        begin = len(completion.prompt.ids) - 1
+        begin = len(completion.prompt_ids) - 1
         labels[index, begin : len(row) - 1] = torch.from_numpy(completion.ids)
 
     def values(model: nn.Module, part: dict[str, Any]) -> Tensor:
@@ -59,7 +57,7 @@ def log_probs_of_training(run: mk.Run, found: list[Completion], temperature: flo
 
     table = token_values(run, {"input_ids": ids[:, :-1], "labels": labels}, values)
     return [
-        table[index, len(c.prompt.ids) - 1 : len(c.prompt.ids) - 1 + len(c.ids)].numpy()
+        table[index, len(c.prompt_ids) - 1 : len(c.prompt_ids) - 1 + len(c.ids)].numpy()
         for index, c in enumerate(found)
     ]
 
@@ -180,7 +178,7 @@ def greedy_answers() -> list[tuple[list[int], list[int]]]:
         plain = copy.deepcopy(model)
         run = mk.parallelize(model, mesh, compile=compiled)
         found = generate(run, PROMPTS, sampling=sampling, cache=CachePolicy(page_tokens=4, max_sequences=3))
-        pairs += [(c.ids.tolist(), greedy_without_a_cache(plain, c.prompt.ids, 10)) for c in found]
+        pairs += [(c.ids.tolist(), greedy_without_a_cache(plain, c.prompt_ids, 10)) for c in found]
     return pairs
 
 
@@ -200,7 +198,7 @@ def beside_transformers(folder: str) -> list[tuple[list[int], list[int]]]:
     found = generate(run, prompts, sampling=Sampling(max_new_tokens=20, temperature=0, stop_ids=ends))
     pairs = []
     for completion in found:
-        ids = torch.from_numpy(completion.prompt.ids).unsqueeze(0)
+        ids = torch.from_numpy(completion.prompt_ids).unsqueeze(0)
         out = theirs.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=list(ends), pad_token_id=0)
         pairs.append((completion.ids.tolist(), out[0, ids.shape[1] :].tolist()))
     return pairs
@@ -262,7 +260,7 @@ def test_a_sharded_vocabulary_draws_the_same_tokens(options: dict[str, Any]) -> 
 # ------------------------------------------------------------------------------------------ ends, memory, refusals
 
 
-def ended_by_text() -> list[tuple[list[int], str]]:
+def ended_by_text() -> list[tuple[str, bool]]:
     run = start(PLAIN)
 
     def decode(ids: list[int]) -> str:
@@ -270,15 +268,16 @@ def ended_by_text() -> list[tuple[list[int], str]]:
 
     sampling = Sampling(max_new_tokens=40, stop_strings=("F", "ab"))
     found = generate(run, PROMPTS, sampling=sampling, samples=4, decode=decode)
-    return [(decode(c.ids.tolist()), c.reason) for c in found]
+    assert [c.text for c in found] == [decode(c.ids.tolist()) for c in found]
+    return [(c.text, c.truncated) for c in found]
 
 
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string() -> None:
     found = pool(1).run(ended_by_text)[0]
-    assert {reason for _, reason in found} == {"stop", "length"}
-    for text, reason in found:
+    assert {truncated for _, truncated in found} == {False, True}
+    for text, truncated in found:
         stopped = text.endswith(("F", "ab"))
-        assert stopped == (reason == "stop") and (stopped or len(text) == 40)
+        assert stopped != truncated and (stopped or len(text) == 40)
         assert "F" not in text[:-1] and "ab" not in text[:-1]
 
 
@@ -286,21 +285,21 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     prompts = [Prompt(ids=np.arange(10), key=0), Prompt(ids=np.arange(8), key=1)]
     policy, pages = CachePolicy(page_tokens=4, max_tokens=40), Pages()
     streams = np.zeros((2, 3), np.int64)
-    queue = Queue(prompts, 3, streams, Sampling(max_new_tokens=4), policy, pages)
-    step = queue.next_step()
+    scheduler = Scheduler(prompts, 3, streams, Sampling(max_new_tokens=4), policy, pages)
+    step = scheduler.next_step()
     assert [begin.group.prompt for begin in step.begins] == [0]  # 2 + 3 * 2 pages of 10; the other needs 2 + 3 * 1
     first, second, third = step.draws
     assert list(first.table[:2]) == list(second.table[:2]) == list(third.table[:2])
     assert step.copies == ([first.table[2]] * 2, [second.table[2], third.table[2]])
     assert pages.used == 5
     for _ in range(3):
-        step = queue.next_step()
+        step = scheduler.next_step()
     assert pages.used == 8 and step.begins == []
-    queue.end([first, third])
-    step = queue.next_step()
+    scheduler.end([first, third])
+    step = scheduler.next_step()
     assert [begin.group.prompt for begin in step.begins] == [1]  # what two have given back is enough
-    queue.end(list(queue.growing))
-    assert queue.done and pages.used == 0 and pages.ever == 8
+    scheduler.end(list(scheduler.growing))
+    assert scheduler.done and pages.used == 0 and pages.ever == 8
 
 
 @pytest.mark.parametrize(
@@ -313,7 +312,7 @@ def test_pages_are_shared_copied_and_given_back() -> None:
         (lambda: Sampling(max_new_tokens=1, stop_strings=("",)), r"stop_strings=\('',\)\): it must be strings of at"),
         (lambda: CachePolicy(page_tokens=0), r"CachePolicy\(page_tokens=0\): it must be at least 1"),
         (
-            lambda: Queue(PROMPTS[:1], 1, np.zeros((1, 1)), SAMPLING, CachePolicy(max_tokens=8), Pages()),
+            lambda: Scheduler(PROMPTS[:1], 1, np.zeros((1, 1)), SAMPLING, CachePolicy(max_tokens=8), Pages()),
             r"a prompt of 5 ids and 12 new tokens need a cache of 16 tokens, but CachePolicy\(max_tokens=8\)",
         ),
     ],

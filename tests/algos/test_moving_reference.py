@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.objectives import update_reference
+from meshkit.algos.preference import update_reference
 from meshkit.errors import PlanError
 from meshkit.sharding import full_tensor
 from tests.parity.cases import mesh_for

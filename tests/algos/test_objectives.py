@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshkit.algos.objectives import (
+from meshkit.algos.preference import (
     Pairs,
     PreferenceLoss,
     RewardValues,
@@ -19,17 +19,16 @@ from meshkit.algos.objectives import (
     answer_positions,
     bradley_terry,
     desensitised_logps,
-    dft_losses,
     haf,
     length_ratio,
     log_sum_squares,
     pcrm,
     preference_loss,
     sequence_logps,
-    sft_losses,
     unpaired_loss,
     wpo_weights,
 )
+from meshkit.algos.sft import dft_losses, sft_losses
 
 TOL = 1e-12  # only the order of fp64 operations differs
 N = 5

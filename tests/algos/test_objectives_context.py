@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.objectives import (
+from meshkit.algos.preference import (
     Pairs,
     PreferenceLoss,
     packed_logps,

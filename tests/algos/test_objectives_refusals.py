@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshkit.algos.objectives import (
+from meshkit.algos.preference import (
     Pairs,
     PreferenceLoss,
     UnpairedLoss,
@@ -17,9 +17,9 @@ from meshkit.algos.objectives import (
     haf,
     pcrm,
     preference_loss,
-    sft_losses,
     unpaired_loss,
 )
+from meshkit.algos.sft import sft_losses
 from meshkit.errors import DataError, PlanError
 
 X = torch.zeros(3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.objectives import (
+from meshkit.algos.preference import (
     PREFERENCE_KINDS,
     UNPAIRED_KINDS,
     Pairs,
@@ -33,7 +33,7 @@ from meshkit.algos.objectives import (
     sum_and_count,
     unpaired_loss,
 )
-from meshkit.algos.objectives._pairs import PER_PAIR
+from meshkit.algos.preference._pairs import PER_PAIR
 from meshkit.sharding import full_tensor
 from tests.parity.cases import mesh_for
 from tests.world import pool

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshkit.algos.objectives import (
+from meshkit.algos.preference import (
     Pairs,
     PreferenceLoss,
     UnpairedLoss,
@@ -26,11 +26,11 @@ from meshkit.algos.objectives import (
     mean_of,
     preference_loss,
     sequence_logps,
-    sft_losses,
     sum_and_count,
     unpaired_loss,
     wpo_weights,
 )
+from meshkit.algos.sft import sft_losses
 
 TOL_FP64 = 1e-14  # the order of operations; losses up to 51
 TOL_FP32 = 1e-6  # for the one case that TRL can only compute in fp32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshkit.algos.objectives import PREFERENCE_KINDS, PreferenceLoss, parse_losses
+from meshkit.algos.preference import PREFERENCE_KINDS, PreferenceLoss, parse_losses
 from meshkit.errors import PlanError
 
 

@@ -17,7 +17,6 @@ from meshkit.algos.policy import (
     PRESETS,
     REINFORCE,
     AdaptiveKL,
-    Answers,
     Cispo,
     Clip,
     Correction,
@@ -25,6 +24,7 @@ from meshkit.algos.policy import (
     OffPolicyMask,
     PolicyLoss,
     Reinforce,
+    SegmentIndex,
     Vespo,
     gae,
     group_advantages,
@@ -102,7 +102,7 @@ def test_a_weighted_k3_has_the_gradient_of_kl_whoever_wrote() -> None:
     logits = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
     old, reference = (torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
     loss = PolicyLoss(kl=KL(estimator="k3", coefficient=1.0, weighted=True))
-    answers = Answers.of_rows(torch.ones(7, 1))
+    answers = SegmentIndex.of_rows(torch.ones(7, 1))
     log_probs = logits.log_softmax(0)
     values = policy_loss(
         loss,
@@ -141,9 +141,9 @@ def test_a_controller_follows_its_target_and_goes_on_from_its_state() -> None:
 # --------------------------------------------------------------------------------------------- ratios and bounds
 
 
-def example() -> tuple[Answers, Tensor, Tensor, Tensor]:
+def example() -> tuple[SegmentIndex, Tensor, Tensor, Tensor]:
     """Two answers of 3 and 1 tokens in one row, with the other's tokens between."""
-    answers = Answers(mask=torch.tensor([[1, 1, 0, 1, 1]]).bool(), index=torch.tensor([[0, 1, 0, 0, 0]]), count=2)
+    answers = SegmentIndex(mask=torch.tensor([[1, 1, 0, 1, 1]]).bool(), index=torch.tensor([[0, 1, 0, 0, 0]]), count=2)
     log_probs = fp64([-1.0, -2.0, math.nan, -0.5, -3.0]).requires_grad_()
     return answers, log_probs, fp64([-1.2, -1.0, math.nan, -0.5, -2.0]), fp64([2.0, -1.0, math.nan, 2.0, 2.0])
 
@@ -193,7 +193,7 @@ def test_on_policy_every_bound_has_the_gradient_of_reinforce() -> None:
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_answer() -> None:
-    answers = Answers.of_rows(torch.ones(1, 3))
+    answers = SegmentIndex.of_rows(torch.ones(1, 3))
     log_probs = fp64([math.log(5), math.log(2), math.log(0.5)]).requires_grad_()
     loss = PolicyLoss(clip=Clip(low=0.2, high=0.2, dual=3.0))
     values = policy_loss(loss, answers, log_probs, fp64([-1.0, -1, -1]), old_log_probs=torch.zeros(1, 3))

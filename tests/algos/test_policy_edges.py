@@ -15,20 +15,25 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos import policy_answers
-from meshkit.algos.answers import label_log_probs
-from meshkit.algos.policy import DAPO, DR_GRPO, GRPO, KL, PPO, REINFORCE_PP, PolicyLoss
-from meshkit.algos.policy_answers import answer_example, step_advantages
-from meshkit.algos.policy_step import (
+from meshkit.algos.policy import (
+    DAPO,
+    DR_GRPO,
+    GRPO,
+    KL,
+    PPO,
+    REINFORCE_PP,
+    PolicyLoss,
+    _step_advantages,
     count_answers,
     critic_values,
     policy_count,
     policy_metrics,
     policy_objective,
-    policy_tally,
+    policy_sums,
+    step_advantages,
     value_objective,
 )
-from meshkit.algos.token_values import token_values
+from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.data import Example, check_examples, pack_step, train_tokenizer
 from meshkit.errors import DataError
 from meshkit.memory.token_log_probs import token_log_probs
@@ -66,15 +71,14 @@ def examples(*, mask_truncated: bool = False) -> list[Example]:
         if index != 2:
             completion[-1] = END
         made.append(
-            answer_example(
-                draw.integers(1, 24, 3),
-                completion,
+            Rollout(
+                prompt_ids=draw.integers(1, 24, 3),
+                ids=completion,
                 reward=float(draw.normal()),
-                group=index % 3,
+                key=index % 3,
                 truncated=index == 2,
-                mask_truncated=mask_truncated,
-                rollout_log_probs=-3 * draw.random(tokens),
-            )
+                log_probs=-3 * draw.random(tokens),
+            ).example(mask_truncated=mask_truncated)
         )
     return made
 
@@ -101,8 +105,8 @@ def learn(
     run: mk.Run, batch: dict[str, Tensor], loss: PolicyLoss, microbatches: int = 1
 ) -> tuple[float, Tensor, dict[str, float], int]:
     """Loss, gradients end to end, metrics, and how often this rank ran the model."""
-    calls, tally = [0], policy_tally(run.mesh)
-    objective = policy_objective(run.mesh, batch, loss, tally=tally)
+    calls, tally = [0], policy_sums(run.mesh)
+    objective = policy_objective(run.mesh, batch, loss, metrics=tally)
 
     def counted(model: nn.Module, part: dict[str, Any]) -> Tensor:
         calls[0] += 1
@@ -243,19 +247,19 @@ def test_09_no_second_beginning_is_added() -> None:
     tokenizer = train_tokenizer(["a text " * 40], vocab_size=300)
     bos, end = tokenizer.bos_id, tokenizer.eos_id
     assert bos is not None
-    once = answer_example([bos, 5, 6], [7, end], reward=1.0, group=0)
+    once = Rollout(prompt_ids=[bos, 5, 6], ids=[7, end], reward=1.0).example()
     assert once.ids.tolist() == [bos, 5, 6, 7, end]
     check_examples([once], tokenizer)
     with pytest.raises(DataError, match="begin with two BOS"):
-        check_examples([answer_example([bos, bos, 5], [7, end], reward=1.0, group=0)], tokenizer)
+        check_examples([Rollout(prompt_ids=[bos, bos, 5], ids=[7, end], reward=1.0).example()], tokenizer)
 
 
 def test_10_tokens_are_learnt_as_they_were_generated() -> None:
     """Ids in, ids out: what makes batches knows no tokenizer, so nothing is decoded and encoded again."""
-    made = answer_example([3, 3], [5, 1, 1, 5, END], reward=1.0, group=0)
+    made = Rollout(prompt_ids=[3, 3], ids=[5, 1, 1, 5, END], reward=1.0).example()
     batch = pack_step([made], seq_len=8)
     assert batch["labels"][0].tolist() == [-100, 5, 1, 1, 5, END, -100, -100]
-    assert "okenizer" not in inspect.getsource(policy_answers)
+    assert "okenizer" not in inspect.getsource(Rollout) + inspect.getsource(_step_advantages)
 
 
 def test_11_temperature_divides_logits_before_the_softmax() -> None:
@@ -296,7 +300,7 @@ def test_13_packed_answers_do_not_see_each_other() -> None:
 
 def test_14_an_id_outside_of_the_vocabulary_is_refused() -> None:
     """A model's rows beyond its tokenizer can be sampled; an id beyond the model's cannot be learnt."""
-    made = answer_example([1], [23, 24], reward=1.0, group=0, source="answer 7")
+    made = Rollout(prompt_ids=[1], ids=[23, 24], reward=1.0, source="answer 7").example()
     assert pack_step([made], seq_len=8, vocab_size=25)["labels"].max() == 24
     with pytest.raises(DataError, match="answer 7: id 24 at position 2 is outside the vocabulary of 24"):
         pack_step([made], seq_len=8, vocab_size=24)
@@ -358,4 +362,4 @@ def test_what_a_step_needs_is_said() -> None:
     with pytest.raises(DataError, match="the batch has no returns. Add those of step_advantages with a GAE"):
         value_objective(None, batch)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="an answer: rollout_log_probs has 1 entries for a completion of 2 tokens"):
-        answer_example([1], [2, 3], reward=1.0, group=0, rollout_log_probs=[-1.0])
+        Rollout(prompt_ids=[1], ids=[2, 3], reward=1.0, log_probs=[-1.0]).example()

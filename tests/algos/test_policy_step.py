@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.answers import label_log_probs
 from meshkit.algos.policy import (
     DAPO,
     DR_GRPO,
@@ -24,27 +23,25 @@ from meshkit.algos.policy import (
     KL,
     PPO,
     RLOO,
-    Answers,
     Clip,
     Correction,
     OffPolicyMask,
     PolicyLoss,
-    group_advantages,
-    policy_loss,
-)
-from meshkit.algos.policy_answers import answer_example, step_advantages
-from meshkit.algos.policy_step import (
+    SegmentIndex,
     critic_values,
+    group_advantages,
     policy_count,
+    policy_loss,
     policy_metrics,
     policy_objective,
-    policy_tally,
+    policy_sums,
+    step_advantages,
+    step_within,
     value_metrics,
     value_objective,
-    value_tally,
+    value_sums,
 )
-from meshkit.algos.token_values import token_values
-from meshkit.algos.trust_region import step_within
+from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.data import pack_step
 from meshkit.models import LLAMA_PLAN, REWARD_PLAN, Llama, LlamaConfig, RewardModel
 from meshkit.sharding import full_tensor
@@ -89,13 +86,13 @@ def answers() -> list[dict[str, Any]]:
         tokens = [9, 1, 4, 6, 2, 8, 5, 3][index]
         made.append(
             {
-                "prompt": prompts[index % 2],
-                "completion": draw.integers(0, 32, tokens),
+                "prompt_ids": prompts[index % 2],
+                "ids": draw.integers(0, 32, tokens),
                 "reward": float("nan") if index == 4 else float(draw.integers(0, 4)),
-                "group": index % 2,
+                "key": index % 2,
                 "truncated": index == 5,
                 "wrote": np.arange(tokens) != 2 if tokens > 3 else None,
-                "rollout_log_probs": -1 - 3 * draw.random(tokens),
+                "log_probs": -1 - 3 * draw.random(tokens),
             }
         )
     return made
@@ -120,9 +117,9 @@ def alone(model: nn.Module) -> tuple[Tensor, Tensor]:
     """log-probability and entropy of each completion's token, [answers, 9], with an answer fed by itself."""
     found = []
     for answer in answers():
-        ids = torch.as_tensor(np.concatenate([answer["prompt"], answer["completion"]]))
-        logits = (model(ids[None])[0, len(answer["prompt"]) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        log_probs = logits.gather(-1, ids[len(answer["prompt"]) :, None])[:, 0]
+        ids = torch.as_tensor(np.concatenate([answer["prompt_ids"], answer["ids"]]))
+        logits = (model(ids[None])[0, len(answer["prompt_ids"]) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_probs = logits.gather(-1, ids[len(answer["prompt_ids"]) :, None])[:, 0]
         entropy = -(logits.exp() * logits).sum(-1)
         found.append([F.pad(x, (0, 9 - len(x))) for x in (log_probs, entropy)])
     return torch.stack([x for x, _ in found]), torch.stack([x for _, x in found])
@@ -147,7 +144,7 @@ def one_device(name: str) -> tuple[float, dict[str, Tensor], float]:
     log_probs, entropy = alone(model)
     rewards, groups = (torch.tensor([answer[key] for answer in answers()]) for key in ("reward", "group"))
     advantages = group_advantages(rewards, groups, loss.advantage).advantages  # type: ignore[arg-type]
-    layout = Answers.of_rows(mask())
+    layout = SegmentIndex.of_rows(mask())
     values = policy_loss(
         loss,
         layout,
@@ -155,7 +152,7 @@ def one_device(name: str) -> tuple[float, dict[str, Tensor], float]:
         layout.spread(advantages),
         old_log_probs=fixed(1),
         reference_log_probs=fixed(2),
-        rollout_log_probs=padded([answer["rollout_log_probs"] for answer in answers()]),
+        rollout_log_probs=padded([answer["log_probs"] for answer in answers()]),
         entropy=entropy,
     )
     total = values.losses.sum() / (mask().sum() if loss.counts_tokens else ANSWERS)
@@ -171,13 +168,13 @@ def gae_of_one_device() -> tuple[list[list[float]], list[list[float]], float, di
     old, critic = build(RewardModel, 3), build(RewardModel, 4)
 
     def of(model: nn.Module, answer: dict[str, Any]) -> Tensor:
-        ids = torch.as_tensor(np.concatenate([answer["prompt"], answer["completion"]]))
-        return model(ids[None])[0, len(answer["prompt"]) - 1 :]
+        ids = torch.as_tensor(np.concatenate([answer["prompt_ids"], answer["ids"]]))
+        return model(ids[None])[0, len(answer["prompt_ids"]) - 1 :]
 
     advantages, returns, kept, losses = [], [], [], []
     for row, answer in enumerate(answers()):
         values, learnt = of(old, answer).tolist(), mask()[row].tolist()
-        tokens = [t for t in range(len(answer["completion"])) if learnt[t]]
+        tokens = [t for t in range(len(answer["ids"])) if learnt[t]]
         scored = answer["truncated"] or answer["reward"] == answer["reward"]
         after, ahead, found = values[-1] if answer["truncated"] else 0.0, 0.0, {}
         for t in reversed(tokens):
@@ -211,7 +208,7 @@ def gae_of_one_device() -> tuple[list[list[float]], list[list[float]], float, di
 
 
 def batch_of(mesh: mk.Mesh) -> dict[str, Tensor]:
-    examples = [answer_example(**answer) for answer in answers()]
+    examples = [Rollout(**answer).example() for answer in answers()]
     return pack_step(examples, seq_len=ROW, rank=mesh.data_rank, ranks=mesh.data_ranks)
 
 
@@ -237,8 +234,8 @@ def policies_on_mesh(axes: str, microbatches: int) -> dict[str, float]:
         step = step_advantages(mesh, batch, loss)
         assert (step.answers, step.unscored, step.groups, step.uniform) == (ANSWERS, 1, 2, 0)
         batch |= step.values
-        tally = policy_tally(mesh)
-        objective = policy_objective(mesh, batch, loss, temperature=TEMPERATURE, tally=tally)
+        tally = policy_sums(mesh)
+        objective = policy_objective(mesh, batch, loss, temperature=TEMPERATURE, metrics=tally)
         value = run.forward_backward(batch, loss=objective, count=policy_count(loss), microbatches=microbatches)
         expected, gradients, rejected = one_device(name)
         metrics = policy_metrics(tally)
@@ -264,8 +261,8 @@ def critic_on_mesh(axes: str, microbatches: int) -> dict[str, float]:
         every = torch.tensor(sorted(x for one in own for x in one), dtype=torch.float64)
         here = batch[name][learn]
         found[name] = float((here[:, None] - every).abs().amin(1).max()) if len(here) else 0.0
-    run, tally = start(RewardModel, mesh, 4), value_tally(mesh)
-    loss = run.forward_backward(batch, loss=value_objective(mesh, batch, tally=tally), microbatches=microbatches)
+    run, tally = start(RewardModel, mesh, 4), value_sums(mesh)
+    loss = run.forward_backward(batch, loss=value_objective(mesh, batch, metrics=tally), microbatches=microbatches)
     found["critic"] = abs(loss.item() - expected)
     found["critic gradient"] = farthest(run, gradients)
     assert 0 <= value_metrics(tally)["clipped"] <= 1

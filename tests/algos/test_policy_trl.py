@@ -21,7 +21,6 @@ from meshkit.algos.policy import (
     PRESETS,
     RLOO,
     VESPO,
-    Answers,
     Cispo,
     Clip,
     GroupAdvantage,
@@ -29,6 +28,7 @@ from meshkit.algos.policy import (
     PolicyLoss,
     PolicyValues,
     Sapo,
+    SegmentIndex,
     group_advantages,
     high_entropy,
     policy_loss,
@@ -80,7 +80,7 @@ def objective(loss: PolicyLoss, values: PolicyValues) -> Tensor:
 def test_loss_and_gradient_equal_trl(name: str) -> None:
     case, given = CASES[name], log_probs()
     args, loss = case["args"], choices(case["args"])
-    answers = Answers.of_rows(MASK)
+    answers = SegmentIndex.of_rows(MASK)
     weights = None
     if args["quantile"] < 1:
         weights = (high_entropy(ENTROPY[MASK].float(), args["quantile"]) <= ENTROPY).double()
@@ -114,7 +114,7 @@ def test_every_case_of_trl_is_used() -> None:
 
 
 def test_rloo_equals_trl() -> None:
-    given, answers = log_probs(), Answers.of_rows(MASK)
+    given, answers = log_probs(), SegmentIndex.of_rows(MASK)
     values = policy_loss(RLOO, answers, given, answers.spread(ADVANTAGES), old_log_probs=OLD)
     total = objective(RLOO, values)
     total.backward()
@@ -146,5 +146,5 @@ def test_log_probs_and_entropy_equal_trl() -> None:
 )
 def test_losses_equal_what_several_libraries_say(loss: PolicyLoss, expected: float) -> None:
     token_advantages = torch.tensor(GOLDEN["inputs"]["token_advantages"], dtype=torch.float64)
-    values = policy_loss(loss, Answers.of_rows(MASK), log_probs(), token_advantages, old_log_probs=OLD)
+    values = policy_loss(loss, SegmentIndex.of_rows(MASK), log_probs(), token_advantages, old_log_probs=OLD)
     assert abs(objective(loss, values).item() - expected) <= 1e-9

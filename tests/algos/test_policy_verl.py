@@ -23,11 +23,11 @@ from meshkit.algos.policy import (
     KL,
     REINFORCE,
     SAPO,
-    Answers,
     Cispo,
     Clip,
     GroupAdvantage,
     PolicyLoss,
+    SegmentIndex,
     gae,
     group_advantages,
     kl_estimates,
@@ -49,7 +49,7 @@ def number(values: Any) -> Tensor:
 
 
 REWARDS, OLD, REF = (number(INPUTS[name]) for name in ("rewards", "old_logps", "ref_logps"))
-ANSWERS = Answers.of_rows(MASK)
+ANSWERS = SegmentIndex.of_rows(MASK)
 DUAL = Clip(low=0.2, high=0.28, dual=3.0)
 
 

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 import meshkit as mk
-from meshkit.algos.gather import gather_over_data
-from meshkit.algos.generation import Completion, Sampling
-from meshkit.algos.prompting import answers_of, completion_example, encode_prompts, greedy_score, sample_rows
-from meshkit.algos.questions import questions
-from meshkit.algos.reference_tasks import REFERENCE_TASKS, begin, forms_in_balance, small_model
-from meshkit.algos.rewards import Answer, Scores, score
-from meshkit.algos.teach import teach
+from meshkit.algos.rewards import Scores, score
+from meshkit.algos.rollout import Rollout, Sampling, encode_prompts
+from meshkit.algos.rollout._engine import Stopping
+from meshkit.algos.sft import sft_steps
+from meshkit.collectives import gather_over_data
 from meshkit.data import REFERENCE_ALPHABET, Example, Record, character_tokenizer
 from meshkit.models import config_from_pretrained, load_pretrained
+from meshkit.recipes.evaluation import greedy_score, sample_rows
+from meshkit.recipes.tasks import REFERENCE_TASKS, forms_in_balance, load_tasks, small_model, warm_up_policy
 from tests.world import pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
@@ -54,16 +54,27 @@ def test_prompts_begin_with_bos_and_answers_end_without_eos() -> None:
     (prompt,) = encode_prompts([(7, ROWS[3])], TOKENIZER)
     head = [] if TOKENIZER.bos_id is None else [TOKENIZER.bos_id]
     assert prompt.key == 7 and prompt.ids.tolist() == head + TOKENIZER.encode("1+1=")
-    ids = np.array([*TOKENIZER.encode("12"), TOKENIZER.eos_id])
-    written = [
-        Completion(prompt=prompt, sample=0, ids=ids, log_probs=np.array([-1.0, -2.0, -3.0]), reason="stop"),
-        Completion(prompt=prompt, sample=1, ids=ids[:2], log_probs=np.array([-1.0, -2.0]), reason="length"),
-    ]
-    stopped, cut = answers_of(written, {7: ROWS[3]}, TOKENIZER)
-    assert (stopped.text, stopped.truncated, cut.text, cut.truncated) == ("12", False, "12", True)
-    assert stopped.ids.tolist() == ids.tolist() and stopped.fields is ROWS[3].fields
-    assert sample_rows([stopped, cut], [1.0, 0.5]) == [("1+1=", "12", "", "1.00"), ("1+1=", "12", "cut", "0.50")]
-    example = completion_example(written[1], reward=0.5)
+    assert prompt.fields is ROWS[3].fields
+    ends = Stopping(Sampling(max_new_tokens=9, stop_ids=(TOKENIZER.eos_id,)), TOKENIZER.decode)
+    ids = [*TOKENIZER.encode("12"), TOKENIZER.eos_id]
+    assert ends.text(ids) == ends.text(ids[:2]) == "12" and ends.text([]) == ""
+    assert Stopping(Sampling(max_new_tokens=9), None).text(ids) == ""
+    stopped, cut = (
+        Rollout(
+            prompt_ids=prompt.ids,
+            ids=np.array(ids[:count]),
+            log_probs=np.array([-1.0, -2.0, -3.0][:count]),
+            text="12",
+            key=prompt.key,
+            fields=prompt.fields,
+            truncated=count == 2,
+            reward=reward,
+        )
+        for count, reward in ((3, 1.0), (2, 0.5))
+    )
+    assert sample_rows([stopped, cut]) == [("1+1=", "12", "", "1.00"), ("1+1=", "12", "cut", "0.50")]
+    example = cut.example()
+    assert example.ids.tolist() == cut.tokens.tolist() == [*prompt.ids.tolist(), *ids[:2]]
     assert example.learn.tolist() == [False] * len(prompt.ids) + [True] * 2
     assert example.token_values["rollout_log_probs"][-2:].tolist() == [-1.0, -2.0]
     assert example.scalars == {"groups": 7.0, "truncated": 1.0, "rewards": 0.5}
@@ -81,13 +92,13 @@ def test_every_rank_gets_what_each_data_rank_has(spec: str, expected: list) -> N
 
 def scored(spec: str) -> float:
     run = build(mk.init_mesh(spec))
-    task = questions("addition", seed=0, evaluated=5)
+    task = load_tasks("addition", seed=0, evaluated=5)
     return greedy_score(
         run, task.held_out, TOKENIZER, _length_scores, sampling=Sampling(max_new_tokens=3, stop_ids=(TOKENIZER.eos_id,))
     )
 
 
-def _length_scores(answers: Sequence[Answer]) -> Scores:
+def _length_scores(answers: Sequence[Rollout]) -> Scores:
     return score(answers, lambda answer: float(answer.ids.sum() + len(answer.fields["prompt"])))
 
 
@@ -99,18 +110,18 @@ def test_greedy_scores_are_of_all_rows_on_any_mesh() -> None:
 
 # ---------------------------------------------------------------------------------------------- questions
 def test_questions_are_those_of_the_task_unless_told() -> None:
-    found = questions("reversal", held_out=0.1, evaluated=3, seed=1)
+    found = load_tasks("reversal", held_out=0.1, evaluated=3, seed=1)
     task = REFERENCE_TASKS["reversal"]
     assert found.train == task.rows(held_out=0.1, seed=1).train
     assert len(found.held_out) == 3
     assert found.max_new_tokens == task.max_new_tokens == 6  # five letters and the end
-    assert questions("reversal", max_new_tokens=9).max_new_tokens == 9
+    assert load_tasks("reversal", max_new_tokens=9).max_new_tokens == 9
 
 
 def test_questions_of_files_are_checked_exactly(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"prompt": "{n}?", "completion": "{n}"}}\n' for n in range(40)))
-    found = questions("addition", [path], held_out=0.3)
+    found = load_tasks("addition", [path], held_out=0.3)
     assert len(found.train) + len(found.held_out) == 40 and found.max_new_tokens == 256
     assert str(found).startswith(f"{len(found.train)} prompts, {len(found.held_out)} held out, like ")
 
@@ -129,7 +140,7 @@ def taught(spec: str) -> list[float]:
     run = build(mk.init_mesh(spec))
     losses: list[float] = []
     optimizer = mk.adamw(run, lr=1e-2)
-    assert teach(
+    assert sft_steps(
         run,
         optimizer,
         lessons(),
@@ -168,7 +179,7 @@ def test_lessons_are_the_same_on_any_mesh_and_begin_at_the_loss_of_a_plain_loop(
 def begun(folder: str) -> float:
     mesh = mk.init_mesh("dp_shard=-1")
     run, again = build(mesh), build(mesh)
-    begin(run, mk.adamw(run, lr=1e-2), ROWS, TOKENIZER, Path(folder), steps=2, seed=3, seq_len=16)
+    warm_up_policy(run, mk.adamw(run, lr=1e-2), ROWS, TOKENIZER, Path(folder), steps=2, seed=3, seq_len=16)
     moved = max((a - b).abs().max().item() for a, b in zip(run.parameters(), again.parameters(), strict=True))
     assert moved > 0.01
     load_pretrained(again.model, Path(folder))

@@ -14,7 +14,6 @@ import torch
 
 import meshkit as mk
 from meshkit.algos.rewards import (
-    Answer,
     RewardPool,
     Scores,
     Unscored,
@@ -26,6 +25,7 @@ from meshkit.algos.rewards import (
     score_on_mesh,
     weighted_sum,
 )
+from meshkit.algos.rollout import Rollout
 from meshkit.errors import DataError, RewardError
 from meshkit.models.reward import REWARD_PLAN, RewardModel
 from tests.world import RankError, pool
@@ -42,11 +42,11 @@ CONFIG = mk.models.LlamaConfig(
 )
 
 
-def answer(text: str, *, truncated: bool = False, **fields: object) -> Answer:
-    return Answer(text=text, ids=np.arange(len(text) + 1), fields=fields, truncated=truncated)
+def answer(text: str, *, truncated: bool = False, **fields: object) -> Rollout:
+    return Rollout(text=text, ids=np.arange(len(text) + 1), fields=fields, truncated=truncated)
 
 
-def of_text(given: Answer) -> float | np.ndarray | None:
+def of_text(given: Rollout) -> float | np.ndarray | None:
     """A reward that does what the text says."""
     match given.text:
         case "raise":
@@ -153,7 +153,7 @@ def test_sums_are_of_weighted_parts_and_lack_what_a_part_lacks() -> None:
         weighted_sum({"a": (first, 1.0), "b": (Scores(values=()), 1.0)})
 
 
-def only_first_data_rank(answers: list[Answer], *, mesh: mk.Mesh) -> Scores:
+def only_first_data_rank(answers: list[Rollout], *, mesh: mk.Mesh) -> Scores:
     assert mesh["tp"].get_local_rank() == 0, "each answer is scored once"
     if answers and answers[0].text == "broken":
         raise KeyError("scorer")

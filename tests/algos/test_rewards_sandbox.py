@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshkit.algos.rewards import Answer, SandboxLimits, UnitTests, _sandbox, run_sandboxed, score
+from meshkit.algos.rewards import SandboxLimits, UnitTests, _sandbox, run_sandboxed, score
+from meshkit.algos.rollout import Rollout
 
 # The pipe has the number that it has in the process of the tests, which may hold many files open.
 TO_EVERY_PIPE = """
@@ -111,7 +112,7 @@ def test_code_is_worth_1_if_it_passes_its_tests() -> None:
     ]
     rows = [{"tests": tests}] * len(texts) + [{"prelude": "def double(x):\n", "tests": tests}, {}]
     texts += ["    return x * 2\n", "def double(x): return x + x"]
-    answers = [Answer(text=text, ids=np.arange(3), fields=row) for text, row in zip(texts, rows, strict=True)]
+    answers = [Rollout(text=text, ids=np.arange(3), fields=row) for text, row in zip(texts, rows, strict=True)]
     scores = score(answers, UnitTests(limits=LIMITS))
     np.testing.assert_array_equal(scores.totals, [1, 1, 0, 0, 0, 1, math.nan])
     assert scores.first_unscored == "raised: UnitTests: KeyError: 'tests'"
@@ -122,7 +123,7 @@ def test_without_a_sandbox_nothing_runs_and_nobody_is_wrong(monkeypatch: pytest.
     child = tmp_path / "child.py"
     child.write_text(_sandbox._CHILD.read_text().replace("version < 1", "version < 1000"))
     monkeypatch.setattr(_sandbox, "_CHILD", child)
-    answers = [Answer(text="x = 1", ids=np.arange(3), fields={"tests": "assert x"})]
+    answers = [Rollout(text="x = 1", ids=np.arange(3), fields={"tests": "assert x"})]
     scores = score(answers, UnitTests())
     assert scores.unscored == {"raised": 1}
     assert "run_sandboxed: the kernel has no Landlock. Run it on Linux 5.13 or later" in str(scores.first_unscored)

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import meshkit as mk
-from meshkit.algos.answers import REFERENCE
-from meshkit.algos.stored_reference import folder_fingerprint, stored_reference
-from meshkit.algos.token_values import token_values
+from meshkit.algos.preference import folder_fingerprint, stored_reference
+from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader
 from meshkit.data.examples import Pair
 from meshkit.errors import DataError

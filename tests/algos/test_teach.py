@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.teach import teach
+from meshkit.algos.sft import sft_phase, sft_steps
 from meshkit.models import LLAMA_PLAN
-from meshkit.sft_phase import sft_phase
 from tests.algos.test_answers import CONFIG, TOKENS, build, pairs
 from tests.parity.cases import mesh_for
 from tests.recipes.launch import read_losses
@@ -30,7 +29,7 @@ def left_and_continued(folder: str) -> tuple[list[bool], dict[int, float]]:
     chosen, seen, out = [pair.chosen for pair in pairs()], {}, Path(folder)
     first = {"each": lambda step, scalars: seen.update({step: scalars["loss"]}), "leave": lambda: len(seen) == 2}
     with mk.Checkpointer(out / "checkpoints") as checkpoints:
-        left = teach(*learner("dp_shard=2"), chosen, checkpoints=checkpoints, **first, **GIVEN)
+        left = sft_steps(*learner("dp_shard=2"), chosen, checkpoints=checkpoints, **first, **GIVEN)
     run, optimizer = learner("tp=2")
     return [left, sft_phase(run, optimizer, chosen, out, **GIVEN)], seen
 
@@ -39,7 +38,7 @@ def straight() -> list[float]:
     seen: list[float] = []
     run, optimizer = learner("")
     chosen = [pair.chosen for pair in pairs()]
-    assert teach(run, optimizer, chosen, each=lambda step, scalars: seen.append(scalars["loss"]), **GIVEN)
+    assert sft_steps(run, optimizer, chosen, each=lambda step, scalars: seen.append(scalars["loss"]), **GIVEN)
     return seen
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.generation import VllmEngine
+from meshkit.algos.rollout import VllmEngine
 from meshkit.errors import PlanError
 from meshkit.models import LLAMA_PLAN, Llama
 from tests.algos.vllm_ranks import CONFIG

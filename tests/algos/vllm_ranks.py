@@ -10,11 +10,8 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.answers import label_log_probs
-from meshkit.algos.generation import Completion, Prompt, Sampling, VllmEngine, generate
-from meshkit.algos.prompting import ANSWER_VALUES, completion_example
-from meshkit.algos.token_values import token_values
-from meshkit.data import pack_step
+from meshkit.algos.policy import pack_rollouts
+from meshkit.algos.rollout import Prompt, Rollout, Sampling, VllmEngine, generate, label_log_probs, token_values
 from meshkit.errors import PlanError
 from meshkit.launch import run_main
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
@@ -50,7 +47,7 @@ def main() -> None:
         greedy = Sampling(max_new_tokens=10, temperature=0.0, stop_ids=(7, 12, 40))
         found = engine(prompts, sampling=greedy, samples=2)
         _same(found, generate(run, prompts, sampling=greedy, samples=2))
-        assert any(life or each.reason == "stop" for each in found) or not found
+        assert any(life or not each.truncated for each in found) or not found
         ids = [each.ids.tolist() for each in found]
         assert ids != before or not found  # or old weights would go unseen
         before = ids
@@ -76,18 +73,17 @@ def _scale(run: mk.Run, factor: float) -> None:
             param.mul_(factor)
 
 
-def _same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+def _same(found: Sequence[Rollout], expected: Sequence[Rollout]) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.prompt.key, ours.sample, ours.reason) == (theirs.prompt.key, theirs.sample, theirs.reason)
+        assert (ours.key, ours.truncated, ours.text) == (theirs.key, theirs.truncated, theirs.text)
         assert ours.ids.tolist() == theirs.ids.tolist()
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=TOL_FP32)
 
 
-def _check_log_probs(run: mk.Run, written: Sequence[Completion]) -> None:
+def _check_log_probs(run: mk.Run, written: Sequence[Rollout]) -> None:
     """Against those that training computes."""
-    examples = [completion_example(each, reward=0.0) for each in written]
-    batch = pack_step(examples, seq_len=16, names=ANSWER_VALUES)
+    batch = pack_rollouts(written, seq_len=16)
     found = token_values(run, batch, label_log_probs).cpu()
     answered = batch["labels"] != -100
     torch.testing.assert_close(found[answered], batch["rollout_log_probs"][answered].to(found), atol=TOL_FP32, rtol=0)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from meshkit.algos.rewards import Answer, arithmetic, countdown
+from meshkit.algos.rewards import arithmetic, countdown
+from meshkit.algos.rollout import Rollout
 from meshkit.data import (
     REFERENCE_ALPHABET,
     TaskSplits,
@@ -25,9 +26,9 @@ from meshkit.errors import DataError
 MAKERS = [addition_tasks, reversal_tasks, countdown_tasks]
 
 
-def answers(tasks: TaskSplits) -> list[Answer]:
+def answers(tasks: TaskSplits) -> list[Rollout]:
     rows = [record.fields for record in tasks.train + tasks.held_out]
-    return [Answer(text=row["completion"], ids=[], fields=row) for row in rows]
+    return [Rollout(text=row["completion"], ids=[], fields=row) for row in rows]
 
 
 @pytest.mark.parametrize("make", MAKERS)

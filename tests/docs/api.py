@@ -11,11 +11,11 @@ from typing import Any
 
 import meshkit as mk
 import meshkit.algos.dataflow
-import meshkit.algos.generation
-import meshkit.algos.objectives
 import meshkit.algos.policy
+import meshkit.algos.preference
 import meshkit.algos.reallocate
 import meshkit.algos.rewards
+import meshkit.algos.rollout
 import meshkit.data
 import meshkit.metrics
 import meshkit.models
@@ -28,8 +28,8 @@ MODULES: list[ModuleType] = [
     meshkit.data,
     meshkit.metrics,
     meshkit.parallel.pipeline.schedules,
-    meshkit.algos.objectives,
-    meshkit.algos.generation,
+    meshkit.algos.preference,
+    meshkit.algos.rollout,
     meshkit.algos.policy,
     meshkit.algos.rewards,
     meshkit.algos.reallocate,

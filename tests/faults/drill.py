@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.algos.dataflow import Call, Flow, Sample
-from meshkit.algos.generation import Prompt, Sampling, generate
 from meshkit.algos.reallocate import prepare_reallocation
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.data import Loader
 from meshkit.launch import run_main
 from meshkit.metrics import Logger, Meter
@@ -53,7 +53,7 @@ BLOCKS = {
     "offload": Block("dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.ActivationOffload())),
     "checkpoint": Block("dp_shard=2", "/meshkit/checkpoint/", nan=False),
     "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
-    "generation": Block("dp_shard=2", "/meshkit/algos/generation/", nan=False),
+    "generation": Block("dp_shard=2", "/meshkit/algos/rollout/", nan=False),
     "dataflow": Block("dp_shard=2", "/meshkit/algos/dataflow/", nan=False),
     "reallocate": Block("dp_shard=2", "/meshkit/algos/reallocate/", nan=False),
 }

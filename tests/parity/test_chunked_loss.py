@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config, mtp_loss
 from meshkit.models.moe_plan import moe_plan
 from meshkit.sharding import full_tensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.models import Llama, load_pretrained, save_pretrained
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor

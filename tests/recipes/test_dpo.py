@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from meshkit.algos.objectives import parse_losses
+from meshkit.algos.preference import parse_losses
 from meshkit.errors import PlanError
 from meshkit.estimate._recipe import load_script
 from meshkit.models import Llama, config_from_pretrained, load_pretrained

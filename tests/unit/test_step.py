@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.generation import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.models import LLAMA_PLAN
 from meshkit.sharding import local_tensor
 from meshkit.step import split_rows

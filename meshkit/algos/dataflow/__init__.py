@@ -1,8 +1,14 @@
 """An algorithm as a graph of calls of models, each on a mesh of its own, one after the other or some iterations apart."""
 
-from meshkit.algos.dataflow._call import Call as Call
-from meshkit.algos.dataflow._call import Sample as Sample
-from meshkit.algos.dataflow._call import Sync as Sync
-from meshkit.algos.dataflow._flow import Flow as Flow
-from meshkit.algos.dataflow._program import Row as Row
-from meshkit.algos.dataflow._program import program as program
+from ._call import Call as Call
+from ._call import Sample as Sample
+from ._call import Sync as Sync
+from ._flow import Flow as Flow
+from ._program import Row as Row
+from ._program import program as program
+from ._rl import PROMPTED as PROMPTED
+from ._rl import ROLLOUT as ROLLOUT
+from ._rl import log_prob_call as log_prob_call
+from ._rl import reward_call as reward_call
+from ._rl import rollout_call as rollout_call
+from ._rl import rollout_of as rollout_of

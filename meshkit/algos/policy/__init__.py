@@ -1,4 +1,4 @@
-"""Policy losses as orthogonal choices with named presets: pure functions of tensors, as `meshkit.algos.objectives`."""
+"""Policy gradients: losses as orthogonal choices with named presets, as pure functions, and their objectives on a mesh."""
 
 from ._advantages import BASELINES as BASELINES
 from ._advantages import GroupAdvantage as GroupAdvantage
@@ -6,7 +6,6 @@ from ._advantages import GroupAdvantages as GroupAdvantages
 from ._advantages import Moments as Moments
 from ._advantages import group_advantages as group_advantages
 from ._advantages import whiten as whiten
-from ._answers import Answers as Answers
 from ._clips import Bound as Bound
 from ._clips import Cispo as Cispo
 from ._clips import Clip as Clip
@@ -17,14 +16,23 @@ from ._corrections import Correction as Correction
 from ._corrections import OffPolicyMask as OffPolicyMask
 from ._corrections import correction_weights as correction_weights
 from ._corrections import high_entropy as high_entropy
+from ._kl import AdaptiveKL as AdaptiveKL
 from ._kl import ESTIMATORS as ESTIMATORS
 from ._kl import KL as KL
-from ._kl import AdaptiveKL as AdaptiveKL
 from ._kl import kl_estimates as kl_estimates
 from ._loss import AGGREGATIONS as AGGREGATIONS
 from ._loss import PolicyLoss as PolicyLoss
 from ._loss import PolicyValues as PolicyValues
 from ._loss import policy_loss as policy_loss
+from ._objective import count_answers as count_answers
+from ._objective import critic_values as critic_values
+from ._objective import policy_count as policy_count
+from ._objective import policy_metrics as policy_metrics
+from ._objective import policy_objective as policy_objective
+from ._objective import policy_sums as policy_sums
+from ._objective import value_metrics as value_metrics
+from ._objective import value_objective as value_objective
+from ._objective import value_sums as value_sums
 from ._presets import CISPO as CISPO
 from ._presets import DAPO as DAPO
 from ._presets import DECOUPLED_PPO as DECOUPLED_PPO
@@ -43,6 +51,7 @@ from ._presets import REINFORCE_PP as REINFORCE_PP
 from ._presets import REINFORCE_PP_BASELINE as REINFORCE_PP_BASELINE
 from ._presets import REMAX as REMAX
 from ._presets import RLOO as RLOO
+from ._presets import ROLLOUT_RULES as ROLLOUT_RULES
 from ._presets import SAPO as SAPO
 from ._presets import VESPO as VESPO
 from ._ratios import RATIOS as RATIOS
@@ -54,9 +63,19 @@ from ._returns import gae as gae
 from ._returns import rewards_to_go as rewards_to_go
 from ._returns import token_rewards as token_rewards
 from ._sampling import Kept as Kept
+from ._sampling import RolloutRules as RolloutRules
 from ._sampling import keep_informative as keep_informative
 from ._sampling import overlong_penalty as overlong_penalty
 from ._sampling import select_above as select_above
 from ._sampling import select_best as select_best
+from ._sampling import step_rollouts as step_rollouts
+from ._segments import SegmentIndex as SegmentIndex
+from ._step_advantages import StepAdvantages as StepAdvantages
+from ._step_advantages import gather_answers as gather_answers
+from ._step_advantages import pack_rollouts as pack_rollouts
+from ._step_advantages import policy_batch as policy_batch
+from ._step_advantages import step_advantages as step_advantages
+from ._trust_region import TrustRegionStep as TrustRegionStep
+from ._trust_region import step_within as step_within
 from ._values import ValueLosses as ValueLosses
 from ._values import value_losses as value_losses

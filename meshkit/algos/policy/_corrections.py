@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshkit.algos.policy._answers import Answers
 from meshkit.algos.policy._ratios import exp
+from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.errors import DataError, PlanError
 
 
@@ -57,7 +57,7 @@ class OffPolicyMask:
 @torch.no_grad()
 def correction_weights(
     correction: Correction | OffPolicyMask,
-    answers: Answers,
+    answers: SegmentIndex,
     *,
     log_probs: Tensor,
     old_log_probs: Tensor,

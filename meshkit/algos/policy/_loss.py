@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from meshkit.algos.policy._advantages import GroupAdvantage
-from meshkit.algos.policy._answers import Answers, refuse_other_shapes
 from meshkit.algos.policy._clips import Bound, Clip, Reinforce, Surrogate, Vespo, geometric_clip, surrogate
 from meshkit.algos.policy._corrections import Correction, OffPolicyMask, correction_weights
 from meshkit.algos.policy._kl import KL, kl_estimates
 from meshkit.algos.policy._ratios import RATIOS, Ratio, exp, log_ratios
 from meshkit.algos.policy._returns import GAE, RewardToGo
+from meshkit.algos.policy._segments import SegmentIndex, refuse_other_shapes
 from meshkit.errors import DataError, PlanError
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -30,7 +30,7 @@ class PolicyLoss:
     aggregation, with l the tokens of an answer, over all answers and ranks of the step:
     "token_mean": the mean over tokens (DAPO). "sequence_mean": the mean over answers of their means over tokens (GRPO).
     "sequence_sum": the mean over answers of their sums (LUSPO). "constant": that over `max_tokens` (Dr. GRPO).
-    Answers without a learnt token count in none. KL and entropy are aggregated as the rest is.
+    SegmentIndex without a learnt token count in none. KL and entropy are aggregated as the rest is.
     kl: of place "reward" it is `step_advantages` that applies it.
     corrections: constant factors of the policy's part, multiplied; not of KL and entropy.
     entropy: the bonus, times the entropy of each prediction.
@@ -100,7 +100,7 @@ class PolicyValues:
 
 def policy_loss(
     loss: PolicyLoss,
-    answers: Answers,
+    answers: SegmentIndex,
     log_probs: Tensor,
     advantages: Tensor,
     *,
@@ -116,7 +116,7 @@ def policy_loss(
     the ratio is 1 and has a gradient. rollout: of the policy that wrote, as its generator computed them, for `corrections`.
     To take them for the old ones ("bypass") give them as old, and no correction. reference: for `kl` of place "loss".
     entropy: of each prediction, with the gradient, for `entropy`. weights: constant factors of the policy's part.
-    Wire: with an axis, what `Answers.sums` sends, once for each level of an answer that is asked for.
+    Wire: with an axis, what `SegmentIndex.sums` sends, once for each level of an answer that is asked for.
     Raises: DataError for other shapes, and for what the loss needs and was not given.
     """
     given = [
@@ -174,7 +174,9 @@ def policy_loss(
     )
 
 
-def _bounded(loss: PolicyLoss, answers: Answers, log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Surrogate:
+def _bounded(
+    loss: PolicyLoss, answers: SegmentIndex, log_ratio: Tensor, log_probs: Tensor, advantages: Tensor
+) -> Surrogate:
     if loss.ratio != "geometric":
         return surrogate(loss.clip, log_ratio, log_probs, advantages)
     assert isinstance(loss.clip, Clip)
@@ -182,7 +184,7 @@ def _bounded(loss: PolicyLoss, answers: Answers, log_ratio: Tensor, log_probs: T
     return Surrogate(-advantages * exp(answers.spread(answers.means(clipped))), low, high)
 
 
-def _shares(loss: PolicyLoss, answers: Answers) -> Tensor:
+def _shares(loss: PolicyLoss, answers: SegmentIndex) -> Tensor:
     mask = answers.mask.double()
     if loss.aggregation == "sequence_mean":
         return mask / answers.spread(answers.lengths.clamp(min=1))

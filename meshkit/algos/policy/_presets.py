@@ -11,6 +11,7 @@ from meshkit.algos.policy._corrections import Correction
 from meshkit.algos.policy._kl import KL
 from meshkit.algos.policy._loss import PolicyLoss
 from meshkit.algos.policy._returns import GAE, RewardToGo
+from meshkit.algos.policy._sampling import RolloutRules
 
 _NORMALISED = GroupAdvantage(baseline="group", scale="group")
 
@@ -55,7 +56,7 @@ DR_GRPO = PolicyLoss(
 )
 """Liu et al. 2025 (2503.20783). Set max_tokens to the most an answer may have: it scales the loss."""
 DAPO = PolicyLoss(advantage=_NORMALISED, clip=Clip(low=0.2, high=0.28), aggregation="token_mean")
-"""Yu et al. 2025 (2503.14476); with `keep_informative` and `overlong_penalty`."""
+"""Yu et al. 2025 (2503.14476); its other half is in ROLLOUT_RULES."""
 LITE_PPO = PolicyLoss(
     advantage=GroupAdvantage(baseline="group", scale="batch"), clip=Clip(low=0.2, high=0.2), aggregation="token_mean"
 )
@@ -81,3 +82,6 @@ PRESETS = {
     name: value for name, value in dict(globals()).items() if isinstance(value, PolicyLoss) and not name.startswith("_")
 }
 """name -> preset, for a flag of a recipe"""
+
+ROLLOUT_RULES = {name: RolloutRules() for name in PRESETS} | {"DAPO": RolloutRules(dynamic=True, overlong=0.25)}
+"""name -> what the preset does to rollouts before its loss, for `step_rollouts`; DAPO's 0.25 is 4,096 of 16,384 tokens"""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from meshkit.algos.policy._answers import Answers
+from meshkit.algos.policy._segments import SegmentIndex
 
 Ratio = Literal["token", "sequence", "sequence_token", "trajectory", "geometric"]
 RATIOS: tuple[Ratio, ...] = ("token", "sequence", "sequence_token", "trajectory", "geometric")
@@ -22,7 +22,7 @@ def exp(log: Tensor) -> Tensor:
     return log.clamp(-LIMIT, LIMIT).exp()
 
 
-def log_ratios(log_rho: Tensor, answers: Answers, ratio: Ratio) -> Tensor:
+def log_ratios(log_rho: Tensor, answers: SegmentIndex, ratio: Ratio) -> Tensor:
     """The logarithm of each token's ratio; [...] fp64, with the gradient.
 
     | ratio          | log of what stands at token t                                                          |

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshkit.algos.policy._answers import Answers, refuse_other_shapes
+from meshkit.algos.policy._segments import SegmentIndex, refuse_other_shapes
 
 
 class ValueLosses(NamedTuple):
@@ -18,7 +18,12 @@ class ValueLosses(NamedTuple):
 
 
 def value_losses(
-    values: Tensor, returns: Tensor, answers: Answers, *, old_values: Tensor | None = None, clip: float | None = 0.2
+    values: Tensor,
+    returns: Tensor,
+    answers: SegmentIndex,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = 0.2,
 ) -> ValueLosses:
     """max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2, 0 where masked; clip=None is plain (V - R)^2 / 2.
 

@@ -9,12 +9,13 @@ from functools import cached_property
 
 import torch
 
-from meshkit.algos.reallocate._drawing import draw
 from meshkit.algos.reallocate._layout import Laid, Layout
 from meshkit.algos.reallocate._region import Region, intersect, split, volume
 from meshkit.errors import PlanError
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
+WIDEST_TABLE = 16  # ranks
+LINKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ReallocationPlan:
         return sum(len({(transfer.sender, transfer.receiver) for transfer in transfers}) for transfers in self.rounds)
 
     def __str__(self) -> str:
-        return draw(self)
+        return _text(self)
 
 
 def plan_reallocation(
@@ -185,3 +186,42 @@ def _gap(name: str, have: Laid, missing: int) -> str:
         f"reallocate: the ranks {sorted(have.regions)} of the source do not hold each element of {name!r} {have.shape} once: "
         f"{missing} too few for a destination. A layout is of all ranks that hold the model."
     )
+
+
+def _text(plan: ReallocationPlan) -> str:
+    """Bytes beside the lower bound, then who sends how much to whom: all of it for few ranks, the busiest links for many."""
+    moved, bound = plan.bytes_moved, plan.lower_bound_bytes
+    ratio = f"{moved / bound:.2f}x" if bound else "nothing"
+    lines = [
+        f"moves {_size(moved)} in {plan.messages} messages and {len(plan.rounds)} rounds of at most "
+        f"{_size(plan.bucket_bytes)} a rank",
+        f"lower bound {_size(bound)} ({ratio}); {_size(plan.bytes_local)} are where they are needed, and only copied",
+        f"within nodes {_size(moved - plan.bytes_between_nodes)}, between nodes {_size(plan.bytes_between_nodes)} "
+        f"({plan.ranks_per_node} ranks per node)",
+    ]
+    senders, receivers = sorted({a for a, _ in plan.links}), sorted({b for _, b in plan.links})
+    if not plan.links:
+        return "\n".join(lines)
+    most_sent = max((sum(plan.links[a, b] for b in receivers), a) for a in senders)
+    most_received = max((sum(plan.links[a, b] for a in senders), b) for b in receivers)
+    lines.append(
+        f"busiest: rank {most_sent[1]} sends {_size(most_sent[0])}, rank {most_received[1]} receives "
+        f"{_size(most_received[0])}"
+    )
+    if max(len(senders), len(receivers)) > WIDEST_TABLE:
+        busy = plan.links.most_common(LINKS_SHOWN)
+        lines += [f"{a:>5} -> {b:<5} {_size(moved)}" for (a, b), moved in busy]
+        return "\n".join([*lines, f"... {len(plan.links)} links"])
+    lines.append("from \\ to" + "".join(f"{rank:>11}" for rank in receivers))
+    for sender in senders:
+        cells = [plan.links[sender, receiver] for receiver in receivers]
+        lines.append(f"{sender:>9}" + "".join(f"{_size(cell) if cell else '.':>11}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

@@ -1,8 +1,7 @@
 """What answers are worth: verifiers, code in a sandbox, trained models; scored side by side, with a time limit, on ranks."""
 
-from meshkit.algos.rewards._answer import Answer as Answer
-from meshkit.algos.rewards._answer import Reward as Reward
-from meshkit.algos.rewards._answer import Score as Score
+from meshkit.algos.rewards._score import Reward as Reward
+from meshkit.algos.rewards._score import Score as Score
 from meshkit.algos.rewards._mesh import MeshScores as MeshScores
 from meshkit.algos.rewards._mesh import score_on_mesh as score_on_mesh
 from meshkit.algos.rewards._model import model_scores as model_scores

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
 
-from meshkit.algos.rewards._answer import Answer
 from meshkit.algos.rewards._score import Scorer, Scores
+from meshkit.algos.rollout import Rollout
 from meshkit.errors import RewardError
 from meshkit.mesh import Mesh
 
@@ -21,6 +21,8 @@ class MeshScores:
     """Scores of this data rank's answers, and what all ranks are told of the rest."""
 
     own: Scores
+    rollouts: list[Rollout]
+    """this data rank's, with their rewards: each score, a vector's sum; NaN where there is none"""
     answers: int
     """of the whole step"""
     tokens: int
@@ -32,8 +34,26 @@ class MeshScores:
     first_unscored: str | None
     """of the lowest data rank that has one"""
 
+    @staticmethod
+    def joined(parts: Sequence[MeshScores]) -> MeshScores:
+        """Of several calls in one step, in order. No communication."""
+        if len(parts) == 1:
+            return parts[0]
+        unscored = sum((Counter(part.unscored) for part in parts), Counter())
+        scored = [part.answers - sum(part.unscored.values()) for part in parts]
+        totals = [part.mean * count for part, count in zip(parts, scored, strict=True) if count]
+        return MeshScores(
+            own=Scores(values=tuple(value for part in parts for value in part.own.values)),
+            rollouts=[rollout for part in parts for rollout in part.rollouts],
+            answers=sum(part.answers for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            mean=sum(totals) / sum(scored) if totals else math.nan,
+            unscored=dict(unscored),
+            first_unscored=next((part.first_unscored for part in parts if part.first_unscored), None),
+        )
 
-def score_on_mesh(mesh: Mesh, answers: Sequence[Answer], scorer: Scorer, *, fail_fast: bool = False) -> MeshScores:
+
+def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fail_fast: bool = False) -> MeshScores:
     """scorer(answers) of each data rank, on the first of its ranks; the others (tp, cp, pp) are told, so all agree.
 
     answers: of this data rank, the same on its ranks; may be none. scorer: `partial(score, reward=...)`, a pool's `score`, or
@@ -73,8 +93,10 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Answer], scorer: Scorer, *, fail
         )
     scored = totals[~np.isnan(totals)]
     mean = float(scored.mean()) if len(scored) else math.nan
+    own = by_data_rank[mesh.data_rank]
     return MeshScores(
-        own=by_data_rank[mesh.data_rank],
+        own=own,
+        rollouts=[replace(each, reward=reward) for each, reward in zip(answers, own.totals.tolist(), strict=True)],
         answers=len(totals),
         tokens=tokens,
         mean=mean,

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshkit.algos.answers import model_inputs
 from meshkit.algos.rewards._score import Scores, Unscored
-from meshkit.algos.token_values import token_values
+from meshkit.algos.rollout import model_inputs, token_values
 from meshkit.data.bins import build_rows, first_fit_decreasing
 from meshkit.data.examples import Example
 from meshkit.errors import DataError

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from meshkit.algos.rewards._answer import Answer, Reward
-from meshkit.algos.rewards._score import Scores, Unscored, attempt, checked
+from meshkit.algos.rewards._score import Reward, Scores, Unscored, attempt, checked
+from meshkit.algos.rollout import Rollout
 
 START_S = 120.0
 """for a worker to import the reward; its time limit starts after that"""
@@ -31,7 +31,7 @@ class RewardPool:
         self._context = multiprocessing.get_context("forkserver")
         self._workers = [self._start() for _ in range(max(1, workers))]
 
-    def score(self, answers: Sequence[Answer]) -> Scores:
+    def score(self, answers: Sequence[Rollout]) -> Scores:
         """The reward of each answer, in order."""
         values: list[Any] = [Unscored(kind="raised", text="never tried")] * len(answers)
         waiting = list(range(len(answers)))[::-1]
@@ -104,7 +104,7 @@ class _Worker:
     given: float = 0.0
     began: float | None = None
 
-    def give(self, index: int, answers: Sequence[Answer]) -> None:
+    def give(self, index: int, answers: Sequence[Rollout]) -> None:
         self.answer, self.given, self.began = index, time.monotonic(), None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` finds the end of its pipe
             self.connection.send(answers[index])

@@ -10,12 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from meshkit.algos.rewards._answer import Answer, Reward, Score
+from meshkit.algos.rollout import Rollout
 from meshkit.errors import DataError
+
+Score = float | np.ndarray | None
+"""a number; [N] one per token of the answer; None (or NaN) where the answer cannot be scored"""
+
+
+class Reward(Protocol):
+    """A function of a rollout. May raise: the rollout then has no score, and says why."""
+
+    def __call__(self, rollout: Rollout, /) -> Score: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +60,7 @@ class Scores:
         """What went wrong with the first answer that has no score, to be shown."""
         return next((f"{value.kind}: {value.text}" for value in self.values if isinstance(value, Unscored)), None)
 
-    def per_token(self, answers: Sequence[Answer]) -> list[np.ndarray]:
+    def per_token(self, answers: Sequence[Rollout]) -> list[np.ndarray]:
         """[N] fp64 of each answer: a vector as it is, a number at the last token, NaN at it where there is no score."""
         rewards = []
         for value, answer in zip(self.values, answers, strict=True):
@@ -64,10 +73,10 @@ class Scores:
         return rewards
 
 
-Scorer = Callable[[Sequence[Answer]], Scores]
+Scorer = Callable[[Sequence[Rollout]], Scores]
 
 
-def score(answers: Sequence[Answer], reward: Reward, *, timeout_s: float | None = None) -> Scores:
+def score(answers: Sequence[Rollout], reward: Reward, *, timeout_s: float | None = None) -> Scores:
     """`reward` of each answer, one after the other, in this process.
 
     timeout_s: of each answer. It interrupts Python code and what waits for a file, a socket or another process; code in C
@@ -91,7 +100,7 @@ def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
     return Scores(values=tuple(_add(dict(zip(parts, row, strict=True)), weights) for row in rows))
 
 
-def checked(answer: Answer, found: Score | Unscored) -> float | np.ndarray | Unscored:
+def checked(answer: Rollout, found: Score | Unscored) -> float | np.ndarray | Unscored:
     """What a reward returned, as a finite float or a finite vector [N] of fp64, or why it is neither."""
     if isinstance(found, Unscored):
         return found
@@ -110,7 +119,7 @@ def checked(answer: Answer, found: Score | Unscored) -> float | np.ndarray | Uns
     return values if values.ndim else float(values)
 
 
-def attempt(answer: Answer, reward: Reward) -> Score | Unscored:
+def attempt(answer: Rollout, reward: Reward) -> Score | Unscored:
     """The reward, or what it raised."""
     try:
         return reward(answer)
@@ -123,7 +132,7 @@ class _TimeIsUp(BaseException):
     """Not an Exception: a reward's own `except Exception` must not catch it."""
 
 
-def _call(answer: Answer, reward: Reward, timeout_s: float | None) -> Score | Unscored:
+def _call(answer: Rollout, reward: Reward, timeout_s: float | None) -> Score | Unscored:
     if timeout_s is None:
         return attempt(answer, reward)
     try:

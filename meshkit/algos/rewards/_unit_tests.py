@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from meshkit.algos.rewards._answer import Answer
 from meshkit.algos.rewards._sandbox import SandboxLimits, run_sandboxed
+from meshkit.algos.rollout import Rollout
 
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
@@ -22,7 +22,7 @@ class UnitTests:
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
 
-    def __call__(self, answer: Answer) -> float:
+    def __call__(self, answer: Rollout) -> float:
         blocks = _FENCED.findall(answer.text)
         program = str(answer.fields.get("prelude", "")) + (blocks[-1] if blocks else answer.text)
         verdict = run_sandboxed(f"{program}\n\n{answer.fields['tests']}\n", limits=self.limits)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from meshkit.algos.rewards._answer import Answer
+from meshkit.algos.rollout import Rollout
 
 LONGEST_EXPRESSION = 200
 """characters; ast.parse of much longer ones can exhaust the stack"""
@@ -21,12 +21,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-def exact_match(answer: Answer) -> float:
+def exact_match(answer: Rollout) -> float:
     """Whether the text is `completion`, white space around it aside. A truncated answer is wrong: it never ended."""
     return float(not answer.truncated and answer.text.strip() == str(answer.fields["completion"]).strip())
 
 
-def arithmetic(answer: Answer) -> float:
+def arithmetic(answer: Rollout) -> float:
     """Whether the last number of the text equals the last number of `completion`, as exact decimals: 1,000 is 1000.0.
 
     Raises: ValueError for a completion without a number.
@@ -39,7 +39,7 @@ def arithmetic(answer: Answer) -> float:
     return float(not answer.truncated and _last_number(answer.text) == wanted)
 
 
-def countdown(answer: Answer) -> float:
+def countdown(answer: Rollout) -> float:
     """Whether the text is an expression that gives `target`, of `numbers`, each used at most as often as it is there.
 
     + - * / ( ) and whole numbers, evaluated exactly; what stands after a last `=` is not read. Source: the rules of the

@@ -1,0 +1,80 @@
+"""Calls of reinforcement learning: rollouts are written, rewarded, and looked at by models.
+
+A sample has the plain fields of a `Rollout`, by their names, since checkpoints hold those that are pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshkit.algos.dataflow._call import Call, Sample
+from meshkit.algos.rewards import Scores
+from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, example_values
+from meshkit.data import Record, Tokenizer
+from meshkit.step import Run
+
+PROMPTED = ("key", "fields")
+"""what the first samples of an iteration have: key and row of a `PromptLoader`"""
+WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated")
+ROLLOUT = (*PROMPTED, *WRITTEN)
+
+
+def rollout_of(sample: Sample, values: Sequence[str] = ()) -> Rollout:
+    """The sample's rollout, with its reward if it has one, and with the numbers that `log_prob_call`s of these names gave."""
+    given = {name: sample[name] for name in (*ROLLOUT, "reward") if name in sample}
+    return Rollout(**given, values={name: sample[name] for name in values})
+
+
+def rollout_call(
+    engine: Engine | None, tokenizer: Tokenizer, *, on: str, sampling: Sampling, samples: int, seed: int
+) -> Call:
+    """So many rollouts of each prompt.
+
+    engine: who writes, as `partial(generate, run)`; None on ranks without it. Wire: the engine's.
+    """
+
+    def write(prompted: list[Sample]) -> list[Sample]:
+        assert engine is not None
+        by_key = {sample["key"]: sample for sample in prompted}
+        rows = [(key, Record(fields=sample["fields"], source=f"prompt {key}")) for key, sample in by_key.items()]
+        prompts = encode_prompts(rows, tokenizer)
+        rollouts = engine(prompts, sampling=sampling, samples=samples, seed=seed, decode=tokenizer.decode)
+        return [{**by_key[each.key], **{name: getattr(each, name) for name in WRITTEN}} for each in rollouts]
+
+    return Call(name="write", on=on, function=write, needs=PROMPTED, gives=WRITTEN)
+
+
+def reward_call(scores: Callable[[list[Rollout]], Scores], *, on: str) -> Call:
+    """`reward` of each, NaN where a rollout has no score. scores: of this rank's rollouts; called on every rank."""
+
+    def judge(samples: list[Sample]) -> list[Sample]:
+        rewards = scores([rollout_of(sample) for sample in samples]).totals.tolist()
+        return [{**sample, "reward": reward} for sample, reward in zip(samples, rewards, strict=True)]
+
+    return Call(name="judge", on=on, function=judge, needs=ROLLOUT, gives=["reward"])
+
+
+def log_prob_call(
+    name: str,
+    run: Run | None,
+    function: Callable[[nn.Module, dict[str, Any]], Tensor],
+    *,
+    on: str,
+    seq_len: int,
+    microbatches: int = 1,
+) -> Call:
+    """`name`: a number of a model for each token, at its weights of now: log-probabilities, a critic's values.
+
+    function: as of `token_values`. Wire: `example_values`.
+    """
+
+    def look(samples: list[Sample]) -> list[Sample]:
+        assert run is not None
+        examples = [rollout_of(sample).example() for sample in samples]
+        values = example_values(run, examples, function, seq_len=seq_len, microbatches=microbatches)
+        return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
+
+    return Call(name=name, on=on, function=look, needs=ROLLOUT, gives=[name], stage="train")

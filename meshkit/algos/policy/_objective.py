@@ -1,0 +1,180 @@
+"""Policy and value losses of a batch for `Run.forward_backward`, wherever the tokens of an answer lie.
+
+Batches are those of `pack_step`: `segment_ids` number the answers of a rank's batch from 1 on, and numbers of tokens stand
+where the token is the label. A microbatch has some of the answers, and a rank of cp some of the tokens of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.algos.policy._loss import PolicyLoss, policy_loss
+from meshkit.algos.policy._segments import SegmentIndex
+from meshkit.algos.policy._values import value_losses
+from meshkit.algos.rollout import REFERENCE, learnt, model_inputs, model_logits
+from meshkit.errors import DataError
+from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.mesh import Mesh
+from meshkit.metrics import MetricSums
+from meshkit.step import Batch, Count, Loss, count_labels
+
+POLICY_SUMS = (
+    *("tokens", "clipped_low", "clipped_high", "old_k1", "old_k3", "reference_kl", "entropy"),
+    *("rollout_error", "rollout_k3", "weight", "weight_squared", "rejected"),
+)
+POLICY_MAXIMA = ("ratio", "rollout_gap")
+VALUE_SUMS = ("tokens", "clipped", "error", "error_squared", "return", "return_squared")
+
+
+def count_answers(batch: Batch) -> Tensor:
+    """The answers of a batch with a learnt token."""
+    counted = batch["segment_ids"][learnt(batch)].unique().numel()
+    return torch.tensor(counted, device=batch["segment_ids"].device)
+
+
+def policy_count(loss: PolicyLoss) -> Count:
+    """What the sum of `policy_objective` is divided by: the tokens of the step, or its answers."""
+    return count_labels if loss.counts_tokens else count_answers
+
+
+def policy_objective(
+    mesh: Mesh, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, metrics: MetricSums | None = None
+) -> Loss:
+    """The loss of a batch of answers, for `forward_backward(batch, loss=..., count=policy_count(loss))`.
+
+    Reads [B, T] of `advantages`, and where they are there `old_log_probs` (without: a step on policy), `rollout_log_probs`,
+    `reference_log_probs` and `loss_weights`. Take them from `token_values` with the same temperature, which divides logits.
+    metrics: `policy_sums(mesh)`; read it with `policy_metrics`.
+    Wire: with cp what `SegmentIndex.sums` sends, for losses that look at whole answers.
+    Raises: DataError for a batch without advantages, and for what the loss needs and the batch has not.
+    """
+    if "advantages" not in batch:
+        raise DataError(
+            "policy_objective: the batch has no advantages. Add those of step_advantages(mesh, batch, loss)."
+        )
+    count = _answer_count(batch)
+
+    def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
+        found = token_log_probs(model_logits(model, part), part["labels"], temperature=temperature)
+        answers = _answers(mesh, part, count)
+        values = policy_loss(
+            loss,
+            answers,
+            found.log_probs,
+            part["advantages"],
+            old_log_probs=part.get("old_log_probs"),
+            rollout_log_probs=part.get("rollout_log_probs"),
+            reference_log_probs=part.get(REFERENCE),
+            entropy=found.entropy,
+            weights=part.get("loss_weights"),
+        )
+        if metrics is not None:
+            log_probs = answers.only(found.log_probs.detach())
+            old = answers.only(part["old_log_probs"]) if "old_log_probs" in part else log_probs
+            wrote = answers.only(part["rollout_log_probs"]) if "rollout_log_probs" in part else old
+            moved, gap = log_probs - old, old - wrote
+            metrics.add(
+                tokens=answers.mask,
+                clipped_low=values.clipped_low,
+                clipped_high=values.clipped_high,
+                old_k1=-moved,
+                old_k3=moved.exp() - 1 - moved,
+                reference_kl=values.kl,
+                entropy=answers.only(found.entropy),
+                rollout_error=answers.only(gap.abs().exp()),
+                rollout_k3=gap.exp() - 1 - gap,
+                weight=values.corrections,
+                weight_squared=values.corrections.square(),
+                rejected=answers.mask & (values.corrections == 0),
+                ratio=values.ratios,
+                rollout_gap=gap.abs(),
+            )
+        return values.losses.sum()
+
+    return objective
+
+
+def policy_sums(mesh: Mesh) -> MetricSums:
+    return MetricSums(mesh, POLICY_SUMS, POLICY_MAXIMA)
+
+
+def policy_metrics(metrics: MetricSums) -> dict[str, float]:
+    """Means over the learnt tokens of all steps since the last call, the same on every rank. Every rank must call it.
+
+    clipped_low, clipped_high: shares. old_k1, old_k3: estimates of KL(pi_old || pi). reference_kl: of the loss's estimator,
+    with the ratio if it is weighted. entropy: nats. rollout_error: exp |log pi_old - log pi_rollout|, 1 if trainer and
+    generator agree; above 1.05 look for the cause. rollout_k3: KL(pi_rollout || pi_old). effective: (sum w)^2 / (n sum w^2)
+    of the corrections' weights, the share of tokens that a plain mean would need. rejected: the share of weights that are 0.
+    ratio_max, rollout_gap_max: the largest ratio, and the largest |log pi_old - log pi_rollout|.
+    """
+    sums = metrics.means(1.0)
+    tokens = max(sums.pop("tokens"), 1.0)
+    largest = {f"{name}_max": sums.pop(name) for name in POLICY_MAXIMA}
+    weight, squared = sums.pop("weight"), sums.pop("weight_squared")
+    effective = weight**2 / (tokens * squared) if squared else 0.0
+    return {**{name: value / tokens for name, value in sums.items()}, "effective": effective, **largest}
+
+
+def critic_values(model: nn.Module, part: dict[str, Any]) -> Tensor:
+    """V of what was read up to each token, so of the state before its label; [rows, T]. For `token_values(critic, batch,
+    ...)`.
+
+    The model returns a number for each token, as `RewardModel`.
+    """
+    values: Tensor = model(**model_inputs(part))
+    return values
+
+
+def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metrics: MetricSums | None = None) -> Loss:
+    """The loss of a critic, for `forward_backward(batch, loss=...)`: a mean over learnt tokens.
+
+    Reads [B, T] of `returns`, from `step_advantages`, and `old_values`, if there are any. metrics: `value_sums(mesh)`.
+    Raises: DataError for a batch without returns.
+    """
+    if "returns" not in batch:
+        raise DataError("value_objective: the batch has no returns. Add those of step_advantages with a GAE advantage.")
+    count = _answer_count(batch)
+
+    def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
+        values, answers = critic_values(model, part), _answers(mesh, part, count)
+        found = value_losses(values, part["returns"], answers, old_values=part.get("old_values"), clip=clip)
+        if metrics is not None:
+            target = answers.only(part["returns"])
+            error = target - answers.only(values.detach())
+            metrics.add(
+                tokens=answers.mask,
+                clipped=found.clipped,
+                error=error,
+                error_squared=error.square(),
+                **{"return": target, "return_squared": target.square()},
+            )
+        return found.losses.sum()
+
+    return objective
+
+
+def value_sums(mesh: Mesh) -> MetricSums:
+    return MetricSums(mesh, VALUE_SUMS)
+
+
+def value_metrics(metrics: MetricSums) -> dict[str, float]:
+    """clipped: a share. error: the mean of R - V. explained: 1 - var(R - V) / var(R), 0 where R does not vary."""
+    sums = metrics.means(1.0)
+    tokens = max(sums.pop("tokens"), 1.0)
+    mean = {name: value / tokens for name, value in sums.items()}
+    spread = mean["return_squared"] - mean["return"] ** 2
+    left = mean["error_squared"] - mean["error"] ** 2
+    explained = 1 - left / spread if spread > 1e-12 else 0.0
+    return {"clipped": mean["clipped"], "error": mean["error"], "return": mean["return"], "explained": explained}
+
+
+def _answer_count(batch: Batch) -> int:
+    return max(int(batch["segment_ids"].max()), 1) if batch["segment_ids"].numel() else 1
+
+
+def _answers(mesh: Mesh, part: dict[str, Any], count: int) -> SegmentIndex:
+    index = (part["segment_ids"] - 1).clamp(min=0)
+    return SegmentIndex(mask=learnt(part), index=index, count=count, axis=mesh["cp"])

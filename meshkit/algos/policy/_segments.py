@@ -1,0 +1,82 @@
+"""The segment index: where the tokens of answers lie, sums from tokens to answers ("segment sum") and the way back.
+
+Dims: A answers; `...` any shape of tokens of this rank, rows of packed answers or one answer a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshkit.algos.preference import packed_logps, whole_sequences
+from meshkit.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SegmentIndex:
+    """A answers whose tokens may be packed into rows, cut over cp, or in other microbatches.
+
+    mask: [...] bool, True on the tokens that the policy wrote. index: [...] int64, the answer of each token, 0 to A - 1;
+    where masked anything in that range. count: A, the same on every rank of `axis`.
+    axis: the ranks that share the answers' tokens (cp); None where this rank has all of them.
+    """
+
+    mask: Tensor
+    index: Tensor
+    count: int
+    axis: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask.shape != self.index.shape:
+            raise DataError(
+                f"SegmentIndex: mask {tuple(self.mask.shape)} and index {tuple(self.index.shape)} differ. Both have one a "
+                "token."
+            )
+
+    @staticmethod
+    def of_rows(mask_AT: Tensor) -> SegmentIndex:
+        """One answer a row, all of it here."""
+        rows = torch.arange(len(mask_AT), device=mask_AT.device)
+        return SegmentIndex(mask=mask_AT.bool(), index=rows.unsqueeze(1).expand(mask_AT.shape), count=len(mask_AT))
+
+    def sums(self, *values: Tensor) -> list[Tensor]:
+        """Each of the values [...] summed over the tokens of each answer; [A] fp64, with the gradient.
+
+        Wire: with an axis, one all-reduce of [values, A] forward, and one backward where a value has a gradient.
+        """
+        rows = (-1, self.mask.shape[-1]) if self.mask.ndim else (1, 1)
+        mask, index = self.mask.reshape(rows), self.index.reshape(rows)
+        own = torch.stack([packed_logps(value.double().reshape(rows), mask, index, self.count) for value in values])
+        return list((own if self.axis is None else whole_sequences(own, self.axis)).unbind())
+
+    def means(self, values: Tensor) -> Tensor:
+        """The mean over the tokens of each whole answer; [A] fp64, 0 for an answer without tokens."""
+        return self.sums(values)[0] / self.lengths.clamp(min=1)
+
+    def spread(self, values_A: Tensor) -> Tensor:
+        """To each token the number of its answer; [...]."""
+        return values_A[self.index]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens that the policy wrote in each whole answer, wherever they lie; [A] fp64."""
+        return self.sums(self.mask.double())[0]
+
+    def only(self, values: Tensor) -> Tensor:
+        """fp64 values [...], 0 where masked, whatever stood there."""
+        return torch.where(self.mask, values.double(), 0.0)
+
+
+def refuse_other_shapes(what: str, answers: SegmentIndex, values: Sequence[tuple[str, Tensor | None]]) -> None:
+    """Raises: DataError for values that do not have one number for each token."""
+    for name, value in values:
+        if value is not None and value.shape != answers.mask.shape:
+            raise DataError(
+                f"{what}: {name} {tuple(value.shape)}, but there are {tuple(answers.mask.shape)} tokens. Give one number "
+                "for each token; `answers.spread` makes them of numbers for each answer."
+            )

@@ -1,0 +1,17 @@
+"""Rollouts of the model that trains, on its mesh and with its weights: from a prompt to ids with their log-probabilities."""
+
+from ._cache import CachePolicy as CachePolicy
+from ._engine import Engine as Engine
+from ._engine import Sampling as Sampling
+from ._generate import generate as generate
+from ._rollout import Prompt as Prompt
+from ._rollout import Rollout as Rollout
+from ._rollout import encode_prompts as encode_prompts
+from ._token_values import REFERENCE as REFERENCE
+from ._token_values import example_values as example_values
+from ._token_values import label_log_probs as label_log_probs
+from ._token_values import learnt as learnt
+from ._token_values import model_inputs as model_inputs
+from ._token_values import model_logits as model_logits
+from ._token_values import token_values as token_values
+from ._vllm import VllmEngine as VllmEngine

@@ -1,0 +1,118 @@
+"""The inference engine: who writes rollouts, how it draws tokens (`Sampling`), when a rollout ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from meshkit.algos.rollout._rollout import Prompt, Rollout
+from meshkit.errors import DataError
+
+Reason = Literal["stop", "length"]
+
+BYTES_OF_A_CHARACTER = 4  # UTF-8; a token is a byte at least, but for those that are no text at all
+MARGIN = 8  # of those, and of tokens that are other text at the beginning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    temperature: divides the logits; 0 takes the most probable token. Of what remains, in this order: top_k keeps so many of
+    the most probable tokens; top_p the fewest of them whose probabilities add up to at least that; min_p those of at least
+    that part of the most probable one's. Tokens as probable as the last one that is kept are kept too.
+    An answer ends with the first of stop_ids, which is part of it, with the token that completes one of stop_strings, or
+    after max_new_tokens.
+    Raises: DataError for values that no answer could follow.
+    Source: Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for fits, name, wanted in (
+            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
+            (self.temperature >= 0, "temperature", "at least 0, which is greedy"),
+            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
+            (0 < self.top_p <= 1, "top_p", "above 0, and 1 for all tokens"),
+            (0 <= self.min_p <= 1, "min_p", "from 0, for all tokens, to 1"),
+            ("" not in self.stop_strings, "stop_strings", "strings of at least one character"),
+        ):
+            if not fits:
+                raise DataError(f"Sampling({name}={getattr(self, name)!r}): it must be {wanted}.")
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+class Engine(Protocol):
+    """`partial(generate, run)`, `VllmEngine(run)`, or your own: answers to a data rank's prompts with the weights of now.
+
+    Returns `samples` rollouts of each prompt, in the order of (prompt, sample), on every rank of the data rank. Every rank
+    calls it, those without prompts too. decode: ids to text, for `Rollout.text` and stop_strings.
+    """
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        seed: int = 0,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> list[Rollout]: ...
+
+
+def refuse_odd_calls(asked: str, prompts: Sequence[Prompt], samples: int, vocabulary: int) -> None:
+    """What no engine can answer. Raises: DataError."""
+    if samples < 1:
+        raise DataError(f"{asked}(samples={samples}): ask for at least 1 answer to each prompt.")
+    for prompt in prompts:
+        odd = prompt.ids[(prompt.ids < 0) | (prompt.ids >= vocabulary)]
+        if len(odd):
+            raise DataError(
+                f"{asked}: Prompt(key={prompt.key}) has the id {odd[0]}, but the vocabulary ends at {vocabulary - 1}. "
+                "Use the tokenizer of the model."
+            )
+
+
+@dataclass(frozen=True)
+class Stopping:
+    sampling: Sampling
+    decode: Callable[[list[int]], str] | None
+
+    def __post_init__(self) -> None:
+        if self.sampling.stop_strings and self.decode is None:
+            raise DataError(
+                f"generate: stop_strings={self.sampling.stop_strings} are found in text. Give decode=, for example "
+                "tokenizer.decode."
+            )
+
+    def reason(self, ids: Sequence[int]) -> Reason | None:
+        """Why the answer ends with the last of its ids, or None."""
+        if ids[-1] in self.sampling.stop_ids or self._has_string(ids):
+            return "stop"
+        return "length" if len(ids) == self.sampling.max_new_tokens else None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The answer's text, without the id that ended it; "" where nothing decodes."""
+        if self.decode is None:
+            return ""
+        ends = bool(len(ids)) and ids[-1] in self.sampling.stop_ids
+        return self.decode([int(id) for id in ids[: len(ids) - ends]])
+
+    def _has_string(self, ids: Sequence[int]) -> bool:
+        if self.decode is None or not self.sampling.stop_strings:
+            return False
+        # Only what the last token may have completed is decoded: all of it for each token would be quadratic.
+        longest = max(map(len, self.sampling.stop_strings))
+        text = self.decode(list(ids[-(BYTES_OF_A_CHARACTER * longest + MARGIN) :]))
+        return any(string in text for string in self.sampling.stop_strings)

@@ -1,0 +1,202 @@
+"""`generate` ("rollout", "inference"): steps of the model that trains, on its mesh, until every answer has ended.
+
+Dims: T tokens of a step's row, N draws, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshkit.algos.rollout._batch import RowOfTokens, row_of
+from meshkit.algos.rollout._cache import CachePolicy, KeyValueCache
+from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd_calls
+from meshkit.algos.rollout._rollout import Prompt, Rollout
+from meshkit.algos.rollout._sampler import choose, streams
+from meshkit.algos.rollout._scheduler import Growing, Scheduler
+from meshkit.counter import stream_of
+from meshkit.errors import PlanError
+from meshkit.memory.linear_logits import LinearLogits, head_of
+from meshkit.memory.vocabulary import wide_dtype
+from meshkit.parallel.data import after_inference, kept_gathered
+from meshkit.step import Run
+
+STEPS_BETWEEN_QUESTIONS = 8  # ranks that have done all wait for the others by steps of nothing, of which these are few
+
+
+@torch.no_grad()
+def generate(
+    run: Run,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    samples: int = 1,
+    seed: int = 0,
+    decode: Callable[[list[int]], str] | None = None,
+    cache: CachePolicy | None = None,
+) -> list[Rollout]:
+    """`samples` rollouts of each prompt, in the order of (prompt, sample).
+
+    prompts: of this data rank, which may have none; the same on its ranks of tp, cp and pp, which all get the answers.
+    decode: ids to text, for `Rollout.text` and stop_strings. cache: memory, and how much happens at a time.
+    Answers depend on the weights, the seed, and a prompt's ids and key; not on other prompts or on the mesh, but for last
+    bits of the logits, and for experts with a capacity. Ranks of cp compute the same tokens; stages of pp take turns.
+    Every rank must call it. Wire: for each step what a forward of the model sends for its tokens, what `choose` sends, two
+    numbers per draw over tp, cp and pp; over ranks with different prompts one number every few steps, where forwards wait
+    for each other; and the parameters once, or in each step.
+    Raises: DataError for prompts outside of the vocabulary, for stop_strings without decode; PlanError for a model that
+    takes no `mask`, and for a cache that has no room for a prompt.
+    Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
+    """
+    cache = cache or CachePolicy()
+    _refuse_maskless(run)
+    head = head_of(run.whole, run.plan, asked="generate")
+    whole_head = run.whole.get_submodule(head)
+    assert isinstance(whole_head, nn.Linear)
+    refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
+    generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)
+    lockstep = _forwards_wait(run, cache)
+    training = run.model.training
+    run.model.eval()
+    with ExitStack() as stack:
+        stack.callback(after_inference, run.model)
+        stack.callback(run.model.train, training)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # every step has other shapes
+        stack.enter_context(generation.wanted_before(head))
+        if cache.keep_parameters:
+            stack.enter_context(kept_gathered(run.model))
+        steps = 0
+        while lockstep or not generation.scheduler.done:
+            if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _anyone(run, not generation.scheduler.done):
+                break
+            generation.step()
+            steps += 1
+    return generation.rollouts()
+
+
+class _Generation:
+    """One call of `generate`."""
+
+    def __init__(
+        self,
+        run: Run,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        samples: int,
+        seed: int,
+        stopping: Stopping,
+        policy: CachePolicy,
+    ) -> None:
+        self.run, self.prompts, self.sampling, self.stopping = run, prompts, sampling, stopping
+        self.cache = KeyValueCache(policy.page_tokens)
+        of_answers = [
+            [stream_of("generate", seed, prompt.key, sample) for sample in range(samples)] for prompt in prompts
+        ]
+        self.scheduler = Scheduler(prompts, samples, np.array(of_answers, np.int64), sampling, policy, self.cache.pages)
+        self._ended: list[tuple[Growing, Reason]] = []
+        self._wanted = torch.empty(0, dtype=torch.int64)
+
+    def step(self) -> None:
+        """One forward, and a token for each sequence in it."""
+        run, step = self.run, self.scheduler.next_step()
+        multiple = run.mesh.spec.tp if run.sequence else 1
+        row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
+        self._wanted = row.wanted
+        logits = run.infer(row.inputs, _logits)
+        self.cache.copy(*step.copies)
+        if not step.draws:
+            return
+        ids, log_probs = self._draw(logits, row, step.draws)
+        ended = []
+        for one, id, log_prob in zip(step.draws, ids, log_probs, strict=True):
+            one.ids.append(int(id))
+            one.log_probs.append(log_prob)
+            reason = self.stopping.reason(one.ids)
+            if reason is not None:
+                ended.append(one)
+                self._ended.append((one, reason))
+        self.scheduler.end(ended)
+
+    def _draw(self, logits: Tensor | None, row: RowOfTokens, draws: Sequence[Growing]) -> list[list[float]]:
+        """(ids, log-probabilities), of the rank that speaks: last bits may differ between ranks, and with them a choice."""
+        mesh, found = self.run.mesh, torch.zeros(2, len(draws), dtype=torch.float64, device=self.run.mesh.device)
+        if logits is not None:
+            base = torch.tensor([one.stream for one in draws], device=mesh.device)
+            places = torch.tensor([len(one.ids) for one in draws], device=mesh.device)
+            found[0], found[1] = choose(logits, row.rows, streams(base, places), self.sampling)
+        last_stage = 0 if self.run.pipeline is None else self.run.pipeline.cut.ends[1]
+        for axis, speaker in (("tp", 0), ("cp", 0), ("pp", last_stage)):
+            if mesh[axis].size() > 1:
+                dist.broadcast(found, group=mesh[axis].get_group(), group_src=speaker)
+        return found.tolist()
+
+    @contextmanager
+    def wanted_before(self, head: str) -> Iterator[None]:
+        """Inside, the head sees only the tokens whose logits are read."""
+        module = self.run.model.get_submodule(head)
+        if not isinstance(module, nn.Linear):  # another stage's
+            yield
+            return
+        handle = module.register_forward_pre_hook(
+            lambda module, args: (args[0].index_select(1, self._wanted), *args[1:])
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def rollouts(self) -> list[Rollout]:
+        """In the order of (prompt, sample)."""
+        precision = self.run.memory.precision
+        dtype = next(self.run.model.parameters()).dtype if precision is None else precision.compute
+        wide = np.float64 if wide_dtype(dtype) == torch.float64 else np.float32
+        ordered = sorted(self._ended, key=lambda pair: (pair[0].group.prompt, pair[0].sample))
+        return [
+            Rollout(
+                prompt_ids=prompt.ids,
+                ids=np.array(one.ids, np.int64),
+                log_probs=np.array(one.log_probs, wide),
+                text=self.stopping.text(one.ids),
+                key=prompt.key,
+                fields=prompt.fields,
+                truncated=reason == "length",
+            )
+            for one, reason in ordered
+            for prompt in [self.prompts[one.group.prompt]]
+        ]
+
+
+def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """[rows, V] of the tokens that are wanted."""
+    output = model(**inputs)
+    chosen = getattr(output, "logits", output)[0]
+    logits: Tensor = chosen.to_logits() if isinstance(chosen, LinearLogits) else chosen
+    return logits
+
+
+def _forwards_wait(run: Run, cache: CachePolicy) -> bool:
+    """Do forwards of ranks with different prompts wait for each other? For parameters, or for tokens of each other."""
+    experts = any(style.kind == "experts" for style in run.plan.tensor.values())
+    return run.mesh.tokens.size() > 1 and (experts or not cache.keep_parameters)
+
+
+def _anyone(run: Run, works: bool) -> bool:
+    """Has any rank still work to do? Wire: an all-reduce of one number over the ranks with different prompts."""
+    someone = torch.tensor(int(works), device=run.mesh.device)
+    dist.all_reduce(someone, dist.ReduceOp.MAX, group=run.mesh.tokens.get_group())
+    return bool(someone)
+
+
+def _refuse_maskless(run: Run) -> None:
+    if run.plan.attention or "mask" not in inspect.signature(run.model.forward).parameters:
+        raise PlanError(
+            f"generate: the attention of {type(run.model).__name__} takes no `mask`, and would not see the cache. Let its "
+            "forward take `position_ids` and a `mask`, and call mask.attend(q, k, v), as those of meshkit.models do."
+        )

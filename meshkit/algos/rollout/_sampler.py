@@ -1,0 +1,121 @@
+"""The sampler: the next token of each sequence, out of logits of which each rank of tp may hold a part of the vocabulary.
+
+Random numbers depend on the seed, the prompt's key, the sample, the place of the token and the token itself: so an answer
+depends neither on what else is in the batch nor on the mesh. A token is drawn as the largest quotient of probability and
+exponential noise, which is Gumbel's largest sum without its logarithms; last bits of the logits change it only where two
+quotients are equal to those bits (Gumbel 1954; Maddison 2014).
+Dims: N draws, V the vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshkit.algos.rollout._engine import Sampling
+from meshkit.collectives import all_gather
+from meshkit.counter import random_bits
+from meshkit.memory.loss import vocabulary_part
+from meshkit.memory.vocabulary import subtract_peak_, sum_over, wide_dtype
+
+
+def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """(ids [N] int64, their log-probabilities [N] in fp32 at least), the same on every rank of tp.
+
+    logits: [rows, V], plain or a DTensor sharded on its vocabulary. rows_N: of which row each draw is.
+    streams_N: int64, where each draw's random numbers come from; unused when greedy.
+    Wire, sharded logits only: all-reduces of a maximum and a sum per row and an all-gather of three numbers per draw; with
+    top_k an all-gather of top_k log-probabilities per row and rank, with top_p alone one of the whole logits.
+    """
+    axis: DeviceMesh | None = None
+    first = 0
+    if isinstance(logits, DTensor):
+        logits, first, axis = vocabulary_part("generate", logits)
+    wide = logits.to(wide_dtype(logits.dtype), copy=True).div_(sampling.temperature or 1.0)
+    subtract_peak_(wide, axis)
+    odds = wide.exp()
+    (total,) = sum_over(axis, odds.sum(-1))
+    log_probs = wide.sub_(total.log().unsqueeze(-1))
+    if len(rows_N) > len(wide):  # else each row is drawn from once
+        log_probs, odds = log_probs[rows_N], odds[rows_N]
+    scores = log_probs
+    if sampling.temperature:
+        scores = odds.div_(_exponential(streams_N, first, odds.shape[-1]))
+    if sampling.temperature and sampling.filters:
+        scores = scores.masked_fill(log_probs < _least(log_probs, axis, sampling).unsqueeze(-1), -torch.inf)
+    return _largest(scores, log_probs, first, axis)
+
+
+def streams(base_N: Tensor, places_N: Tensor) -> Tensor:
+    """The stream of the token at each place, out of those of whole answers."""
+    return random_bits(places_N, base_N, 63)
+
+
+def _exponential(streams_N: Tensor, first: int, tokens: int) -> Tensor:
+    """Noise [N, V] in fp32 of this rank's tokens: -log(1 - u).
+
+    Small noise, which decides, comes from small u, whose 53 bits fp32 keeps to its precision. u is neither 0 nor 1.
+    """
+    token_V = torch.arange(first, first + tokens, device=streams_N.device)
+    uniform = random_bits(token_V, streams_N.unsqueeze(-1), 53).float().mul_(2.0**-53)
+    return uniform.clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _least(log_probs: Tensor, axis: DeviceMesh | None, sampling: Sampling) -> Tensor:
+    """The least log-probability [N] that a token may have."""
+    candidates = log_probs
+    if sampling.top_k is not None:
+        candidates = _most(candidates, sampling.top_k)
+    if axis is not None and (sampling.top_k is not None or sampling.top_p < 1):
+        candidates = _joined(candidates, axis)
+    if sampling.top_k is not None:
+        candidates = _most(candidates, sampling.top_k)
+    peak = _peak(candidates, axis)
+    least = candidates.amin(-1) if sampling.top_k is not None else torch.full_like(peak, -torch.inf)
+    if sampling.top_p < 1:
+        ordered = candidates.sort(-1, descending=True).values
+        # A token stays while those before it have less than top_p; so the first always does.
+        before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
+        before[:, 0] = 0
+        least = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1)
+    if sampling.min_p > 0:
+        least = torch.maximum(least, peak + torch.tensor(sampling.min_p, dtype=torch.float64).log().to(peak))
+    return least
+
+
+def _most(log_probs: Tensor, count: int) -> Tensor:
+    return log_probs.topk(min(count, log_probs.shape[-1]), dim=-1).values
+
+
+def _joined(log_probs: Tensor, axis: DeviceMesh) -> Tensor:
+    """[N, all of the axis]; ranks may bring different numbers, which -inf evens out. Wire: an all-gather."""
+    longest = torch.tensor(log_probs.shape[-1], device=log_probs.device)
+    all_reduce(longest, ReduceOp.MAX, group=axis.get_group())
+    missing = int(longest) - log_probs.shape[-1]
+    return all_gather(torch.nn.functional.pad(log_probs, (0, missing), value=-torch.inf), -1, axis)
+
+
+def _peak(log_probs: Tensor, axis: DeviceMesh | None) -> Tensor:
+    peak = log_probs.amax(-1) if log_probs.shape[-1] else log_probs.new_full(log_probs.shape[:1], -torch.inf)
+    if axis is not None:
+        all_reduce(peak, ReduceOp.MAX, group=axis.get_group())
+    return peak
+
+
+def _largest(scores: Tensor, log_probs: Tensor, first: int, axis: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """The token of the largest score, and its log-probability. Of equal ones the first."""
+    if scores.shape[-1]:
+        best = scores.argmax(-1, keepdim=True)
+        found = torch.stack(
+            [scores.gather(-1, best).double(), (best + first).double(), log_probs.gather(-1, best).double()]
+        ).squeeze(-1)
+    else:
+        found = scores.new_full((3, len(scores)), -torch.inf, dtype=torch.float64)
+    if axis is not None:
+        found_R3N = all_gather(found.unsqueeze(0), 0, axis)
+        winner_N = found_R3N[:, 0].argmax(0)
+        found = found_R3N.gather(0, winner_N.expand(1, 3, -1)).squeeze(0)
+    return found[1].long(), found[2].to(log_probs.dtype)

@@ -1,0 +1,189 @@
+"""Answers written by vLLM, with the weights of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd_calls
+from meshkit.algos.rollout._rollout import Prompt, Rollout
+from meshkit.counter import stream_of
+from meshkit.errors import PlanError
+from meshkit.lora import lora_of
+from meshkit.models import save_config, stream_pretrained
+from meshkit.models.huggingface_config import ModelConfig
+from meshkit.step import Run
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class VllmEngine:
+    """`generate` of `run`, done by vLLM (`pip install vllm`): engine(prompts, sampling=..., samples=..., seed=...).
+
+    Each rank has a vLLM of its own in this process, with all weights of the model, and writes its part of the answers of
+    its data rank; so a world of N ranks writes on N engines, on any mesh. Each call first loads the weights that the run
+    has then. options: of vllm.LLM, such as gpu_memory_utilization=0.3, which is what training leaves free, and
+    max_model_len; enforce_eager=True starts faster.
+    Answers depend on the seed, the prompt's ids and key; and by the last bits of vLLM's kernels on what else is in a batch.
+    So log-probabilities differ from training's more than those of `generate`: correct for it (`PolicyLoss.corrections`),
+    and look at `rollout_gap_max`. Stop strings are cut off afterwards, at the token that completes the first of them.
+    Memory: the whole model on each rank, and vLLM's cache. Wire: in each call one all-gather of every tensor, with pp also a
+    broadcast, and the answers over tp, cp and pp.
+    Raises: PlanError without vLLM, for a model that is not of meshkit.models or has adapters, and for filters (top_k, top_p,
+    min_p) with a temperature other than 0 and 1, or where calls before had none: vLLM then gives no log-probabilities of the
+    whole vocabulary. DataError as `generate`.
+    """
+
+    def __init__(self, run: Run, **options: Any) -> None:
+        config: Any = getattr(run.whole, "config", None)
+        if lora_of(run.model) is not None or not isinstance(config, ModelConfig):
+            raise PlanError(
+                f"VllmEngine: {type(run.whole).__name__} is not a plain model of meshkit.models, whose weights have names "
+                "that vLLM reads. Call mk.merge_lora for one with adapters; else use generate()."
+            )
+        precision = run.memory.precision
+        dtype = next(run.model.parameters()).dtype if precision is None else precision.compute
+        if dtype not in NAMES:
+            raise PlanError(
+                f"VllmEngine: vLLM computes in {', '.join(NAMES.values())}, not in {dtype}. Use generate()."
+            )
+        self.refuse_absence()
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over
+        import vllm  # type: ignore[import-not-found]  # it pins a torch of its own
+
+        self.run, self._vllm, self._config = run, vllm, config
+        self._options = {"dtype": NAMES[dtype], "max_model_len": config.max_position_embeddings, **options}
+        self._llm: Any = None
+        self._mode = ""
+
+    @staticmethod
+    def refuse_absence() -> None:
+        """For scripts that do other work first. Raises: PlanError without vLLM."""
+        if importlib.util.find_spec("vllm") is None:
+            raise PlanError("VllmEngine: vLLM is not installed. `pip install vllm`, or use generate().")
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        seed: int = 0,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> list[Rollout]:
+        """As `generate`. Collective."""
+        stopping = Stopping(sampling, decode)
+        refuse_odd_calls("VllmEngine", prompts, samples, self._config.vocab_size)
+        self._start(sampling)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream_pretrained(self.run.model)})
+        self._llm.reset_prefix_cache()  # it is of the weights before
+        asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        place, places = self._place()
+        mine = range(place, len(asked), places)
+        streams = [stream_of("generate", seed, prompt.key, sample) for prompt, sample in asked]
+        found = (
+            self._llm.generate(
+                [{"prompt_token_ids": asked[index][0].ids.tolist()} for index in mine],
+                [self._params(sampling, streams[index]) for index in mine],
+                use_tqdm=False,
+            )
+            if mine
+            else []
+        )
+        written = self._shared({index: _answer(one, stopping) for index, one in zip(mine, found, strict=True)})
+        return [
+            Rollout(
+                prompt_ids=prompt.ids,
+                ids=ids,
+                log_probs=log_probs,
+                text=stopping.text(ids.tolist()),
+                key=prompt.key,
+                fields=prompt.fields,
+                truncated=reason == "length",
+            )
+            for index, (prompt, _) in enumerate(asked)
+            for ids, log_probs, reason in [written[index]]
+        ]
+
+    def _start(self, sampling: Sampling) -> None:
+        """vLLM itself, at the first call, which says which log-probabilities are wanted: of the raw logits, or of those over
+        the temperature, which for vLLM are after its filters, too.
+        """
+        if sampling.filters and sampling.temperature not in (0, 1):
+            raise PlanError(
+                f"VllmEngine: with top_k, top_p or min_p the temperature must be 0 or 1, but is {sampling.temperature}: vLLM "
+                "gives log-probabilities of all tokens without temperature, or of the tokens kept with it. Use generate()."
+            )
+        fits = {"raw_logprobs", "processed_logprobs"} if sampling.temperature == 0 else set()
+        fits |= {"raw_logprobs"} if sampling.temperature == 1 else set()
+        fits |= set() if sampling.filters else {"processed_logprobs"}
+        if self._mode and self._mode not in fits:
+            raise PlanError(
+                f"VllmEngine: it was started for log-probabilities that {sampling} does not have. Make another engine for it."
+            )
+        if self._llm is not None:
+            return
+        self._mode = sorted(fits)[-1]  # raw ones where they fit
+        with tempfile.TemporaryDirectory() as folder:
+            # Untied: on a CPU vLLM 0.32 packs a tied head once, and loads of the embedding leave it as it was.
+            save_config(replace(self._config, tie_word_embeddings=False), Path(folder))
+            self._llm = self._vllm.LLM(
+                folder,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                distributed_executor_backend="external_launcher" if dist.get_world_size() > 1 else "uni",
+                logprobs_mode=self._mode,
+                seed=0,
+                **self._options,
+            )
+
+    def _params(self, sampling: Sampling, stream: int) -> Any:
+        return self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=True,  # what ends an answer is in stop_ids
+            seed=stream % 2**63,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _place(self) -> tuple[int, int]:
+        """(which, of how many) ranks that have the same prompts."""
+        place, places = 0, 1
+        for axis in ("pp", "cp", "tp"):
+            view = self.run.mesh[axis]
+            place, places = place * view.size() + view.get_local_rank(), places * view.size()
+        return place, places
+
+    def _shared(self, written: dict[int, Any]) -> dict[int, Any]:
+        """The answers of all of these ranks."""
+        for axis in ("tp", "cp", "pp"):
+            view = self.run.mesh[axis]
+            if view.size() > 1:
+                parts: list[dict[int, Any]] = [{}] * view.size()
+                dist.all_gather_object(parts, written, group=view.get_group())
+                written = {index: one for part in parts for index, one in part.items()}
+        return written
+
+
+def _answer(found: Any, stopping: Stopping) -> tuple[np.ndarray, np.ndarray, Reason]:
+    (output,) = found.outputs
+    ids = list(output.token_ids)
+    log_probs = [step[id].logprob for id, step in zip(ids, output.logprobs, strict=True)]
+    ends = next((end for end in range(1, len(ids) + 1) if stopping.reason(ids[:end]) is not None), len(ids))
+    reason = stopping.reason(ids[:ends]) or "length"  # vLLM ends at max_model_len, too
+    return np.array(ids[:ends], np.int64), np.array(log_probs[:ends], np.float32), reason

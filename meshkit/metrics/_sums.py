@@ -1,0 +1,51 @@
+"""Sums of what a loss sees on its way, added up over microbatches and ranks, to be means of the step; and the largest."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.errors import DataError
+from meshkit.mesh import Mesh
+
+
+class MetricSums:
+    """names: what is added, of all that a loss offers. maxima: of what the largest is kept, at least 0.
+
+    Ranks that compute no loss, those of earlier stages, have zeros.
+    """
+
+    def __init__(self, mesh: Mesh, names: tuple[str, ...], maxima: tuple[str, ...] = ()) -> None:
+        self._mesh, self._names, self._maxima = mesh, names, maxima
+        self._sums = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+        self._largest = torch.zeros(len(maxima), dtype=torch.float64, device=mesh.device)
+
+    def add(self, **values: Tensor) -> None:
+        """Add the sum of each tensor to what has its name, or take its largest number; a tensor may be empty.
+
+        Raises: DataError where one of the names is not among them.
+        """
+        if missing := [name for name in (*self._names, *self._maxima) if name not in values]:
+            raise DataError(
+                f"MetricSums: there is no {', '.join(missing)} to add, only {', '.join(values)}. Choose from those."
+            )
+        self._sums += torch.stack([values[name].detach().double().sum() for name in self._names]).to(self._sums.device)
+        for place, name in enumerate(self._maxima):
+            if values[name].numel():
+                self._largest[place] = torch.maximum(self._largest[place], values[name].detach().double().max())
+
+    def means(self, count: Tensor | float) -> dict[str, float]:
+        """Each sum over all ranks over `count`, each maximum as it is, and begin anew. Every rank must call it.
+
+        Wire: one all-reduce of the sums over the ranks with different tokens, with pp one over the stages; the same of
+        maxima.
+        """
+        for axis in (self._mesh.tokens, self._mesh["pp"]):
+            if axis.size() > 1:
+                dist.all_reduce(self._sums, group=axis.get_group())
+                if self._maxima:
+                    dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=axis.get_group())
+        means = [*(self._sums / max(float(count), 1.0)).tolist(), *self._largest.tolist()]
+        self._sums, self._largest = torch.zeros_like(self._sums), torch.zeros_like(self._largest)
+        return dict(zip((*self._names, *self._maxima), means, strict=True))

@@ -1,0 +1,116 @@
+"""Evaluation: how well a model does on text, pairs and prompts that it was not trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.algos.preference import count_pairs
+from meshkit.algos.rewards import Scorer, score_on_mesh
+from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, generate
+from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
+from meshkit.memory.loss import IGNORED
+from meshkit.metrics import Logger, MetricSums, show_samples
+from meshkit.step import Batch, Loss, Run
+
+SAMPLE_NAMES = ("prompt", "answer", "", "score")
+
+
+def bits_per_byte(
+    run: Run, tokens: Tokens, tokenizer: Tokenizer, *, seq_len: int, rows: int, batches: int, documents: bool = True
+) -> float:
+    """Of the first `batches` batches of `rows` sequences a rank; independent of the tokenizer, so runs compare.
+
+    documents: attention and positions stop at the end of a document. Every rank must call it.
+    """
+    sizes = token_bytes(tokenizer).to(run.mesh.device)
+
+    def count_bytes(batch: Batch) -> Tensor:
+        labels = batch["labels"]
+        return sizes[labels.clamp(min=0)].masked_fill(labels == IGNORED, 0).sum()
+
+    held_out = evaluation_batches(
+        tokens,
+        seq_len=seq_len,
+        batch=rows,
+        rank=run.mesh.data_rank,
+        ranks=run.mesh.data_ranks,
+        documents=documents,
+    )
+    nats = total = 0.0
+    for _, batch in zip(range(batches), held_out, strict=False):
+        loss, size = run.evaluate(batch, count=count_bytes)
+        nats, total = nats + loss.item(), total + size.item()
+    return nats / math.log(2) / max(total, 1)
+
+
+def nats_per_token(run: Run, examples: Sequence[Example], *, seq_len: int, rows: int) -> float:
+    """Cross-entropy of a learnt token, over all the examples, packed into batches of `rows` rows a rank.
+
+    Every rank must call it.
+    """
+    batches = example_batches(examples, seq_len=seq_len, rows=rows, rank=run.mesh.data_rank, ranks=run.mesh.data_ranks)
+    nats, tokens = torch.stack([torch.stack(run.evaluate(batch)) for batch in batches]).sum(0).tolist()
+    return float(nats / max(tokens, 1))
+
+
+def pair_means(
+    run: Run,
+    pairs: Sequence[Pair],
+    objective: Callable[[Batch, MetricSums], Loss],
+    names: tuple[str, ...],
+    *,
+    seq_len: int,
+    rows: int = 4,
+) -> dict[str, float]:
+    """`loss`, and `names` of what the objective measures, each the mean over all the pairs.
+
+    objective: of a batch and sums to add to, as `preference_objective`; it may add to the batch, such as a reference.
+    rows: of a batch, on each rank. Every rank must call it.
+    """
+    mesh, metrics, total = run.mesh, MetricSums(run.mesh, names), 0.0
+    for batch in example_batches(pairs, seq_len=seq_len, rows=rows, rank=mesh.data_rank, ranks=mesh.data_ranks):
+        loss, _ = run.evaluate(batch, loss=objective(batch, metrics), count=count_pairs)
+        total += loss.item()
+    return {"loss": total / max(len(pairs), 1), **metrics.means(len(pairs))}
+
+
+def greedy_score(
+    run: Run,
+    rows: Sequence[Record],
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    *,
+    sampling: Sampling,
+    engine: Engine | None = None,
+) -> float:
+    """The mean score of the most probable answers to all the rows, shared out over the data ranks.
+
+    sampling: of any temperature. engine: who writes, default `generate`. Every rank must call it. Wire: the
+    engine's, `score_on_mesh`.
+    """
+    own = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
+    write = engine or partial(generate, run)
+    greedy = replace(sampling, temperature=0.0)
+    rollouts = write(encode_prompts(own, tokenizer), sampling=greedy, decode=tokenizer.decode)
+    return score_on_mesh(run.mesh, rollouts, scorer).mean
+
+
+def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:
+    """Of SAMPLE_NAMES, for `show_samples`."""
+    return [
+        (each.fields["prompt"], each.text, "cut" if each.truncated else "", f"{float(each.reward):.2f}")
+        for each in rollouts
+    ]
+
+
+def show_rollouts(step: int, rollouts: Iterable[Rollout], logger: Logger) -> None:
+    """A table of them, on rank 0's terminal and in TensorBoard. The other ranks need not call it."""
+    if dist.get_rank() == 0:
+        show_samples(step, SAMPLE_NAMES, sample_rows(rollouts), logger)

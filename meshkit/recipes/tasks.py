@@ -1,0 +1,176 @@
+"""Tasks: what a recipe asks about and how rollouts are checked; files of prompts, or a reference task with its small model.
+
+Reinforcement learning on a reference task shows in minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from meshkit.algos.rewards import Reward, Scores, UnitTests, arithmetic, countdown, exact_match, score
+from meshkit.algos.rollout import Rollout
+from meshkit.algos.sft import sft_steps
+from meshkit.data import (
+    Record,
+    TaskSplits,
+    Tokenizer,
+    addition_tasks,
+    countdown_tasks,
+    encode_completion,
+    read_records,
+    reversal_tasks,
+    split_records,
+)
+from meshkit.initialize import init_weights
+from meshkit.metrics import Progress
+from meshkit.models import LlamaConfig, save_pretrained
+from meshkit.step import Run
+
+VERIFIERS: dict[str, Reward] = {
+    "exact": exact_match,
+    "arithmetic": arithmetic,
+    "countdown": countdown,
+    "unit-tests": UnitTests(),
+}
+"""by the names that recipes have for them"""
+
+SMALL_MODEL = LlamaConfig(
+    vocab_size=64,
+    hidden_size=96,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=24,
+    max_position_embeddings=256,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceTask:
+    """Rows to learn from, how they are checked, and how long a small model learns them before it is rewarded."""
+
+    rows: Callable[..., TaskSplits]
+    reward: str
+    """of VERIFIERS"""
+    max_new_tokens: int
+    sft_steps: int
+    sft_lr: float
+
+
+REFERENCE_TASKS = {
+    "addition": ReferenceTask(rows=addition_tasks, reward="exact", max_new_tokens=4, sft_steps=440, sft_lr=1e-3),
+    "reversal": ReferenceTask(
+        rows=partial(reversal_tasks, shortest=3, longest=5),
+        reward="exact",
+        max_new_tokens=6,
+        sft_steps=110,
+        sft_lr=1e-3,
+    ),
+    "countdown": ReferenceTask(rows=countdown_tasks, reward="countdown", max_new_tokens=10, sft_steps=800, sft_lr=3e-3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """Rows have a `prompt`, and a `completion` or what else the reward reads."""
+
+    train: list[Record]
+    held_out: list[Record]
+    reward: Reward
+    reward_timeout_s: float
+    """of each answer"""
+    max_new_tokens: int
+
+    def score(self, rollouts: Sequence[Rollout]) -> Scores:
+        return score(rollouts, self.reward, timeout_s=self.reward_timeout_s)
+
+    def __str__(self) -> str:
+        like = self.train[0].fields["prompt"]
+        return f"{len(self.train):,} prompts, {len(self.held_out):,} held out, like {like!r}"
+
+
+def load_tasks(
+    task: str,
+    data: Sequence[Path] = (),
+    *,
+    held_out: float = 0.05,
+    evaluated: int | None = None,
+    seed: int = 0,
+    reward: str | None = None,
+    reward_timeout_s: float = 10.0,
+    max_new_tokens: int | None = None,
+) -> Tasks:
+    """The rows of the files, or without any those of the task; of the held-out part the first `evaluated`.
+
+    task: of REFERENCE_TASKS. reward: of VERIFIERS; default that of the task, "exact" for files. max_new_tokens: default that
+    of the task, 256 for files. Raises: DataError for files that cannot be read or split.
+    """
+    known = REFERENCE_TASKS[task]
+    rows = split_records(read_records(data), held_out=held_out) if data else known.rows(held_out=held_out, seed=seed)
+    return Tasks(
+        train=rows.train,
+        held_out=rows.held_out[:evaluated],
+        reward=VERIFIERS[reward or ("exact" if data else known.reward)],
+        reward_timeout_s=reward_timeout_s,
+        max_new_tokens=max_new_tokens or (256 if data else known.max_new_tokens),
+    )
+
+
+def small_model(vocab_size: int | None = None) -> LlamaConfig:
+    """SMALL_MODEL for this vocabulary."""
+    return dataclasses.replace(SMALL_MODEL, vocab_size=vocab_size or SMALL_MODEL.vocab_size)
+
+
+def warm_up_policy(
+    run: Run,
+    optimizer: Optimizer,
+    rows: Sequence[Record],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    steps: int,
+    seed: int,
+    global_batch: int = 64,
+    seq_len: int = 64,
+    speaks: bool = False,
+) -> None:
+    """From random weights to a model in `folder` that is right now and then: what rewards need to begin with.
+
+    Prompts of each form, such as `00+0=`, come often enough: one that is never right earns nothing, and while it does not
+    the others overwrite what it needs. speaks: whether this rank shows its progress. Takes a minute, and is not resumed.
+    Every rank must call it.
+    """
+    init_weights(run.model, seed=seed, plan=run.plan)
+    examples = [
+        encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)
+        for row in forms_in_balance(rows)
+    ]
+    size: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
+    with Progress(total_steps=steps, enabled=speaks) as progress:
+        if speaks:
+            print(f"first {steps} steps on right answers")
+        sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
+    config: Any = run.whole.config
+    save_pretrained(run.model, config, folder)
+
+
+def forms_in_balance(rows: Sequence[Record]) -> list[Record]:
+    """The rows, and those of rare forms again: a form that is n times as rare as the most frequent one about sqrt(n) times.
+
+    A form is a prompt without its values: all digits are one, and all letters.
+    """
+    forms: dict[str, list[Record]] = {}
+    for row in rows:
+        forms.setdefault(re.sub(r"[a-z]", "a", re.sub(r"\d", "0", row.fields["prompt"])), []).append(row)
+    most = max(map(len, forms.values()), default=0)
+    return [*rows, *(row for form in forms.values() for row in form * (math.isqrt(most // len(form)) - 1))]
