@@ -54,7 +54,8 @@ class Session:
     where `saves(step)` says so, and gives the step it resumed from as `start`; all ranks of that mesh are in the session.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
-    guard: against gradients that are not finite. scalars: the line of this step so far. logger: for pictures and texts; `log` is for numbers.
+    guard: against gradients that are not finite.
+    scalars: the line of this step so far, see `log`. logger: for pictures and texts.
     Every rank calls every method, at the same steps.
     """
 
