@@ -20,7 +20,6 @@ from 0.693 to about 0.12, and of 190 held-out pairs 0.94 are right after 20 step
 from __future__ import annotations
 
 import dataclasses
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,21 +28,13 @@ from typing import Any, Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos.preference import (
-    PreferenceLoss,
-    count_pairs,
-    folder_fingerprint,
-    parse_losses,
-    preference_objective,
-    stored_reference,
-    update_reference,
-)
+from meshkit.algos import preference
 from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.algos.sft import sft_phase
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
-from meshkit.launch import run_main
 from meshkit.metrics import MetricSums
 from meshkit.recipes import (
+    SMALL_PREFERENCE_MODEL,
     LoraFlags,
     PairFlags,
     ParallelFlags,
@@ -57,16 +48,6 @@ from meshkit.recipes import (
     text_encoder,
 )
 
-DEMO = mk.models.LlamaConfig(
-    vocab_size=1024,
-    hidden_size=64,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-)
 SEEN = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
 
 
@@ -102,7 +83,7 @@ class Config(TrainFlags, ParallelFlags, LoraFlags, PairFlags):
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
     """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
-    shape = config.shape(DEMO, vocab_size)
+    shape = config.shape(SMALL_PREFERENCE_MODEL, vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
     plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
@@ -111,7 +92,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 def main() -> None:
     config = tyro.cli(Config)
-    losses = parse_losses(config.loss)
+    losses = preference.parse_losses(config.loss)
     refuse(config, losses)
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
@@ -125,7 +106,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- rows to pairs
     rows = preference_rows(config, seed=config.seed)
-    encoder, tokenizer, folder = text_encoder(config, rows.train, vocab_size=DEMO.vocab_size)
+    encoder, tokenizer, folder = text_encoder(config, rows.train)
     train, held_out = (
         encode_pairs(half, encoder, seq_len=config.seq_len, truncate=config.truncate)
         for half in (rows.train, rows.held_out)
@@ -140,13 +121,12 @@ def main() -> None:
         print0(f"the chosen answers first, {config.sft_steps} steps")
         run = build(dataclasses.replace(config, lora_rank=None), mesh, vocab_size=tokenizer.vocab_size)
         mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-        chosen, held_out_chosen = ([pair.chosen for pair in pairs] for pairs in (train, held_out))
-        taught = {**sizes, "microbatches": config.microbatches, "clip": config.clip}
+        taught = {**sizes, "steps": config.sft_steps, "microbatches": config.microbatches, "clip": config.clip}
         taught |= {"lr_kind": config.lr_kind, "warmup_steps": config.warmup_steps}
         optimizer = mk.adamw(run, lr=config.sft_lr, weight_decay=config.weight_decay)
-        if not sft_phase(run, optimizer, chosen, config.out / "sft", steps=config.sft_steps, **taught):
+        if not sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **taught):
             return
-        nats = nats_per_token(run, held_out_chosen, seq_len=config.seq_len, rows=4)
+        nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
         mk.models.save_pretrained(run.model, run.whole.config, begin)
 
@@ -156,21 +136,19 @@ def main() -> None:
     mk.models.load_pretrained(run.model, begin)
     if config.lora_rank is not None:
         mk.init_lora(run.model, seed=config.seed)
-    trained = [p for p in run.whole.parameters() if p.requires_grad]
-    print0(
-        f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters, {sum(p.numel() for p in trained):,} train"
-    )
+    every, trained = run.whole.parameters(), [p for p in run.whole.parameters() if p.requires_grad]
+    print0(f"model {sum(p.numel() for p in every):,} parameters, {sum(p.numel() for p in trained):,} train")
 
     # ---------------------------------------------------------------------------------------------- what it is compared with
     reference = None
     if config.reference == "stored":
         path = config.reference_file or config.out / "reference.safetensors"
         made_of = {
-            "model": folder_fingerprint(begin),
+            "model": preference.folder_fingerprint(begin),
             "template": encoder.template.source if isinstance(encoder, Chat) else "plain text",
             "truncation": f"{config.truncate} at {config.seq_len}",
         }
-        pairs = stored_reference(run, [*train, *held_out], path, made_of=made_of, seq_len=config.seq_len)
+        pairs = preference.stored_reference(run, [*train, *held_out], path, made_of=made_of, seq_len=config.seq_len)
         train, held_out = pairs[: len(train)], pairs[len(train) :]
         print0(f"reference in {path}")
     elif config.reference != "none" and config.lora_rank is not None:
@@ -184,7 +162,7 @@ def main() -> None:
         if reference is not None:
             with mk.lora_disabled(run.model) if reference is run else nullcontext():
                 batch[REFERENCE] = token_values(reference, batch, microbatches=config.microbatches)
-        return preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
+        return preference.preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
 
     # ---------------------------------------------------------------------------------------------- the loop
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
@@ -194,26 +172,21 @@ def main() -> None:
     sums = MetricSums(mesh, (*SEEN, "tokens"))
     references = mk.Checkpointer(config.out / "reference", keep=config.keep)  # of one that moves
     with references, Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
-        if session.start > config.steps:
-            raise mk.PlanError(
-                f"{config.out} is at step {session.start}, beyond {config.steps}. Give more --steps, or another --out."
-            )
         if session.start and config.reference == "moving":
             references.load(reference, None, step=session.start)
         for step in session.steps():
             batch = next(loader)
             objective = preferring(batch, sums)
+            how = {"loss": objective, "count": preference.count_pairs, "microbatches": config.microbatches}
             with session.trace_pipeline(run):
-                loss = run.forward_backward(
-                    batch, loss=objective, count=count_pairs, microbatches=config.microbatches, step=step
-                )
+                loss = run.forward_backward(batch, **how, step=step)
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             if config.reference == "moving" and step % config.reference_every == 0:
-                update_reference(reference.model, run.model, alpha=config.reference_alpha)
+                preference.update_reference(reference.model, run.model, alpha=config.reference_alpha)
             means = sums.means(config.global_batch)
             tokens = round(means.pop("tokens") * config.global_batch)
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
@@ -224,7 +197,7 @@ def main() -> None:
                 print0(f"step {step}, held out: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
             if session.saves(step) and config.reference == "moving":  # first: then every checkpoint has its reference
                 references.save(step, reference, None)
-    if session.stopped:
+    if session.stopped or session.start > config.steps:
         return
 
     # ---------------------------------------------------------------------------------------------- what came of it
@@ -233,7 +206,7 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be
-def refuse(config: Config, losses: tuple[PreferenceLoss, ...]) -> None:
+def refuse(config: Config, losses: tuple[preference.PreferenceLoss, ...]) -> None:
     """Combinations that cannot be, before anything is read."""
     needing = [loss.kind for loss in losses if loss.needs_reference]
     sorting = [loss.kind for loss in losses if loss.kind.startswith("aot")]
@@ -253,5 +226,4 @@ def refuse(config: Config, losses: tuple[PreferenceLoss, ...]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -20,43 +20,29 @@ defaults, addition from 0.43 to 0.96 with --prompts 64 --samples 8 --lr 3e-4 --s
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 import meshkit as mk
-from meshkit.algos.policy import (
-    GAE,
-    PRESETS,
-    ROLLOUT_RULES,
-    GroupAdvantage,
-    PolicyLoss,
-    policy_batch,
-    policy_count,
-    policy_metrics,
-    policy_objective,
-    policy_sums,
-    step_rollouts,
-)
+from meshkit.algos import policy
 from meshkit.algos.rewards import MeshScores, score_on_mesh
-from meshkit.algos.rollout import Sampling, encode_prompts
+from meshkit.algos.rollout import encode_prompts
 from meshkit.data import PromptLoader
-from meshkit.launch import run_main
 from meshkit.recipes import (
     ParallelFlags,
-    RolloutFlags,
+    PolicyFlags,
     Session,
-    StepFlags,
     engine_of,
     export_model,
     first_policy,
     greedy_score,
     policy_tasks,
     print0,
-    refuse_missing_engine,
+    run_from,
     show_rollouts,
 )
 
@@ -64,11 +50,7 @@ TOL_SELFTEST = 1e-5  # of log-probabilities in fp32: generator and trainer sum i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StepFlags, ParallelFlags, RolloutFlags):
-    preset: str = "GRPO"
-    """a loss of meshkit.algos.policy that needs no critic"""
-    kl: float = 0.0
-    """weight of the preset's KL to the model at the beginning, in place of its own; 0 needs no reference"""
+class Config(PolicyFlags, ParallelFlags):
     entropy: float = 0.0
     """weight of a bonus for uncertain predictions"""
     updates: int = 1
@@ -95,16 +77,10 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
     return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.model_plan(shape)))
 
 
-def load(config: Config, mesh: mk.Mesh, folder: Path) -> mk.Run:
-    run = build(config, mesh, mk.models.config_from_pretrained(folder))
-    mk.models.load_pretrained(run.model, folder)
-    return run
-
-
 def main() -> None:
     config = tyro.cli(Config)
-    loss, rules = policy_of(config), ROLLOUT_RULES[config.preset]
-    refuse_missing_engine(config)
+    loss, rules = config.policy_loss(critic=False), policy.ROLLOUT_RULES[config.preset]
+    loss = dataclasses.replace(loss, entropy=config.entropy)
     if config.selftest:
         config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
 
@@ -113,19 +89,17 @@ def main() -> None:
     print0(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    tasks, tokenizer = policy_tasks(config, seed=config.seed)
-    limit = rules.limit(tasks.max_new_tokens)
-    sampling = Sampling(max_new_tokens=limit, temperature=config.temperature, stop_ids=(tokenizer.eos_id,))
+    tasks, tokenizer, sampling = policy_tasks(config)
+    sampling = dataclasses.replace(sampling, max_new_tokens=rules.limit(tasks.max_new_tokens))
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- something to begin with
-    sizes = {"seq_len": config.seq_len, "seed": config.seed}
-    begin = config.out / "sft-model"
-    first = first_policy(config, lambda shape: build(config, mesh, shape), tasks, tokenizer, begin, **sizes)
-    run = load(config, mesh, first)
-    reference = load(config, mesh, first) if config.kl else None
+    in_parts = partial(build, config, mesh)
+    first = first_policy(config, in_parts, tasks, tokenizer)
+    run = run_from(first, in_parts)
+    reference = run_from(first, in_parts) if config.kl else None
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
@@ -141,13 +115,13 @@ def main() -> None:
         return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=write)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    sums = policy_sums(mesh)
+    sums = policy.policy_sums(mesh)
     kept = {"optimizer": optimizer, "scheduler": scheduler, "loader": prompts}
     with Session(run, config, **kept, writes=not config.selftest) as session:
         if session.start == 0:
             print0(f"held out before the first step: {held_out_score():.3f}")
         for step in session.steps():
-            scores, rollouts = step_rollouts(
+            scores, rollouts = policy.step_rollouts(
                 mesh,
                 ask,
                 rules,
@@ -155,7 +129,7 @@ def main() -> None:
                 max_new_tokens=tasks.max_new_tokens,
                 rounds=config.sampling_rounds,
             )
-            batch, advantages = policy_batch(
+            batch, advantages = policy.policy_batch(
                 run,
                 rollouts,
                 loss,
@@ -166,8 +140,8 @@ def main() -> None:
                 microbatches=config.microbatches,
             )
             for _ in range(config.updates):
-                objective = policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
-                how = {"loss": objective, "count": policy_count(loss), "microbatches": config.microbatches}
+                objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
+                how = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
                 with session.trace_pipeline(run):
                     loss_value = run.forward_backward(batch, **how)
                 norm = mk.clip_grad_norm(run, config.clip)
@@ -175,7 +149,7 @@ def main() -> None:
                     optimizer.step()
                 optimizer.zero_grad()
             scheduler.step()
-            metrics = policy_metrics(sums)
+            metrics = policy.policy_metrics(sums)
             if config.selftest:
                 check_selftest(metrics, step)
             session.log(loss=loss_value, grad_norm=norm, **metrics, **scores.scalars())
@@ -200,20 +174,7 @@ def main() -> None:
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-# ---------------------------------------------------------------------------------------------- parts of the above
-def policy_of(config: Config) -> PolicyLoss:
-    """The preset, with the KL and entropy that were asked for; what it needs and this recipe has not is refused."""
-    if config.preset not in PRESETS:
-        raise mk.PlanError(f"--preset {config.preset} is not known. Choose from {', '.join(PRESETS)}.")
-    loss = PRESETS[config.preset]
-    greedy = isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy"
-    if isinstance(loss.advantage, GAE) or greedy:
-        needs = "greedy answers as a baseline" if greedy else "a critic"
-        raise mk.PlanError(f"--preset {config.preset} needs {needs}, which this recipe has not. Choose another.")
-    kl = dataclasses.replace(loss.kl, coefficient=config.kl)
-    return dataclasses.replace(loss, kl=kl, entropy=config.entropy)
-
-
+# ---------------------------------------------------------------------------------------------- is it sound?
 def check_selftest(metrics: dict[str, float], step: int) -> None:
     """With weights that do not change."""
     off = {
@@ -229,5 +190,4 @@ def check_selftest(metrics: dict[str, float], step: int) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

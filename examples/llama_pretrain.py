@@ -17,7 +17,6 @@ time to expect.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,7 +26,6 @@ import tyro
 
 import meshkit as mk
 from meshkit.data import Loader
-from meshkit.launch import run_main
 from meshkit.metrics import ModelFlops
 from meshkit.recipes import (
     ParallelFlags,
@@ -139,5 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +32,6 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.data import Loader, Tokenizer, Tokens, evaluation_batches, token_bytes
-from meshkit.launch import run_main
 from meshkit.memory.loss import IGNORED
 from meshkit.metrics import ModelFlops
 from meshkit.recipes import ParallelFlags, Session, TextFlags, TrainFlags, print0, text_tokens
@@ -205,5 +203,4 @@ def bits_per_byte(table: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -16,7 +16,6 @@ of a layer has up to 4 times the mean at step 40, and 1.2 to 1.3 times at the en
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +24,6 @@ import tyro
 
 import meshkit as mk
 from meshkit.data import Loader
-from meshkit.launch import run_main
 from meshkit.metrics import ModelFlops, load_picture, load_scalars
 from meshkit.recipes import (
     ParallelFlags,
@@ -177,5 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

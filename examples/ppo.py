@@ -19,7 +19,6 @@ that were pending, on whatever meshes it is started. Reversal goes from about a 
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,42 +28,29 @@ import torch.distributed as dist
 import tyro
 
 import meshkit as mk
-from meshkit.algos import dataflow, policy
-from meshkit.algos.reallocate import prepare_reallocation
-from meshkit.algos.rewards import Scores, model_scores, score_on_mesh
-from meshkit.algos.rollout import REFERENCE, Rollout, Sampling, label_log_probs
+from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
 from meshkit.data import PromptLoader, take_segments
-from meshkit.launch import run_main
 from meshkit.recipes import (
-    ParallelFlags,
-    RolloutFlags,
+    PolicyFlags,
+    SamplerFlags,
     Session,
-    StepFlags,
+    actor_and_sampler,
     engine_of,
     export_model,
     first_policy,
     greedy_score,
     policy_tasks,
     print0,
-    refuse_missing_engine,
+    run_from,
     show_rollouts,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StepFlags, ParallelFlags, RolloutFlags):
-    sampler_mesh: str | None = None
-    """of a copy of the actor that writes the answers; default: the actor itself writes"""
-    sampler_ranks: int = 0
-    """so many ranks, the last ones, are the sampler's alone; 0: it shares all of them"""
-    staleness: int = 0
-    """so many steps the sampler runs ahead, with weights that are as much older"""
+class Config(PolicyFlags, SamplerFlags):
     reward_model: Path | None = None
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
     preset: str = "PPO"
-    """a loss of meshkit.algos.policy with GAE"""
-    kl: float = 0.0
-    """weight of the KL to the model at the beginning; 0 needs no reference"""
     epochs: int = 2
     """times that a step's answers are learnt from"""
     minibatches: int = 1
@@ -86,7 +72,7 @@ class Config(StepFlags, ParallelFlags, RolloutFlags):
     eval_every: int = 20
 
 
-def in_parts(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) -> mk.Run:
+def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) -> mk.Run:
     """A model in parts, without values; with `scores` one that gives a number for each token."""
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape) if scores else mk.models.build_model(shape)
@@ -94,70 +80,51 @@ def in_parts(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False)
     return mk.parallelize(model, mesh, **config.strategy(plan=plan))
 
 
-def load(config: Config, mesh: mk.Mesh, folder: Path, *, scores: bool = False, fresh: tuple[str, ...] = ()) -> mk.Run:
-    """The model of a folder; parameters that are `fresh` begin from nothing."""
-    run = in_parts(config, mesh, mk.models.config_from_pretrained(folder), scores=scores)
-    if fresh:
-        mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-    mk.models.load_pretrained(run.model, folder, fresh=fresh)
-    return run
-
-
 def main() -> None:
     config = tyro.cli(Config)
-    loss = policy_of(config)
-    refuse_missing_engine(config)
+    loss = config.policy_loss(critic=True)
+    loss = dataclasses.replace(loss, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
 
     # ---------------------------------------------------------------------------------------------- who: the meshes
-    world = mk.init_mesh()
-    learners = range(world.spec.world_size - config.sampler_ranks)
-    meshes = {"actor": mk.init_mesh(config.mesh, ranks=learners)}
-    meshes["sampler"] = meshes["actor"]
-    if config.sampler_mesh is not None:
-        apart = range(learners.stop, world.spec.world_size) if config.sampler_ranks else learners
-        meshes["sampler"] = mk.init_mesh(config.sampler_mesh, ranks=apart)
+    world, meshes = mk.init_mesh(), actor_and_sampler(config)
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
     for name, mesh in meshes.items():
         print0(f"{name}  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    tasks, tokenizer = policy_tasks(config, seed=config.seed)
-    limit = tasks.max_new_tokens
-    sampling = Sampling(max_new_tokens=limit, temperature=config.temperature, stop_ids=(tokenizer.eos_id,))
+    tasks, tokenizer, sampling = policy_tasks(config)
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the models
     start = config.pretrained or config.out / "sft-model"
-    actor = critic = reference = judge = sampler = engine = None  # a rank has those of its meshes
+    actor = critic = reference = judge = None  # on ranks that do not learn
+    optimizer = critic_optimizer = scheduler = None
     if actor_mesh.here:
-        sizes = {"seq_len": config.seq_len, "seed": config.seed}
-        first_policy(config, lambda shape: in_parts(config, actor_mesh, shape), tasks, tokenizer, start, **sizes)
-        actor = load(config, actor_mesh, start)
-        critic = load(config, actor_mesh, start, scores=True, fresh=("score.weight",))
-        reference = load(config, actor_mesh, start) if config.kl else None
-        judge = load(config, actor_mesh, config.reward_model, scores=True) if config.reward_model else None
+        in_parts, scoring = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
+        first_policy(config, in_parts, tasks, tokenizer)
+        actor = run_from(start, in_parts)
+        critic = run_from(start, scoring, fresh=("score.weight",), seed=config.seed)
+        reference = run_from(start, in_parts) if config.kl else None
+        judge = run_from(config.reward_model, scoring) if config.reward_model else None
         optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
     dist.barrier()  # the folder is there
-    syncs = []
-    if config.sampler_mesh is None:
-        sampler = actor
-    else:
-        sampler = load(config, sampler_mesh, start) if sampler_mesh.here else None
-        weights = prepare_reallocation(actor, sampler)
+    sampler, syncs = actor, []
+    if config.sampler_mesh is not None:
+        sampler = run_from(start, partial(build, config, sampler_mesh)) if sampler_mesh.here else None
+        weights = reallocate.prepare_reallocation(actor, sampler)
         print0(weights.plan)
         syncs = [dataflow.Sync(name="weights", source="actor", destination="sampler", function=weights)]
-    if sampler is not None:
-        engine = engine_of(config, sampler)
+    engine = engine_of(config, sampler) if sampler is not None else None
 
     # ---------------------------------------------------------------------------------------------- what they do
-    def scores(rollouts: list[Rollout]) -> Scores:
+    def scores(rollouts: list[rollout.Rollout]) -> rewards.Scores:
         if judge is not None:
-            return model_scores(judge, [rollout.tokens for rollout in rollouts], seq_len=config.seq_len)
-        return score_on_mesh(meshes[judges], rollouts, tasks.score, fail_fast=config.fail_fast).own
+            return rewards.model_scores(judge, [each.tokens for each in rollouts], seq_len=config.seq_len)
+        return rewards.score_on_mesh(meshes[judges], rollouts, tasks.score, fail_fast=config.fail_fast).own
 
     def learn(samples: list[dataflow.Sample]) -> None:
         """Advantages over the whole step; then each minibatch teaches the critic, and after its warm-up the actor."""
@@ -193,11 +160,12 @@ def main() -> None:
         session.log(**{f"policy/{name}": value for name, value in policy.policy_metrics(actor_sums).items()})
         session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 
-    log_probs = partial(label_log_probs, temperature=config.temperature)
+    log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
     look = partial(dataflow.log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
     looks = [look("old_log_probs", actor, log_probs), look("old_values", critic, policy.critic_values)]
-    looks += [look(REFERENCE, reference, log_probs)] if config.kl else []
+    looks += [look(rollout.REFERENCE, reference, log_probs)] if config.kl else []
     looked_at, judges = [call.name for call in looks], "actor" if config.reward_model else "sampler"
+    needs = (*dataflow.ROLLOUT, "reward", *looked_at)
     write = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
     flow = dataflow.Flow(
         meshes,
@@ -205,9 +173,7 @@ def main() -> None:
             dataflow.rollout_call(engine, tokenizer, on="sampler", **write),
             dataflow.reward_call(scores, on=judges),
             *looks,
-            dataflow.Call(
-                name="learn", on="actor", function=learn, needs=(*dataflow.ROLLOUT, "reward", *looked_at), stage="train"
-            ),
+            dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
         ],
         source=lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
         fields=dataflow.PROMPTED,
@@ -218,29 +184,16 @@ def main() -> None:
     print0(flow.describe())
 
     def held_out_score() -> float:
-        """Of the sampler's greedy answers; the same on every rank of the world."""
-        score = [0.0]
-        if sampler_mesh.here:
-            score = [greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=engine)]
-        dist.broadcast_object_list(score, src=sampler_mesh.ranks[0])
-        return score[0]
-
-    # ---------------------------------------------------------------------------------------------- where we stopped
-    saves = {name: mk.Checkpointer(config.out / "checkpoints" / name, keep=config.keep) for name in ("actor", "critic")}
-    saved = [max(set(saves["actor"].steps()) & set(saves["critic"].steps()), default=0)]
-    dist.broadcast_object_list(saved, src=0)
-    if saved[0]:
-        if actor_mesh.here:
-            saves["actor"].load(actor, optimizer, scheduler=scheduler, step=saved[0], config=config)
-            saves["critic"].load(critic, critic_optimizer, step=saved[0], config=config)
-        flow.load_state_dict(saves["actor"].extra(saved[0]))
-        for sync in syncs:
-            sync.function()
+        how = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
+        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **how)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    with saves["actor"], saves["critic"], Session(world, config, start=flow.iteration) as session:
+    parts = {"actor": (actor, optimizer, scheduler), "critic": (critic, critic_optimizer, None)}
+    with Session(world, config, parts=parts, loader=flow) as session:
         if session.start == 0:
             print0(f"held out before the first step: {held_out_score():.3f}")
+        for sync in syncs if session.start else ():
+            sync.function()  # the sampler gets what was resumed
         for step in session.steps():
             samples = flow.step()
             session.log(**{f"seconds/{name}": seconds for name, seconds in flow.seconds.items()})
@@ -250,11 +203,6 @@ def main() -> None:
                 reward = session.scalars.get("reward", 0.0)
                 print0(f"step {step}: held out {session.scalars['held_out']:.3f}, reward {reward:.3f}")
                 show_rollouts(step, map(dataflow.rollout_of, samples), session.logger)
-            if session.saves(step):
-                state = flow.state_dict()
-                if actor_mesh.here:
-                    saves["actor"].save(step, actor, optimizer, scheduler=scheduler, config=config, extra=state)
-                    saves["critic"].save(step, critic, critic_optimizer, config=config)
     if not session.finished:
         return
 
@@ -265,19 +213,5 @@ def main() -> None:
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-# ---------------------------------------------------------------------------------------------- parts of the above
-def policy_of(config: Config) -> policy.PolicyLoss:
-    """The preset, with the KL and the lambda that were asked for."""
-    if config.sampler_ranks and config.sampler_mesh is None:
-        raise mk.PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
-    loss = policy.PRESETS.get(config.preset)
-    if loss is None or not isinstance(loss.advantage, policy.GAE):
-        fitting = ", ".join(name for name, preset in policy.PRESETS.items() if isinstance(preset.advantage, policy.GAE))
-        raise mk.PlanError(f"--preset {config.preset} is not a loss with a critic. Choose from {fitting}.")
-    kl = dataclasses.replace(loss.kl, coefficient=config.kl)
-    return dataclasses.replace(loss, kl=kl, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

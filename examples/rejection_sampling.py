@@ -17,8 +17,8 @@ Source: STaR, Zelikman et al. 2022 (2203.14465); Llama 2, Touvron et al. 2023 (2
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +29,11 @@ import tyro
 import meshkit as mk
 from meshkit.algos.policy import select_above, select_best
 from meshkit.algos.rewards import score_on_mesh
-from meshkit.algos.rollout import Rollout, Sampling, encode_prompts
+from meshkit.algos.rollout import Rollout, encode_prompts
 from meshkit.algos.sft import sft_steps
 from meshkit.collectives import gather_over_data
 from meshkit.data import Example, PromptLoader
-from meshkit.launch import run_main
 from meshkit.recipes import (
-    LearnFlags,
     ParallelFlags,
     RolloutFlags,
     Session,
@@ -45,14 +43,14 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
-    refuse_missing_engine,
+    run_from,
     show_rollouts,
     small_model,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LearnFlags, ParallelFlags, RolloutFlags):
+class Config(ParallelFlags, RolloutFlags):
     task: Literal["addition", "reversal", "countdown"] = "reversal"
     out: Path = Path("runs/rejection_sampling")
     rounds: int = 40
@@ -85,26 +83,20 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
 
 def main() -> None:
     config = tyro.cli(Config)
-    refuse_missing_engine(config)
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    tasks, tokenizer = policy_tasks(config, seed=config.seed)
-    limit = tasks.max_new_tokens
-    sampling = Sampling(max_new_tokens=limit, temperature=config.temperature, stop_ids=(tokenizer.eos_id,))
+    tasks, tokenizer, sampling = policy_tasks(config)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- something to begin with
-    sizes = {"seq_len": config.seq_len, "seed": config.seed}
-    begin = config.out / "sft-model"
-    first = first_policy(config, lambda shape: build(config, mesh, shape), tasks, tokenizer, begin, **sizes)
-    run = build(config, mesh, mk.models.config_from_pretrained(first))
-    mk.models.load_pretrained(run.model, first)
+    in_parts = partial(build, config, mesh)
+    run = run_from(first_policy(config, in_parts, tasks, tokenizer), in_parts)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
     write = engine_of(config, run)
@@ -165,5 +157,4 @@ def lesson(rollout: Rollout) -> Example:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -19,7 +19,6 @@ after 200: 0.86 of the scrambled ones, 0.94 of the reversed, 0.96 of the repeate
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,9 @@ import meshkit as mk
 from meshkit.algos.preference import count_pairs, reward_objective
 from meshkit.algos.sft import sft_phase
 from meshkit.data import ExampleLoader, Record, augment_across_prompts, check_examples, encode_pairs, fit
-from meshkit.launch import run_main
 from meshkit.metrics import MetricSums
 from meshkit.recipes import (
+    SMALL_PREFERENCE_MODEL,
     PairFlags,
     ParallelFlags,
     Session,
@@ -45,16 +44,6 @@ from meshkit.recipes import (
     text_encoder,
 )
 
-DEMO = mk.models.LlamaConfig(
-    vocab_size=1024,
-    hidden_size=64,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-)
 SEEN = ("accuracy", "margin", "score")
 
 
@@ -81,7 +70,7 @@ class Config(TrainFlags, ParallelFlags, PairFlags):
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
     """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
-    shape = config.shape(DEMO, vocab_size)
+    shape = config.shape(SMALL_PREFERENCE_MODEL, vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape)
     return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.reward_plan(shape)))
@@ -101,7 +90,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- rows to pairs
     rows = preference_rows(config, every=True, seed=config.seed)
-    encoder, tokenizer, folder = text_encoder(config, rows.train, vocab_size=DEMO.vocab_size)
+    encoder, tokenizer, folder = text_encoder(config, rows.train)
     length = {"seq_len": config.seq_len, "truncate": config.truncate}
     read = {**length, "scalars": ("margin",) if config.margin else ()}
     train = encode_pairs(rows.train, encoder, **read)
@@ -116,7 +105,7 @@ def main() -> None:
     sizes = {"seq_len": config.seq_len, "global_batch": config.global_batch, "seed": config.seed}
     if config.pretrained is None and config.language_steps and not begin.exists():
         print0(f"first a language model of the chosen answers, {config.language_steps} steps")
-        shape = dataclasses.replace(DEMO, vocab_size=tokenizer.vocab_size)
+        shape = dataclasses.replace(SMALL_PREFERENCE_MODEL, vocab_size=tokenizer.vocab_size)
         with mk.models.meta_parameters():
             model = mk.models.Llama(shape)
         run = mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN, sequence=config.sequence)
@@ -196,5 +185,4 @@ def over_kinds(means_of: dict[str, dict[str, float]], pairs: dict[str, int]) -> 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -21,7 +21,6 @@ On 2 ranks of a 2-core CPU: held-out loss 7.67 to 4.44 nats per token of an answ
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +30,6 @@ import tyro
 import meshkit as mk
 from meshkit.algos.sft import dft_loss
 from meshkit.data import ExampleLoader, check_examples
-from meshkit.launch import run_main
 from meshkit.metrics import ModelFlops
 from meshkit.recipes import (
     InstructionFlags,
@@ -190,5 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

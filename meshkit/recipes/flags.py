@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
 from meshkit.errors import PlanError
 from meshkit.lora import lora
@@ -250,7 +251,7 @@ class PairFlags(ModelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutFlags(ModelFlags):
+class RolloutFlags(LearnFlags, ModelFlags):
     """Reinforcement learning: what is asked, who answers, and what an answer is worth."""
 
     pretrained: Path | None = None
@@ -283,3 +284,44 @@ class RolloutFlags(ModelFlags):
     sft_lr: float | None = None
     """of those steps; default: the task's"""
     eval_prompts: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFlags(StepFlags, RolloutFlags):
+    """Policy gradients on rollouts."""
+
+    preset: str = "GRPO"
+    """a loss of meshkit.algos.policy; the recipe says which it can"""
+    kl: float = 0.0
+    """weight of the KL to the model at the beginning, in place of the preset's own; 0 needs no reference"""
+
+    def policy_loss(self, *, critic: bool) -> PolicyLoss:
+        """The preset, with the KL that was asked for. critic: whether the recipe has one.
+
+        Raises: PlanError for a name that is not known, and for a loss that needs what the recipe has not.
+        """
+        has_critic = {name: isinstance(loss.advantage, GAE) for name, loss in PRESETS.items()}
+        if critic and not has_critic.get(self.preset):
+            fitting = ", ".join(name for name, has in has_critic.items() if has)
+            raise PlanError(f"--preset {self.preset} is not a loss with a critic. Choose from {fitting}.")
+        if self.preset not in PRESETS:
+            raise PlanError(f"--preset {self.preset} is not known. Choose from {', '.join(PRESETS)}.")
+        if has_critic[self.preset] and not critic:
+            raise PlanError(f"--preset {self.preset} needs a critic, which this recipe has not. Choose another.")
+        loss = PRESETS[self.preset]
+        if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
+            needs = "greedy answers as a baseline"
+            raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
+        return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerFlags(ParallelFlags):
+    """Rollouts written by a copy of the policy, in a layout or on ranks of its own. --mesh is then the learners'."""
+
+    sampler_mesh: str | None = None
+    """of a copy of the actor that writes the answers; default: the actor itself writes"""
+    sampler_ranks: int = 0
+    """so many ranks, the last ones, are the sampler's alone; 0: it shares all of them"""
+    staleness: int = 0
+    """so many steps the sampler runs ahead, with weights that are as much older"""

@@ -29,9 +29,22 @@ from meshkit.data import (
     split_records,
     standard_library,
 )
+from meshkit.models import LlamaConfig
 from meshkit.world import main_rank_first
 
 from .flags import InstructionFlags, PairFlags, TextFlags
+
+SMALL_PREFERENCE_MODEL = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+)
+"""of recipes that learn preferences without --pretrained"""
 
 
 def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Splits]:
@@ -93,9 +106,7 @@ def preference_rows(config: PairFlags, *, seed: int, every: bool = False) -> Tas
     )
 
 
-def text_encoder(
-    config: PairFlags, rows: list[Record], *, vocab_size: int
-) -> tuple[Chat | Tokenizer, Tokenizer, Path | None]:
+def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenizer, Tokenizer, Path | None]:
     """(what encodes the rows, its tokenizer, the folder they are from); without a folder the tokenizer is trained here."""
     folder = config.tokenizer or config.pretrained
     with main_rank_first():
@@ -103,5 +114,7 @@ def text_encoder(
             encoder = load_encoder(folder, rows)
         else:
             shows, cache = dist.get_rank() == 0, config.cache.expanduser()
-            encoder = prepare_tokenizer(standard_library(), cache, vocab_size=vocab_size, progress=shows)
+            encoder = prepare_tokenizer(
+                standard_library(), cache, vocab_size=SMALL_PREFERENCE_MODEL.vocab_size, progress=shows
+            )
     return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder, folder

@@ -20,7 +20,7 @@ It owns files and clocks. Model, loss, gradients and the optimizer stay in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +40,8 @@ from meshkit.step import Run
 
 from .flags import RunFlags, StepFlags
 
+Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
+
 
 def print0(*values: Any) -> None:
     """`print` on rank 0 of the world only."""
@@ -50,8 +52,9 @@ def print0(*values: Any) -> None:
 class Session:
     """The steps of one process: from where `config.out` stands to the last one, or to a signal.
 
-    run: what is resumed and saved, with the optimizer, scheduler and loader. A Mesh instead: the recipe saves by itself,
-    where `saves(step)` says so, and gives the step it resumed from as `start`; all ranks of that mesh are in the session.
+    run: what is resumed and saved in `out`/checkpoints, with the optimizer, scheduler and loader; or a Mesh, whose ranks
+    save `parts`, each in a folder of its name: runs with their optimizers and schedulers, None on ranks that have none. Of
+    parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
     guard: against gradients that are not finite.
@@ -67,31 +70,31 @@ class Session:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         loader: Any = None,
-        start: int = 0,
+        parts: Mapping[str, Part] | None = None,
         unit: str = "step",
         writes: bool = True,
     ) -> None:
         self.mesh = run.mesh if isinstance(run, Run) else run
-        self.start, self.finished, self.stopped = start, False, False
+        self.start, self.finished, self.stopped = 0, False, False
         self.guard = NonFiniteGuard(max_skips=config.max_skips if isinstance(config, StepFlags) else 0)
         self._run = run if isinstance(run, Run) else None
         self._config, self._unit, self._writes = config, unit, writes
         self._total: int = getattr(config, f"{unit}s")
         self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
-        self._checkpoints = Checkpointer(config.out / "checkpoints", keep=config.keep)
+        folder = config.out / "checkpoints"
+        self._checkpoints = Checkpointer(folder, keep=config.keep)
+        self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         self._signals = SaveOnSignal()
         self._files = ExitStack()  # open from __enter__ to __exit__
-        self._step = start
+        self._step = 0
         self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
         self._clock_stopped = False
         self.scalars: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        run, config = self._run, self._config
-        if run is not None and self._writes:
-            self.start = self._step = self._checkpoints.resume(
-                run, self._optimizer, scheduler=self._scheduler, loader=self._loader, config=config
-            )
+        config = self._config
+        if self._writes:
+            self.start = self._step = self._resume()
         if self.start >= self._total:
             unit = f"{self._unit}s"
             print0(
@@ -102,7 +105,8 @@ class Session:
             print0(f"resume from {self._unit} {self.start}")
         shows = dist.get_rank() == 0
         with ExitStack() as files:  # what is open is closed again where opening the rest fails
-            files.enter_context(self._checkpoints)
+            for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
+                files.enter_context(checkpoints)
             files.enter_context(self._signals)
             progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=shows))
             self.logger = files.enter_context(
@@ -201,12 +205,31 @@ class Session:
         self.logger.log(step, self.scalars)
         saves = self.saves(step)
         self.stopped = bool(self._leaving) and step < self._total
-        if saves and self._run is not None:
-            self._checkpoints.save(
-                step,
-                self._run,
-                self._optimizer,
-                scheduler=self._scheduler,
-                loader=self._loader,
-                config=self._config,
-            )
+        if saves:
+            self._save(step)
+
+    def _resume(self) -> int:
+        """The newest step of the run, or that all parts have; 0, with nothing changed, if there is none."""
+        held = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
+        if self._run is not None:
+            return self._checkpoints.resume(self._run, self._optimizer, **held)
+        newest = [max(set.intersection(*(set(checkpoints.steps()) for checkpoints, *_ in self._parts)), default=0)]
+        dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
+        if newest[0]:
+            for checkpoints, run, optimizer, scheduler in self._parts:
+                if run is not None:
+                    checkpoints.load(run, optimizer, scheduler=scheduler, step=newest[0], config=self._config)
+            self._loader.load_state_dict(self._parts[0][0].extra(newest[0]))
+        return newest[0]
+
+    def _save(self, step: int) -> None:
+        config = self._config
+        if self._run is not None:
+            held = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
+            self._checkpoints.save(step, self._run, self._optimizer, **held)
+            return
+        state = self._loader.state_dict()
+        for place, (checkpoints, run, optimizer, scheduler) in enumerate(self._parts):
+            if run is not None:
+                extra = state if place == 0 else None
+                checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)
