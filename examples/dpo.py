@@ -10,9 +10,8 @@ will it fit?    python -m meshkit estimate examples/dpo.py --pretrained ... --me
 A row of --data has prompt, chosen and rejected, as text or as messages. Without --data the pairs are functions of Python's
 standard library, the body as it is against a body made wrong. Without --pretrained a small model learns the chosen answers
 first (--sft-steps), so that there is something to prefer with. --loss names one or several losses (docs/objectives.md), as
-"ipo_mean beta=0.2" or "sigmoid weight=0.8, bco weight=0.2, sft". --reference says what they compare with: a frozen copy, its
-log-probabilities stored in a file, a copy that follows, or nothing. A run that finds a checkpoint in --out continues from
-it, on whatever mesh it is started; SIGTERM and SIGUSR1 save one and leave.
+"ipo_mean beta=0.2" or "sigmoid weight=0.8, bco weight=0.2, sft". --reference says what they compare with. A run that finds a
+checkpoint in --out continues from it, on whatever mesh it is started; SIGTERM and SIGUSR1 save one and leave.
 On 2 ranks: 3 min 10 s of processor time in all, 0.9 GiB a rank. The chosen answers' loss goes from 6.95 to 3.35; then DPO's
 from 0.693 to about 0.12, and of 190 held-out pairs 0.94 are right after 20 steps, margin 1.7, and 0.96 after 100, margin 3.0.
 """
@@ -28,9 +27,7 @@ from typing import Any, Literal
 import tyro
 
 import meshkit as mk
-from meshkit.algos import preference
-from meshkit.algos.rollout import REFERENCE, token_values
-from meshkit.algos.sft import sft_phase
+from meshkit.algos import preference, rollout, sft
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
 from meshkit.metrics import MetricSums
 from meshkit.recipes import (
@@ -40,9 +37,8 @@ from meshkit.recipes import (
     ParallelFlags,
     Session,
     TrainFlags,
+    evaluation,
     export_model,
-    nats_per_token,
-    pair_means,
     preference_rows,
     print0,
     text_encoder,
@@ -107,10 +103,8 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- rows to pairs
     rows = preference_rows(config, seed=config.seed)
     encoder, tokenizer, folder = text_encoder(config, rows.train)
-    train, held_out = (
-        encode_pairs(half, encoder, seq_len=config.seq_len, truncate=config.truncate)
-        for half in (rows.train, rows.held_out)
-    )
+    length = {"seq_len": config.seq_len, "truncate": config.truncate}
+    train, held_out = (encode_pairs(half, encoder, **length) for half in (rows.train, rows.held_out))
     print0(f"train     {check_examples(train, tokenizer)}")
     print0(f"held out  {check_examples(held_out, tokenizer)}")
 
@@ -124,9 +118,9 @@ def main() -> None:
         taught = {**sizes, "steps": config.sft_steps, "microbatches": config.microbatches, "clip": config.clip}
         taught |= {"lr_kind": config.lr_kind, "warmup_steps": config.warmup_steps}
         optimizer = mk.adamw(run, lr=config.sft_lr, weight_decay=config.weight_decay)
-        if not sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **taught):
+        if not sft.sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **taught):
             return
-        nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
+        nats = evaluation.nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
         mk.models.save_pretrained(run.model, run.whole.config, begin)
 
@@ -134,8 +128,7 @@ def main() -> None:
     config = dataclasses.replace(config, pretrained=begin)
     run = build(config, mesh)
     mk.models.load_pretrained(run.model, begin)
-    if config.lora_rank is not None:
-        mk.init_lora(run.model, seed=config.seed)
+    mk.init_lora(run.model, seed=config.seed)
     every, trained = run.whole.parameters(), [p for p in run.whole.parameters() if p.requires_grad]
     print0(f"model {sum(p.numel() for p in every):,} parameters, {sum(p.numel() for p in trained):,} train")
 
@@ -143,11 +136,9 @@ def main() -> None:
     reference = None
     if config.reference == "stored":
         path = config.reference_file or config.out / "reference.safetensors"
-        made_of = {
-            "model": preference.folder_fingerprint(begin),
-            "template": encoder.template.source if isinstance(encoder, Chat) else "plain text",
-            "truncation": f"{config.truncate} at {config.seq_len}",
-        }
+        made_of = {"model": preference.folder_fingerprint(begin)}
+        made_of["template"] = encoder.template.source if isinstance(encoder, Chat) else "plain text"
+        made_of["truncation"] = f"{config.truncate} at {config.seq_len}"
         pairs = preference.stored_reference(run, [*train, *held_out], path, made_of=made_of, seq_len=config.seq_len)
         train, held_out = pairs[: len(train)], pairs[len(train) :]
         print0(f"reference in {path}")
@@ -161,7 +152,7 @@ def main() -> None:
         """The loss of a batch, to which the reference's log-probabilities are added."""
         if reference is not None:
             with mk.lora_disabled(run.model) if reference is run else nullcontext():
-                batch[REFERENCE] = token_values(reference, batch, microbatches=config.microbatches)
+                batch[rollout.REFERENCE] = rollout.token_values(reference, batch, microbatches=config.microbatches)
         return preference.preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
 
     # ---------------------------------------------------------------------------------------------- the loop
@@ -176,8 +167,11 @@ def main() -> None:
             references.load(reference, None, step=session.start)
         for step in session.steps():
             batch = next(loader)
-            objective = preferring(batch, sums)
-            how = {"loss": objective, "count": preference.count_pairs, "microbatches": config.microbatches}
+            how = {
+                "loss": preferring(batch, sums),
+                "count": preference.count_pairs,
+                "microbatches": config.microbatches,
+            }
             with session.trace_pipeline(run):
                 loss = run.forward_backward(batch, **how, step=step)
             norm = mk.clip_grad_norm(run, config.clip)
@@ -192,7 +186,7 @@ def main() -> None:
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
             session.stop_clock(tokens=tokens)
             if session.evaluates(step):
-                means = pair_means(run, held_out, preferring, SEEN, seq_len=config.seq_len)
+                means = evaluation.pair_means(run, held_out, preferring, SEEN, seq_len=config.seq_len)
                 session.log(**{f"held_out/{name}": value for name, value in means.items()})
                 print0(f"step {step}, held out: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
             if session.saves(step) and config.reference == "moving":  # first: then every checkpoint has its reference
@@ -208,21 +202,15 @@ def main() -> None:
 # ---------------------------------------------------------------------------------------------- what cannot be
 def refuse(config: Config, losses: tuple[preference.PreferenceLoss, ...]) -> None:
     """Combinations that cannot be, before anything is read."""
-    needing = [loss.kind for loss in losses if loss.needs_reference]
-    sorting = [loss.kind for loss in losses if loss.kind.startswith("aot")]
-    if sorting:
-        raise mk.PlanError(
-            f"--loss {sorting[0]} sorts the pairs of a step in a pass of its own, which this recipe has not."
-        )
-    if needing and config.reference == "none":
-        raise mk.PlanError(
-            f"--loss {needing[0]} compares with a reference, but --reference is none. Use live, stored or moving."
-        )
+    for kind in (loss.kind for loss in losses if loss.kind.startswith("aot")):
+        raise mk.PlanError(f"--loss {kind} sorts the pairs of a step in a pass of its own, which this recipe has not.")
+    for kind in (loss.kind for loss in losses if loss.needs_reference and config.reference == "none"):
+        needs = "compares with a reference, but --reference is none"
+        raise mk.PlanError(f"--loss {kind} {needs}. Use live, stored or moving.")
     config.refuse_lora_without_rank()
     if config.reference == "moving" and config.lora_rank is not None:
-        raise mk.PlanError(
-            "--reference moving needs two whole models, but --lora-rank trains adapters. Use live or stored."
-        )
+        needs = "needs two whole models, but --lora-rank trains adapters"
+        raise mk.PlanError(f"--reference moving {needs}. Use live or stored.")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,6 @@ class Config(PolicyFlags, ParallelFlags):
     """optimizer steps on the answers of a step"""
     sampling_rounds: int = 10
     """with dynamic sampling (DAPO): at most so many times are answers written in a step, to --prompts prompts each time"""
-    max_new_tokens: int | None = None
-    """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
     selftest: bool = False
     """two steps at a learning rate of 0, of which nothing is kept: ratios must be 1, and generator and trainer agree"""
     out: Path = Path("runs/grpo")

@@ -27,10 +27,7 @@ import torch
 import tyro
 
 import meshkit as mk
-from meshkit.algos.policy import select_above, select_best
-from meshkit.algos.rewards import score_on_mesh
-from meshkit.algos.rollout import Rollout, encode_prompts
-from meshkit.algos.sft import sft_steps
+from meshkit.algos import policy, rewards, rollout, sft
 from meshkit.collectives import gather_over_data
 from meshkit.data import Example, PromptLoader
 from meshkit.recipes import (
@@ -110,19 +107,21 @@ def main() -> None:
             print0(f"held out before the first round: {held_out_score():.3f}")
         for step in session.steps():
             # What the model writes, what that is worth, and which of it all ranks keep.
-            asked = encode_prompts(next(prompts), tokenizer)
+            asked = rollout.encode_prompts(next(prompts), tokenizer)
             written = write(asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
-            scores = score_on_mesh(mesh, written, tasks.score, fail_fast=config.fail_fast)
-            rewards = torch.tensor([rollout.reward for rollout in scores.rollouts], dtype=torch.float64)
-            groups = torch.tensor([rollout.key for rollout in scores.rollouts], dtype=torch.int64)
-            chosen = select_best(rewards, groups, best=config.best) & select_above(rewards, config.threshold)
+            scores = rewards.score_on_mesh(mesh, written, tasks.score, fail_fast=config.fail_fast)
+            scored = torch.tensor([each.reward for each in scores.rollouts], dtype=torch.float64)
+            groups = torch.tensor([each.key for each in scores.rollouts], dtype=torch.int64)
+            chosen = policy.select_best(scored, groups, best=config.best) & policy.select_above(
+                scored, config.threshold
+            )
             own = [lesson(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep]
             kept = [example for part in gather_over_data(mesh, own) for example in part]
 
             # What it learns from that.
             session.log(kept=len(kept), **scores.scalars())
             if kept:
-                sft_steps(
+                sft.sft_steps(
                     run,
                     optimizer,
                     kept,
@@ -151,9 +150,9 @@ def main() -> None:
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-def lesson(rollout: Rollout) -> Example:
+def lesson(written: rollout.Rollout) -> Example:
     """The rollout as if it were data: only what the model wrote is learnt, its end too."""
-    return Example(ids=rollout.tokens, learn=np.arange(len(rollout.tokens)) >= len(rollout.prompt_ids))
+    return Example(ids=written.tokens, learn=np.arange(len(written.tokens)) >= len(written.prompt_ids))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.preference import count_pairs, reward_objective
+from meshkit.algos import preference
 from meshkit.algos.sft import sft_phase
 from meshkit.data import ExampleLoader, Record, augment_across_prompts, check_examples, encode_pairs, fit
 from meshkit.metrics import MetricSums
@@ -130,15 +130,17 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the loop
     def without_centring(batch: dict[str, Tensor], metrics: MetricSums) -> object:
-        return reward_objective(mesh, batch, metrics=metrics)  # so that runs compare
+        return preference.reward_objective(mesh, batch, metrics=metrics)  # so that runs compare
 
     sums = MetricSums(mesh, (*SEEN, "tokens"))
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
-            objective = reward_objective(mesh, batch, center=config.center, metrics=sums)
+            objective = preference.reward_objective(mesh, batch, center=config.center, metrics=sums)
             with session.trace_pipeline(run):
-                loss = run.forward_backward(batch, loss=objective, count=count_pairs, microbatches=config.microbatches)
+                loss = run.forward_backward(
+                    batch, loss=objective, count=preference.count_pairs, microbatches=config.microbatches
+                )
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()

@@ -274,7 +274,7 @@ class RolloutFlags(LearnFlags, ModelFlags):
     """answers to each"""
     temperature: float = 1.0
     max_new_tokens: int | None = None
-    """default: the task's, 256 with --data"""
+    """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
     engine: Literal["meshkit", "vllm"] = "meshkit"
     """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
     vllm_memory: float = 0.3
