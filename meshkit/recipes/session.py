@@ -172,7 +172,8 @@ class Session:
 
     def log(self, **scalars: float | Tensor) -> None:
         """Add numbers to this step's line; a tensor of one element is waited for."""
-        self.scalars.update((name, float(value)) for name, value in scalars.items())
+        for name, value in scalars.items():
+            self.scalars[name] = value.item() if isinstance(value, Tensor) else float(value)
 
     def evaluates(self, step: int) -> bool:
         """Whether the step is one of --eval-every, or the last."""
