@@ -20,6 +20,7 @@ import meshkit.data
 import meshkit.metrics
 import meshkit.models
 import meshkit.parallel.pipeline
+import meshkit.recipes
 
 PAGE = Path(__file__).parents[2] / "docs/api.md"
 MODULES: list[ModuleType] = [
@@ -34,6 +35,7 @@ MODULES: list[ModuleType] = [
     meshkit.algos.rewards,
     meshkit.algos.reallocate,
     meshkit.algos.dataflow,
+    meshkit.recipes,
 ]
 
 
