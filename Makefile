@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-deep gate check clean
+.PHONY: install demo test test-deep gate check docs clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The reference of all names, and what works with what, into build/docs; docs/names.md, which is committed.
+docs: install
+	$(BIN)/python -m tests.docs
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -78,7 +78,7 @@ def heads(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, nn.
         models[name] = nn.ModuleDict({"lm_head": nn.Linear(size.hidden, size.vocabulary, bias=False, device="meta")})
         models[name].lm_head.weight = weight
         if loss is not None:
-            chunk_head(models[name], mk.Plan(), loss, tp=1, sequence=False, device=device)
+            chunk_head(models[name].lm_head, loss)
     return models
 
 

@@ -106,7 +106,7 @@ def both_loops(name: Name, settings: Settings, mesh: mk.Mesh) -> tuple[mk.Run, d
     torch.manual_seed(0)
     model = Llama(settings.config)
     twin = copy.deepcopy(model)
-    run = mk.parallelize(model, mesh, plan=LLAMA_PLAN, schedule=name)
+    run = mk.parallelize(model, mesh, plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=name))
 
     def step(input_ids: Tensor, labels: Tensor) -> Tensor:
         return run.forward_backward({"input_ids": input_ids, "labels": labels}, microbatches=settings.microbatches)

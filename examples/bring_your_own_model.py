@@ -124,9 +124,7 @@ def main() -> None:
         print(plan)
         print(
             mk.explain(
-                run.whole,
-                mesh.spec,
-                **run.choices,
+                run,
                 rows=8 // mesh.data_ranks,
                 seq_len=1 if config.kind == "mlp" else 32,
             )

@@ -83,7 +83,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
     plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
-    return mk.parallelize(model, mesh, **config.strategy(plan=plan))
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
@@ -122,14 +122,14 @@ def main() -> None:
             return
         nats = evaluation.nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
-        mk.models.save_pretrained(run.model, run.whole.config, begin)
+        mk.models.save_pretrained(run.model, run.full_model.config, begin)
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     config = dataclasses.replace(config, pretrained=begin)
     run = build(config, mesh)
     mk.models.load_pretrained(run.model, begin)
     mk.init_lora(run.model, seed=config.seed)
-    every, trained = run.whole.parameters(), [p for p in run.whole.parameters() if p.requires_grad]
+    every, trained = run.full_model.parameters(), [p for p in run.full_model.parameters() if p.requires_grad]
     print0(f"model {sum(p.numel() for p in every):,} parameters, {sum(p.numel() for p in trained):,} train")
 
     # ---------------------------------------------------------------------------------------------- what it is compared with
@@ -157,7 +157,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the loop
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     sums = MetricSums(mesh, (*SEEN, "tokens"))

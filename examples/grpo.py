@@ -72,7 +72,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
     """The model in parts, without values."""
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.model_plan(shape)))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     reference = run_from(first, in_parts) if config.kl else None
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)
 
     def ask() -> MeshScores:

@@ -62,7 +62,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     with torch.device("meta"):
         model = mk.models.Llama(config.shape(MODELS[config.model], vocab_size))
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.LLAMA_PLAN))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.LLAMA_PLAN))
 
 
 def main() -> None:
@@ -94,13 +94,15 @@ def main() -> None:
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     rows = -(-config.global_batch // mesh.data_ranks)
-    print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     if config.explain:
         sizes = {"rows": rows, "seq_len": config.seq_len, "microbatches": config.microbatches}
-        print0(mk.explain(run.whole, mesh.spec, **run.choices, **sizes))
+        print0(mk.explain(run, **sizes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    flops = ModelFlops.from_config(run.whole.config).per_token(config.seq_len)  # documents packed into it make it less
+    flops = ModelFlops.from_config(run.full_model.config).per_token(
+        config.seq_len
+    )  # documents packed into it make it less
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
@@ -129,7 +131,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- what came of it
     export = config.out / f"model-{config.steps}"
-    mk.models.save_pretrained(run.model, run.whole.config, export)
+    mk.models.save_pretrained(run.model, run.full_model.config, export)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)
     print0(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")

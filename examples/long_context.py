@@ -82,7 +82,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     with torch.device("meta"):
         model = mk.models.Llama(dataclasses.replace(shape, rope=rope, max_position_embeddings=longest))
     context = mk.ContextPolicy(scheme=config.scheme, balance=config.balance, ulysses=config.ulysses, slack=config.slack)
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.LLAMA_PLAN, context=context))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.LLAMA_PLAN, context=context))
 
 
 def main() -> None:
@@ -119,13 +119,16 @@ def main() -> None:
     masks = document_masks(next(evaluation_batches(splits.held_out, seq_len=config.seq_len, batch=rows)))
     lengths = sorted(after - first for mask in masks for first, after in mask.components)
     print0(f"the first {rows} held-out rows: {len(lengths)} documents of {lengths[0]:,} to {lengths[-1]:,} tokens")
-    for policy in dict.fromkeys((run.context, dataclasses.replace(run.context, balance="contiguous"))):
-        choices = {**run.choices, "context": policy}
-        told = mk.explain(run.whole, mesh.spec, **choices, rows=rows, seq_len=config.seq_len, mask=masks)
+    chosen = run.strategy.context
+    for policy in dict.fromkeys((chosen, dataclasses.replace(chosen, balance="contiguous"))):
+        other = dataclasses.replace(run.strategy, context=policy)
+        told = mk.explain(run.full_model, mesh.spec, other, rows=rows, seq_len=config.seq_len, mask=masks)
         print0("\n".join(f"balance {policy.balance:11} {note}" for note in told.notes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    flops = ModelFlops.from_config(run.whole.config).per_token(config.seq_len)  # documents packed into it make it less
+    flops = ModelFlops.from_config(run.full_model.config).per_token(
+        config.seq_len
+    )  # documents packed into it make it less
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
@@ -146,7 +149,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- what came of it
     export = config.out / f"model-{config.steps}"
-    mk.models.save_pretrained(run.model, run.whole.config, export)
+    mk.models.save_pretrained(run.model, run.full_model.config, export)
     print0(f"\nheld out: {bits_per_byte(table):.3f} bits per byte; model in {export}")
     cut = by_position(run, splits.held_out, tokenizer, config, window=config.window)
     print0(f"\n{'position':>15} {'labels':>8} {'loss':>8}   if only the last {config.window} tokens are seen")

@@ -88,7 +88,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
     experts = mk.ExpertPolicy(capacity=None if config.capacity is None else mk.Capacity(factor=config.capacity))
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.moe_plan(shape), experts=experts))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.moe_plan(shape), experts=experts))
 
 
 def main() -> None:
@@ -120,13 +120,13 @@ def main() -> None:
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     rows = -(-config.global_batch // mesh.data_ranks)
-    active = ModelFlops.from_config(run.whole.config)
+    active = ModelFlops.from_config(run.full_model.config)
     print0(
-        f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters; a token visits {active.matmul_params:,}"
+        f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters; a token visits {active.matmul_params:,}"
     )
     if config.explain:
         sizes = {"rows": rows, "seq_len": config.seq_len, "microbatches": config.microbatches}
-        print0(mk.explain(run.whole, mesh.spec, **run.choices, **sizes))
+        print0(mk.explain(run, **sizes))
 
     # ---------------------------------------------------------------------------------------------- the loop
     flops = active.per_token(config.seq_len)  # documents packed into it make it less
@@ -167,7 +167,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- what came of it
     model_at = config.out / ("checkpoints" if config.bias_speed else f"model-{config.steps}")
     if not config.bias_speed:  # transformers' families have no place for these biases
-        mk.models.save_pretrained(run.model, run.whole.config, model_at)
+        mk.models.save_pretrained(run.model, run.full_model.config, model_at)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)
     print0(f"\nheld out: {held_out:.3f} bits per byte; model in {model_at}")

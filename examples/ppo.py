@@ -77,7 +77,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) ->
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape) if scores else mk.models.build_model(shape)
     plan = mk.models.reward_plan(shape) if scores else mk.models.model_plan(shape)
-    return mk.parallelize(model, mesh, **config.strategy(plan=plan))
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:

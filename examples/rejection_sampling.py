@@ -75,7 +75,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
     shape = shape or config.shape(small_model())
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.model_plan(shape)))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     in_parts = partial(build, config, mesh)
     run = run_from(first_policy(config, in_parts, tasks, tokenizer), in_parts)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
-    print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)
 
     def held_out_score() -> float:

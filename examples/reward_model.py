@@ -73,7 +73,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     shape = config.shape(SMALL_PREFERENCE_MODEL, vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape)
-    return mk.parallelize(model, mesh, **config.strategy(plan=mk.models.reward_plan(shape)))
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.reward_plan(shape)))
 
 
 def estimated_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -123,10 +123,10 @@ def main() -> None:
     if begin is not None:
         mk.models.load_pretrained(run.model, begin, fresh=["score.weight"])  # a language model has none
     where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.whole.config.vocab_size)
+    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters")
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
 
     # ---------------------------------------------------------------------------------------------- the loop
     def without_centring(batch: dict[str, Tensor], metrics: MetricSums) -> object:

@@ -93,7 +93,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
     plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
-    return mk.parallelize(model, mesh, **config.strategy(plan=plan))
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the model, in parts
     run = build(config, mesh, vocab_size=chat.tokenizer.vocab_size)
-    shape = run.whole.config
+    shape = run.full_model.config
     report = check_examples(train + held_out, chat.tokenizer, vocab_size=shape.vocab_size, allow=config.allow)
     print0(f"      {report}")
     if config.pretrained is None:
@@ -143,8 +143,8 @@ def main() -> None:
         pad_multiple=mesh.row_multiple,
         packing="rows" if config.packing else "none",
     )
-    trained = sum(p.numel() for p in run.whole.parameters() if p.requires_grad)
-    print0(f"model {sum(p.numel() for p in run.whole.parameters()):,} parameters, of which {trained:,} train")
+    trained = sum(p.numel() for p in run.full_model.parameters() if p.requires_grad)
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters, of which {trained:,} train")
 
     # ---------------------------------------------------------------------------------------------- the loop
     def evaluate() -> float:

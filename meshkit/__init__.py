@@ -59,6 +59,7 @@ from meshkit.parallel.data import fully_shard as fully_shard
 from meshkit.parallel.expert import Capacity as Capacity
 from meshkit.parallel.expert import ExpertPolicy as ExpertPolicy
 from meshkit.parallel.expert import expert_parallel as expert_parallel
+from meshkit.parallel.pipeline import pipeline_parallel as pipeline_parallel
 from meshkit.parallel.pipeline import schedules as schedules
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
 from meshkit.parallelize import parallelize as parallelize

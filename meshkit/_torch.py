@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachingTorchDispatchMode, _VersionWrapper, create_selective_checkpoint_contexts
 
+from meshkit.waiting import marked, waiting
+
 _c10d = torch.ops._c10d_functional
 
 
@@ -85,6 +87,8 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch's
     def backward(ctx: Any, grad: Tensor) -> DTensor:
+        # Contiguous, as the parameter's own part is: autograd keeps a gradient as it comes only if it lies as the parameter
+        # does, and otherwise copies it, which for a DTensor is a collective.
         return place_like(ctx.param, grad.detach().contiguous())
 
 
@@ -215,6 +219,8 @@ def finish_gradients(module: FSDPModule) -> None:
         module.finalize_backward()
         module.set_manual_backward_finalization(False)
         return
+    # Every group reduces on FSDP's own stream, and the root's callback makes the compute stream wait for all of them before
+    # anybody reads a gradient.
     module.set_is_last_backward(True)
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
@@ -227,14 +233,20 @@ def finish_gradients(module: FSDPModule) -> None:
     root._root_post_backward_final_callback()
 
 
+# [Note: functional collectives without their wrappers]
 # The operators behind torch.distributed._functional_collectives, same names and meaning in 2.11 and 2.15. The Python
 # wrappers around them return AsyncCollectiveTensor, which breaks the backward of compiled regions in 2.15, and one was
-# renamed between the two versions. The tensor must be contiguous.
+# renamed between the two versions. The tensor must be contiguous. Each is waited for at once: for gloo the host does, for
+# NCCL the current stream, while the host goes on. What is to travel beside other work is sent by c10d with async_op.
 
 
-def _wait(tensor: Tensor) -> Tensor:
-    timed = not torch.compiler.is_compiling() and _waits is not None
-    done: Tensor = _timed(_c10d.wait_tensor, tensor) if timed else _c10d.wait_tensor(tensor)
+def _wait(tensor: Tensor, what: str) -> Tensor:
+    # torch.compile follows the first branch alone: it knows the answer, and has no way to trace a mark or a clock.
+    if torch.compiler.is_compiling():
+        compiled: Tensor = _c10d.wait_tensor(tensor)
+        return compiled
+    with waiting(what):
+        done: Tensor = _c10d.wait_tensor(tensor) if _waits is None else _timed(_c10d.wait_tensor, tensor)
     return done
 
 
@@ -258,6 +270,14 @@ def waits_timed() -> Iterator[list[float]]:
         dist.Work.wait, _waits = wait, outer  # type: ignore[method-assign]  # put back
 
 
+def mark_works() -> None:
+    """From now on every `Work.wait` of this process is marked, a user's too, if nothing around it says more.
+
+    2.11, 2.15: as for `waits_timed`, there is no hook. Where nobody reads marks, nobody calls this.
+    """
+    dist.Work.wait = marked(dist.Work.wait, "a collective or a message")  # type: ignore[method-assign]  # for good
+
+
 def _timed(act: Callable[..., Any], *args: Any) -> Any:
     began = time.perf_counter()
     try:
@@ -273,15 +293,15 @@ def in_backward() -> bool:
 
 
 def all_reduce_sum(tensor: Tensor, group_name: str) -> Tensor:
-    return _wait(_c10d.all_reduce(tensor, "sum", group_name))
+    return _wait(_c10d.all_reduce(tensor, "sum", group_name), "an all-reduce")
 
 
 def all_gather_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
-    return _wait(_c10d.all_gather_into_tensor(tensor, size, group_name))
+    return _wait(_c10d.all_gather_into_tensor(tensor, size, group_name), "an all-gather")
 
 
 def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
-    return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name))
+    return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name), "a reduce-scatter")
 
 
 def register_pytree(
@@ -328,6 +348,12 @@ def selective_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
     return caching, cached
 
 
+# [Note: what is on the wire is not packed]
+# A collective returns before its message has come, and an offload that packs the result copies it: on its own stream, which
+# does not follow the wire. So results of collectives are held back until `wait_tensor` is called on their storage, whose
+# result is the same storage, and both are packed then: the offload moves them once.
+
+
 class _CachingThroughHooks(_CachingTorchDispatchMode):
     """2.11, 2.15: how results are kept is private: a list for each operator, or a dict by number of call."""
 
@@ -343,6 +369,7 @@ class _CachingThroughHooks(_CachingTorchDispatchMode):
         kept = self._kept(func, args)
         wrappers = [] if kept is before else [leaf for leaf in tree_leaves(kept) if type(leaf) is _VersionWrapper]
         wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper.val, Tensor)]
+        # See [Note: what is on the wire is not packed].
         if func is _c10d.wait_tensor.default:
             wrappers += self.under_way.pop(args[0].untyped_storage()._cdata, [])
         elif func.namespace == _c10d.all_reduce.default.namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
@@ -35,46 +36,57 @@ def auto_plan(model: nn.Module) -> Plan:
     if not any(True for _ in model.parameters()):
         raise PlanError(f"auto_plan: {type(model).__name__} has no parameters, so there is nothing to plan.")
     modules = dict(model.named_modules(remove_duplicate=False))
-    general = partial(_general, modules=modules)
+    pattern = partial(_general, modules=modules)
+    decoder = any(_is_attention(child) for child in modules.values())
     tensor: dict[str, Style] = {}
-    mlps: dict[str, None] = {}
-    decoder = False
     for name, child in modules.items():
-        held = dict(child.named_children())
-        if ATTENTION.keys() <= held.keys() and isinstance(getattr(child, "head_dim", None), int):
-            decoder = True
-            _add(tensor, general(name), attention())
-            for key in held:
-                style = ATTENTION.get(key) or (per_head() if key in ("q_norm", "k_norm") else None)
-                if style is not None:
-                    _add(tensor, general(f"{name}.{key}"), style)
-        elif GATED_MLP.keys() <= held.keys():
-            _add(tensor, general(name), enter())
-            mlps[general(name)] = None
-            for key, style in GATED_MLP.items():
-                _add(tensor, general(f"{name}.{key}"), style)
-        else:
-            for first, second in [*_named_pairs(child), *_sequential_pairs(child)]:
-                _add(tensor, general(_join(name, first)), column())
-                _add(tensor, general(_join(name, second)), row())
+        for part, style in _split_styles(child):
+            _add(tensor, pattern(_join(name, part) if part else name), style)
     for name, child in modules.items():
-        pattern = general(name)
-        if pattern in tensor or not list(child.parameters(recurse=False)):
-            continue
-        if decoder and isinstance(child, nn.Embedding):
-            tensor[pattern] = vocab()
-        elif decoder and isinstance(child, nn.Linear) and name.rpartition(".")[2] == "lm_head":
-            tensor[pattern] = vocab()
-        elif decoder and "norm" in name.rpartition(".")[2]:
-            tensor[pattern] = sequence()
-        else:
-            tensor[pattern] = replicate()
+        if any(True for _ in child.parameters(recurse=False)):
+            tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
     layers = _layers(modules)
     if decoder and layers:
         tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
-    blocks = tuple(dict.fromkeys(general(name) for name in layers))
-    ends = tuple(name for name in modules if decoder and name.rpartition(".")[2] in ("embed_tokens", "lm_head"))
-    return Plan(tensor=tensor, blocks=blocks, units=ends, mlps=tuple(mlps))
+    return Plan(
+        tensor=tensor,
+        blocks=tuple(dict.fromkeys(map(pattern, layers))),
+        units=tuple(name for name in modules if decoder and _last(name) in ("embed_tokens", "lm_head")),
+        mlps=tuple(dict.fromkeys(pattern(name) for name, child in modules.items() if _is_gated_mlp(child))),
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return ATTENTION.keys() <= dict(module.named_children()).keys() and isinstance(
+        getattr(module, "head_dim", None), int
+    )
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    return GATED_MLP.keys() <= dict(module.named_children()).keys() and not _is_attention(module)
+
+
+def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
+    """(child, "" for the module itself; style) of what is split by heads or by features."""
+    children = dict(module.named_children())
+    if _is_attention(module):
+        yield "", attention()
+        norms = {"q_norm": per_head(), "k_norm": per_head()}
+        yield from ((child, style) for child in children if (style := (ATTENTION | norms).get(child)) is not None)
+    elif _is_gated_mlp(module):
+        yield "", enter()
+        yield from GATED_MLP.items()
+    else:
+        for first, second in [*_named_pairs(module), *_sequential_pairs(module)]:
+            yield first, column()
+            yield second, row()
+
+
+def _other_style(name: str, module: nn.Module, *, decoder: bool) -> Style:
+    """Of a module that holds parameters, and that nothing splits by heads or features."""
+    if decoder and (isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and _last(name) == "lm_head")):
+        return vocab()
+    return sequence() if decoder and "norm" in _last(name) else replicate()
 
 
 def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
@@ -131,6 +143,10 @@ def _general(name: str, modules: dict[str, nn.Module]) -> str:
         "*" if isinstance(modules.get(".".join(parts[:index])), nn.ModuleList) else part
         for index, part in enumerate(parts)
     )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _join(prefix: str, name: str) -> str:

@@ -40,6 +40,7 @@ def all_gather(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """Parts of equal size joined along `dim`, outside autograd. Wire: one all-gather of the result."""
     if axis.size() == 1:
         return tensor
+    # Collectives join along dim 0 and read memory as it lies. The result is a view; who needs it contiguous makes the copy.
     first = tensor.movedim(dim, 0).contiguous()
     return _torch.all_gather_rows(first, axis.size(), axis.get_group().group_name).movedim(0, dim)
 
@@ -74,10 +75,14 @@ class _CopyToAxis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd comes here after the backwards of all readers, weights' gradients included: nothing of theirs is left to
+        # compute beside the message.
         return all_reduce(grad, ctx.axis), None
 
 
 class _ReduceFromAxis(torch.autograd.Function):
+    # Not the all-reduce that is its mathematical mirror: what follows the sum is done by every rank alike, so each has the
+    # whole gradient of the sum already.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
         return all_reduce(tensor, axis)

@@ -260,13 +260,18 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, torch.accelerator.current_device_index())
+        return device_of(self.dense)
 
     def describe(self) -> str:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return self.spec.describe(ranks_per_node=per_node, ranks=self.ranks)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device on the mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def init_mesh(

@@ -23,10 +23,11 @@ def adamw(
 ) -> Optimizer:
     """AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed.
 
-    Of a run, as `run.memory.optimizer` has it: fused, on the host, or with moments of few bits; of a plain module, fused.
+    Of a run, as its `MemoryPolicy(optimizer=...)` says: fused, on the host, or with moments of few bits; of a plain
+    module, fused.
     Raises: PlanError for parameters on meta, and for what `FewBitsAdamW` cannot hold.
     """
-    policy = model.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
+    policy = model.resolved.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     groups: list[dict[str, Any]] = [
         {"params": [param for param in named.values() if param.ndim > 1], "weight_decay": weight_decay},

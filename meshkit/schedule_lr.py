@@ -38,6 +38,27 @@ def lr_factor(
     Raises: MeshkitError for an unknown kind and for steps or factors that do not fit together.
     Source: wsd is warmup-stable-decay, Hu et al. 2024 (MiniCPM), section 4.
     """
+    _refuse(step, kind, warmup_steps, total_steps, min_factor, decay_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    if step >= total_steps:
+        return min_factor
+    after_warmup = total_steps - warmup_steps
+    decay = after_warmup
+    if kind == "wsd":
+        decay = min(math.ceil(total_steps / 10), after_warmup) if decay_steps is None else decay_steps
+    left = total_steps - step
+    remaining = 1.0 if left >= decay else left / decay
+    if kind == "cosine":
+        remaining = (1 - math.cos(math.pi * remaining)) / 2
+    return min_factor + (1 - min_factor) * remaining
+
+
+def _refuse(
+    step: int, kind: str, warmup_steps: int, total_steps: int, min_factor: float, decay_steps: int | None
+) -> None:
     if kind not in LR_SCHEDULES:
         near = difflib.get_close_matches(kind, LR_SCHEDULES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
@@ -60,20 +81,6 @@ def lr_factor(
             f"decay_steps={decay_steps} with warmup_steps={warmup_steps} does not fit into total_steps={total_steps}. "
             f"Use 0 to {after_warmup}."
         )
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if kind == "constant":
-        return 1.0
-    if step >= total_steps:
-        return min_factor
-    decay = after_warmup
-    if kind == "wsd":
-        decay = min(math.ceil(total_steps / 10), after_warmup) if decay_steps is None else decay_steps
-    left = total_steps - step
-    remaining = 1.0 if left >= decay else left / decay
-    if kind == "cosine":
-        remaining = (1 - math.cos(math.pi * remaining)) / 2
-    return min_factor + (1 - min_factor) * remaining
 
 
 def lr_schedule(

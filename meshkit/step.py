@@ -20,13 +20,14 @@ from meshkit.memory.budget import Choice
 from meshkit.memory.gradient import gradient_of
 from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.memory.offload import Offload
-from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import Mesh
-from meshkit.parallel.context import ContextPolicy, split_batch
+from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
-from meshkit.parallel.expert import ExpertPolicy, note_counts, step_counts, step_dropped, step_losses, update_biases
-from meshkit.parallel.pipeline import Generator, Pipeline, Schedule
+from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
+from meshkit.resolve import Resolved
+from meshkit.strategy import Strategy
 from meshkit.token_keys import KEYS, using_keys
 from meshkit.whole import copies_of
 
@@ -56,20 +57,9 @@ class Run:
     """A model on a mesh, with the choices that put it there."""
 
     model: nn.Module
-    # What `explain` takes: the model with the layers of all stages; with pp or a Budget a copy on meta.
-    whole: nn.Module
     mesh: Mesh
-    plan: Plan
-    memory: MemoryPolicy
-    zero: int
-    sequence: bool
-    context: ContextPolicy
-    experts: ExpertPolicy = field(default_factory=ExpertPolicy)
-    blocks: list[str] = field(default_factory=list)
-    schedule: Generator | Schedule | str = "1f1b"
-    stages: Sequence[int] | None = None
+    resolved: Resolved  # what was chosen, and what follows
     pipeline: Pipeline | None = None  # this rank's stages, with pp
-    recompute_choice: Choice | None = None  # what a Budget came to; print it
     offload: Offload | None = None  # what moves activations: `offload.last_step` and `offload.report()` say how much
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
     # Tokens per expert of the last step, by router of this rank.
@@ -81,18 +71,28 @@ class Run:
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
 
     @property
-    def choices(self) -> dict[str, Any]:
-        """The keyword arguments that `explain` shares with `parallelize`."""
-        return {
-            "plan": self.plan,
-            "memory": self.memory,
-            "zero": self.zero,
-            "sequence": self.sequence or self.memory.regather,  # as it was asked for: without tp it is off
-            "context": self.context,
-            "experts": self.experts,
-            "schedule": self.schedule,
-            "stages": self.stages,
-        }
+    def strategy(self) -> Strategy:
+        """What was chosen, as `explain`, `estimate` and `check` take it too."""
+        return self.resolved.strategy
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def full_model(self) -> nn.Module:
+        """The single-device model with the layers of all stages, without values: what `explain` takes."""
+        return self.resolved.program.model
+
+    @property
+    def blocks(self) -> list[str]:
+        """Of this rank."""
+        return self.resolved.blocks_of(self.mesh["pp"].get_local_rank())
+
+    @property
+    def recompute_choice(self) -> Choice | None:
+        """What a `Budget` came to on this rank; print it."""
+        return self.resolved.choice_of(self.mesh["pp"].get_local_rank())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
@@ -104,7 +104,7 @@ class Run:
         self,
         batch: Batch,
         *,
-        microbatches: int = 1,
+        microbatches: int | None = None,
         loss: Loss = next_token_loss,
         count: Count = count_labels,
         mask: Mask | Sequence[Mask] | None = None,
@@ -113,8 +113,8 @@ class Run:
         """Gradients of the mean loss over the valid tokens of the whole step; returns that mean, same on every rank.
 
         batch: this rank's rows of the step, the same on ranks that differ only in tp or cp; every tensor has the rows as its
-        first dim, and a rank may have none. microbatches: the rows are processed in so many parts of nearly equal size, the
-        same number on every rank.
+        first dim, and a rank may have none. microbatches: gradient accumulation, the rows are processed in so many parts of
+        nearly equal size, the same number on every rank; default: the strategy's, or 1.
         loss(model, part) is the **sum** over the part's valid tokens; count(batch) is their number. The result does not
         depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
         With cp > 1 the loss gets what `split_batch` makes of its rows. mask: who sees whom, one for all rows or one for each;
@@ -124,6 +124,7 @@ class Run:
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         and what the blocks send.
         """
+        microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         tokens = self._count(batch, count).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
@@ -136,7 +137,7 @@ class Run:
             total, noted = self.pipeline.forward_backward(parts, loss, tokens)
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
-                before_microbatch(self.model, zero=self.zero, last=index == microbatches - 1)
+                before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
                 with using_keys(part.get(KEYS)):
                     with collect() as found:
                         part_loss = loss(self.model, part)
@@ -146,10 +147,10 @@ class Run:
         if self.offload is not None:
             self.offload.end_step()
         self.local_loss = total
-        self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.sequence)
+        self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.resolved.sequence)
         note_counts(self.model, self.expert_counts)
-        self.dropped_share = step_dropped(noted, self.mesh) if self.experts.capacity is not None else None
-        self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.sequence)
+        self.dropped_share = step_dropped(noted, self.mesh) if self.strategy.experts.capacity is not None else None
+        self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.resolved.sequence)
         return self._sum_over_tokens(total) / tokens
 
     def balance_experts(self, *, speed: float = 1e-3) -> None:
@@ -172,7 +173,7 @@ class Run:
         counts = {name: value for theirs, _ in found for name, value in theirs.items()}
         kinds = dict.fromkeys(kind for _, theirs in found for kind in theirs)
         losses = {kind: torch.stack([theirs[kind] for _, theirs in found if kind in theirs]).sum() for kind in kinds}
-        return {name: counts[name] for name, _ in self.whole.named_modules() if name in counts}, losses
+        return {name: counts[name] for name, _ in self.full_model.named_modules() if name in counts}, losses
 
     @torch.no_grad()
     def evaluate(
@@ -269,24 +270,43 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
     Each gradient is counted once however it is sharded or replicated: that is read from its placements.
     Wire: one all-reduce of a few scalars per mesh axis that shards something.
     """
-    # Sums of squares by the set of axes their tensors are sharded over; each axis is then summed away in turn.
-    sums: dict[tuple[str, ...], Tensor] = {}
     axes: dict[str, DeviceMesh] = {}
-    by_placement: dict[tuple[str, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for grad in _gradients(model, counted=True):
-        sharded: tuple[str, ...] = ()
-        if isinstance(grad, DTensor):
-            names = grad.device_mesh.mesh_dim_names or ()
-            for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True)):
-                if not placement.is_replicate() and grad.device_mesh.size(dim) > 1:
-                    sharded = (*sharded, name)
-                    if name not in axes:  # a slice of a mesh takes a millisecond
-                        axes[name] = grad.device_mesh[name]
-        by_placement.setdefault(tuple(sorted(sharded)), []).append(_local(grad))
+        by_axes.setdefault(_sharded_over(grad, axes), []).append(_local(grad))
     where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
-    for sharded, grads in by_placement.items():
+    sums = {}
+    for sharded, grads in by_axes.items():
         squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
         sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    total = _sum_over(sums, axes)
+    if isinstance(model, Run) and model.pipeline is not None:
+        total = total.to(model.mesh.device)
+        dist.all_reduce(total, group=model.mesh["pp"].get_group())
+    return total.sqrt()
+
+
+def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
+    """Names of the mesh axes that a gradient is sharded over; `axes` gains their meshes."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
+    sharded = sorted(
+        name
+        for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True))
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+    for name in sharded:
+        if name not in axes:  # a slice of a mesh takes a millisecond
+            axes[name] = mesh[name]
+    return tuple(sharded)
+
+
+def _sum_over(sums: dict[tuple[str, ...], Tensor], axes: dict[str, DeviceMesh]) -> Tensor:
+    """One sum out of sums by the axes that their tensors are sharded over: each axis is summed away in turn.
+
+    Every rank has the same sets of axes, for they come from placements, so all issue the same all-reduces in one order.
+    """
     for axis in sorted(axes):
         over = {sharded: value for sharded, value in sums.items() if axis in sharded}
         reduced = torch.stack(list(over.values()))
@@ -295,11 +315,7 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
             del sums[sharded]
             rest = tuple(name for name in sharded if name != axis)
             sums[rest] = sums[rest] + value if rest in sums else value
-    total = sums[()] if sums else torch.zeros((), dtype=torch.float64)
-    if isinstance(model, Run) and model.pipeline is not None:
-        total = total.to(model.mesh.device)
-        dist.all_reduce(total, group=model.mesh["pp"].get_group())
-    return total.sqrt()
+    return sums[()] if sums else torch.zeros((), dtype=torch.float64)
 
 
 def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,10 @@ from meshkit.check._record import Facts, Recorder, parts_of, strangers_of, tied_
 from meshkit.check._watch import Outcome, OutOfOrder, Stopped, Watch
 from meshkit.errors import CheckError, MeshError, PlanError
 from meshkit.initialize import init_weights
-from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
-from meshkit.parallel.context import ContextPolicy
-from meshkit.parallel.expert import ExpertPolicy
-from meshkit.parallel.pipeline import Generator, Schedule
 from meshkit.parallelize import parallelize
-from meshkit.plan import Plan
 from meshkit.step import Batch, Count, Loss, Run, count_labels, next_token_loss
+from meshkit.strategy import Strategy
 
 Build = Callable[[Mesh], Run | nn.Module]
 
@@ -35,9 +31,10 @@ Build = Callable[[Mesh], Run | nn.Module]
 def check(
     model: nn.Module | Callable[[], nn.Module] | Build,
     mesh: Mesh | MeshSpec | str,
+    strategy: Strategy | None = None,
     *,
     batch: Batch,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     loss: Loss = next_token_loss,
     count: Count = count_labels,
     step: Step | None = None,
@@ -46,20 +43,13 @@ def check(
     sharded: Mapping[str, tuple[str, int]] | None = None,
     dtype: torch.dtype = torch.float64,
     timeout_s: float = 60.0,
-    plan: Plan | None = None,
-    memory: MemoryPolicy | None = None,
-    zero: int | None = None,
-    sequence: bool = False,
-    context: ContextPolicy | None = None,
-    experts: ExpertPolicy | None = None,
-    schedule: Generator | Schedule | str = "1f1b",
-    stages: Sequence[int] | None = None,
+    **choices: Any,
 ) -> Report:
     """Run one optimizer step on the mesh and on one device, and say what differs, where, and what the mistake likely is.
 
     model: a module, real or on meta, or a function () that builds one: they are put on the mesh by `parallelize` with the
-    choices that follow `timeout_s`. Or a function (mesh) that does it all, with communication of its own too: it is called
-    once with the mesh and once with a mesh of one rank, and returns a Run, or a module together with `step`.
+    strategy, or with choices by keyword. Or a function (mesh) that does it all, with communication of its own too: it is
+    called once with the mesh and once with a mesh of one rank, and returns a Run, or a module together with `step`.
     mesh: without a process group, so many ranks are forked from this process and run on CPU; in a world, its ranks run the
     check together, and the mesh is all of it.
     batch: the rows of the whole step; give different rows, uneven counts, fewer rows than ranks. Floats become of the model's
@@ -73,18 +63,20 @@ def check(
     Wire: what the step sends; beside it a store tells ranks what the others are about to call.
     Raises: what the model raises, PlanError for what cannot be compared.
     """
-    choices = {
-        "plan": plan,
-        "memory": replace(memory, precision=None) if memory is not None else None,
-        "zero": zero,
-        "sequence": sequence,
-        "context": context,
-        "experts": experts,
-        "schedule": schedule,
-        "stages": stages,
-    }
+    chosen = Strategy.of(strategy, choices)
     job = Job(
-        model, batch, microbatches, loss, count, step, optimizer, reference, sharded or {}, dtype, timeout_s, choices
+        model,
+        batch,
+        (chosen.microbatches or 1) if microbatches is None else microbatches,
+        loss,
+        count,
+        step,
+        optimizer,
+        reference,
+        sharded or {},
+        dtype,
+        timeout_s,
+        replace(chosen, memory=replace(chosen.memory, precision=None), compile=False),
     )
     job.refuse()
     if dist.is_initialized():
@@ -116,7 +108,7 @@ def _on_rank(job: Job, mesh: Mesh) -> Report:
                     spec=mesh.spec, findings=(different,), parameters=len(list(plain.parameters())), collectives=0
                 )
             empty = any(param.is_meta for param in plain.parameters())
-            made = parallelize(plain, mesh, **job.choices)
+            made = parallelize(plain, mesh, job.strategy)
             if empty:
                 init_weights(made.model, seed=0, plan=made.plan)
     model = model_of(made)
@@ -218,7 +210,7 @@ def _compare(job: Job, mesh: Mesh, one_rank: Mesh, facts: list[Facts], compute: 
 
 def _dtype(made: Run | nn.Module) -> torch.dtype:
     """Of matrix products."""
-    precision = made.memory.precision if isinstance(made, Run) else None
+    precision = made.resolved.memory.precision if isinstance(made, Run) else None
     return precision.compute if precision is not None else next(model_of(made).parameters()).dtype
 
 

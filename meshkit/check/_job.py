@@ -19,6 +19,7 @@ from meshkit.mesh import Mesh
 from meshkit.optimizer import adamw
 from meshkit.parallelize import parallelize
 from meshkit.step import Batch, Count, Loss, Run
+from meshkit.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Job:
     sharded: Mapping[str, tuple[str, int]]
     dtype: torch.dtype
     timeout_s: float
-    choices: dict[str, Any]
+    strategy: Strategy
     random: torch.Tensor = field(default_factory=torch.get_rng_state)  # where every building begins to draw
 
     @property
@@ -44,7 +45,7 @@ class Job:
         return not isinstance(self.model, nn.Module) and bool(inspect.signature(self.model).parameters)
 
     def refuse(self) -> None:
-        given = [name for name, choice in self.choices.items() if choice not in (None, False, "1f1b")]
+        given = list(self.strategy.changes)
         if self.builds_all and given:
             raise PlanError(
                 f"check: a function of the mesh makes its own choices, but got {', '.join(given)} as well. Leave them out."
@@ -76,7 +77,7 @@ class Job:
             else:
                 made = self.plain() if self.reference is None else self.built(self.reference).to(self.dtype)
                 if any(param.is_meta for param in made.parameters()) or self.given_step is not None:
-                    made = parallelize(made, mesh, plan=self.choices["plan"])
+                    made = parallelize(made, mesh, plan=self.strategy.plan)
         return made
 
     def step(self, made: Run | nn.Module, rows: Batch) -> Any:

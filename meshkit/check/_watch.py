@@ -26,6 +26,7 @@ from meshkit.errors import CheckError
 from meshkit.mesh import Mesh
 from meshkit.observe import Axes
 from meshkit.operator import body_of
+from meshkit.waiting import waiting
 
 NAMES = {
     "allreduce_": "all_reduce",
@@ -135,7 +136,8 @@ class Watch(TorchDispatchMode):
         until = time.monotonic() + self.timeout_s
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=min(LOOK_S, self.timeout_s)))
+                with waiting(f"rank {peer} to come to {call.op}"):
+                    self._store.wait([key], timedelta(seconds=min(LOOK_S, self.timeout_s)))
                 return _call(self._store.get(key))
             except RuntimeError:  # not there yet
                 if self._store.check(["stopped"]):
@@ -160,7 +162,8 @@ class Watch(TorchDispatchMode):
         for rank in self._ranks:
             left = max(LOOK_S, until - time.monotonic())
             try:
-                self._store.wait([f"end/{rank}"], timedelta(seconds=left))
+                with waiting(f"the end of rank {rank}"):
+                    self._store.wait([f"end/{rank}"], timedelta(seconds=left))
                 found[rank], theirs = pickle.loads(self._store.get(f"end/{rank}"))
                 calls = theirs if rank == self._ranks[0] else calls
             except RuntimeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -18,15 +18,11 @@ from meshkit.estimate._result import Estimate
 from meshkit.estimate._shapes import Shapes
 from meshkit.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
 from meshkit.memory.place import estimating
-from meshkit.memory.policy import MemoryPolicy
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
 from meshkit.optimizer import adamw
-from meshkit.parallel.context import ContextPolicy
-from meshkit.parallel.expert import ExpertPolicy
-from meshkit.parallel.pipeline import Generator, Schedule
 from meshkit.parallelize import parallelize
-from meshkit.plan import Plan, match_names
 from meshkit.step import Loss, Run, clip_grad_norm, next_token_loss
+from meshkit.strategy import Strategy
 from meshkit.world import fake_world
 
 Build = Callable[[Mesh], Run]
@@ -38,31 +34,27 @@ CUDA_GRANULE = 512  # bytes; CUDACachingAllocator rounds every size up to a mult
 
 def estimate(
     model: nn.Module | Build,
-    spec: MeshSpec | str,
+    spec: MeshSpec | str | None = None,
+    strategy: Strategy | None = None,
     *,
     rows: int,
     seq_len: int,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     world_size: int | None = None,
     coordinate: dict[str, int] | None = None,
     kernels: Kernels = "cuda",
     optimizer: MakeOptimizer | None = None,
     loss: Loss = next_token_loss,
-    plan: Plan | None = None,
-    memory: MemoryPolicy | None = None,
-    zero: int | None = None,
-    sequence: bool = False,
-    context: ContextPolicy | None = None,
-    experts: ExpertPolicy | None = None,
-    schedule: Generator | Schedule | str = "1f1b",
-    stages: Sequence[int] | None = None,
+    **choices: Any,
 ) -> Estimate:
     """The bytes one rank will hold in an optimizer step, before anything runs: by kind, and the peak and where it is.
 
-    model: what `parallelize` gets, on meta, with the choices it gets; or a function (mesh) -> Run that calls `parallelize`
-    itself, and then no choices. It is built, parallelized and stepped for real in `fake_world` on tensors without memory:
-    no GPU, seconds, about 1 GiB for Llama-3-8B on any number of ranks.
-    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
+    model: what `parallelize` gets, on meta; or a function (mesh) -> Run that calls `parallelize` itself, and then neither a
+    strategy nor choices. spec: default, the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes
+    them. The model is built, parallelized and stepped for real in `fake_world` on tensors without memory: no GPU, seconds,
+    about 1 GiB for Llama-3-8B on any number of ranks.
+    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
+    it is run in; default: the strategy's, or 1.
     world_size: default what `spec` needs. coordinate: the rank's place on each dense axis, default 0 everywhere; stages
     differ. optimizer: what makes it of the run, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
@@ -70,29 +62,11 @@ def estimate(
     Compiled blocks are counted as if they were not. Tokens choose experts all alike.
     Raises: MeshError and PlanError as the real run would, and PlanError for a model whose step depends on its values.
     """
-    choices: dict[str, Any] = {
-        "plan": plan,
-        "memory": memory,
-        "zero": zero,
-        "sequence": sequence,
-        "context": context,
-        "experts": experts,
-        "schedule": schedule,
-        "stages": stages,
-    }
-    build = model
-    if isinstance(model, nn.Module):
-
-        def build(mesh: Mesh) -> Run:
-            return parallelize(copy.deepcopy(model), mesh, **choices)
-
-    elif any(choice not in (None, False, "1f1b") for choice in choices.values()):
-        given = ", ".join(name for name, choice in choices.items() if choice not in (None, False, "1f1b"))
-        raise PlanError(f"estimate: a function that builds the run makes its own choices, but got {given} as well.")
+    build = built_by(model, strategy, choices, asked="estimate")
+    chosen = Strategy.of(strategy, choices)
     if kernels not in ("cuda", "cpu"):
         raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
-    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
-    resolved = wanted.resolve(world_size if world_size is not None else wanted.world_size)
+    resolved = sized(spec, chosen, world_size)
     place = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
     began = time.monotonic()
     with pretended_mesh(resolved, place, kernels=kernels) as mesh:
@@ -106,6 +80,31 @@ def estimate(
                 tracker.forget_points()
                 tracked_step(tracker, run, made, batch, microbatches, loss)
         return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+
+
+def built_by(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, asked: str) -> Build:
+    """What makes the run on a mesh. Raises: PlanError for choices beside a function, which makes its own."""
+    if not isinstance(model, nn.Module):
+        given = (["strategy"] if strategy is not None else []) + list(choices)
+        if given:
+            raise PlanError(
+                f"{asked}: a function that builds the run makes its own choices, but got {', '.join(given)} as well."
+            )
+        return model
+    chosen = Strategy.of(strategy, choices)
+
+    def build(mesh: Mesh) -> Run:
+        return parallelize(copy.deepcopy(model), mesh, chosen)
+
+    return build
+
+
+def sized(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | None) -> MeshSpec:
+    """The mesh without a -1. spec: None is the strategy's."""
+    if spec is None:
+        return strategy.mesh_for(world_size)
+    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
+    return wanted.resolve(world_size if world_size is not None else wanted.world_size)
 
 
 @contextmanager
@@ -148,7 +147,7 @@ def place_of(spec: MeshSpec, rank: int) -> dict[str, int]:
 
 def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
     """What counts the bytes of the run's steps, real ones too."""
-    units = _units(run)
+    units = run.resolved.units_of(run.mesh["pp"].get_local_rank())
     return Tracker(
         run.model,
         [*run.blocks, *units],
@@ -156,13 +155,6 @@ def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
         device=run.mesh.device,
         granule=granule,
     )
-
-
-def _units(run: Run) -> list[str]:
-    names = dict(run.model.named_modules())
-    return [
-        name for name in match_names(run.plan.units, dict(run.whole.named_modules()), what="module") if name in names
-    ]
 
 
 def count_parameters(tracker: Tracker, model: nn.Module) -> None:
@@ -174,7 +166,7 @@ def tracked_step(
     run: Run,
     optimizer: torch.optim.Optimizer,
     batch: dict[str, Tensor],
-    microbatches: int,
+    microbatches: int | None,
     loss: Loss = next_token_loss,
 ) -> None:
     """One optimizer step, and where in it we are."""

@@ -3,7 +3,9 @@
 Pure arithmetic over the same tables that `parallelize` executes: no process group, no ranks, a model on meta is enough.
 """
 
+from ._explain import default_device as default_device
 from ._explain import explain as explain
+from ._explain import explain_resolved as explain_resolved
 from ._explanation import PHASES as PHASES
 from ._explanation import Explanation as Explanation
 from ._explanation import Message as Message

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.explain._explanation import Explanation
 from meshkit.explain._held import Held, Part, part_masks
@@ -16,111 +16,77 @@ from meshkit.explain._sent import add_context, add_data, add_pipeline, add_scala
 from meshkit.explain._sent_experts import add_balance, add_experts, expert_notes
 from meshkit.explain._sent_tensor import add_tensor
 from meshkit.mask import Mask
-from meshkit.memory.policy import Budget, MemoryPolicy
-from meshkit.memory.recompute import refuse_treatments, treatments
-from meshkit.memory.regather import refuse_without_sequence
-from meshkit.memory.tiles import refuse_tiles
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.budget import choose_for_blocks
-from meshkit.parallel.context import ContextPolicy, attention_shape, choose_for_rows, model_window
-from meshkit.parallel.data import zero_stage
-from meshkit.parallel.expert import ExpertPolicy, expert_layouts
-from meshkit.parallel.pipeline import Checked, Cut, Generator, Schedule, check, plan_pipeline, simulate
-from meshkit.parallel.tensor_layout import refuse_whole_stream, tensor_layout, widest_heads
-from meshkit.plan import Plan, match_names
-from meshkit.whole import whole_of
+from meshkit.parallel.context import attention_shape, choose_for_rows, model_window
+from meshkit.parallel.pipeline import Checked, Cut, check, simulate
+from meshkit.program import read_program
+from meshkit.resolve import Resolved, resolve
+from meshkit.step import Run
+from meshkit.strategy import Strategy
 
 
 def explain(
-    model: nn.Module,
-    spec: MeshSpec,
+    model: nn.Module | Run,
+    spec: MeshSpec | str | None = None,
+    strategy: Strategy | None = None,
     *,
-    plan: Plan | None = None,
     rows: int,
     seq_len: int,
-    microbatches: int = 1,
-    memory: MemoryPolicy | None = None,
-    zero: int | None = None,
-    sequence: bool = False,
-    context: ContextPolicy | None = None,
-    experts: ExpertPolicy | None = None,
-    schedule: Generator | Schedule | str = "1f1b",
-    stages: Sequence[int] | None = None,
+    microbatches: int | None = None,
     mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
     device: str | None = None,
+    **choices: Any,
 ) -> Explanation:
-    """What `parallelize(model, mesh, plan=..., ...)` will hold and send, for one optimizer step of one rank.
+    """What `parallelize(model, mesh, strategy)` will hold and send, for one optimizer step of one rank.
 
-    model: whole, as `parallelize` gets it; on meta is enough.
-    plan: None asks `auto_plan`, as there.
-    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: how many parts it is run in.
+    model: whole, as `parallelize` gets it; on meta is enough. Or a `Run`, which has its mesh and its strategy. spec: default,
+    the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes them.
+    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
+    it is run in; default: the strategy's, or 1.
     mask: who sees whom, one for all rows or one for each, on which depends what context parallelism sends; default: causal.
     coordinate: the rank's place on each axis (stages differ between ranks, and so do sizes where shards are uneven);
     default 0 everywhere.
-    device: whose kernels a `Budget` asks; default: a GPU where there is one.
+    device: where it will run, "cuda" or "cpu", whose kernels a `Budget` asks; default: a GPU where there is one.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
-    Raises: PlanError as `parallelize` does.
+    Raises: PlanError as `parallelize` does, with the same text.
     """
-    if whole_of(model) is not None:
-        raise PlanError(
-            "explain: this model has the stages of one rank of pp only. Give it the whole one: `run.whole`, or the model "
-            "before parallelize."
-        )
-    place = coordinate or {}
-    plan = plan if plan is not None else auto_plan(model)
-    memory = memory or MemoryPolicy()
-    refuse_without_sequence(regather=memory.regather, sequence=sequence)
-    sequence = sequence and spec.tp > 1
-    if sequence:
-        refuse_whole_stream(model, plan.tensor)
-    layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
-    names = dict(model.named_modules())
-    blocks = match_names(plan.blocks, names, what="module")
-    units = match_names(plan.units, names, what="module")
-    mlps = match_names(plan.mlps, names, what="module")
-    cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
-    at = place.get("pp", 0)
-    choice = None
-    if isinstance(memory.recompute, Budget):
-        choice = choose_for_blocks(
-            model,
-            spec,
-            plan=plan,
-            memory=memory,
-            blocks=blocks,
-            sequence=sequence,
-            compute=memory.precision.compute if memory.precision else next(model.parameters()).dtype,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            cut=cut,
-            at=at,
-        )
-    treated = choice.treatments if choice is not None else treatments(memory, blocks)
-    refuse_treatments(treated, names)
-    held = Held(
-        model=model,
-        plan=plan,
-        spec=spec,
-        memory=memory,
-        zero=zero_stage(zero, pipelined=cut is not None),
-        sequence=sequence,
-        context=context or ContextPolicy(),
-        place=place,
-        layout=layout,
-        cut=cut,
-        blocks=[name for name in blocks if cut is None or cut.runs(name, at)],
-        units=[name for name in units if cut is None or cut.runs(name, at)],
-        experts=expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp),
-        treated=treated,
-        tiled=mlps if memory.tiles > 1 else [],
-    )
-    refuse_tiles(
-        memory,
-        mlps=mlps,
-        experts=held.experts,
-        units=[*blocks, *units],
-        splits_backward=cut is not None and cut.splits_backward,
-    )
+    if isinstance(model, Run):
+        if spec is not None or strategy is not None or choices:
+            raise PlanError("explain: a Run has a mesh and a strategy. Leave them away, or give `run.full_model`.")
+        resolved = model.resolved
+        strategy = resolved.strategy
+    else:
+        strategy = Strategy.of(strategy, choices)
+        resolved = resolve(read_program(model), strategy, _spec(spec, strategy), device_type=device or default_device())
+    count = (strategy.microbatches or 1) if microbatches is None else microbatches
+    return explain_resolved(resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate)
+
+
+def default_device() -> str:
+    """Where a run would be: a GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _spec(spec: MeshSpec | str | None, strategy: Strategy) -> MeshSpec:
+    if spec is None:
+        return strategy.mesh_for()
+    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
+    return wanted.resolve(wanted.world_size)
+
+
+def explain_resolved(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    microbatches: int = 1,
+    mask: Mask | Sequence[Mask] | None = None,
+    coordinate: dict[str, int] | None = None,
+) -> Explanation:
+    """`explain` of what was resolved before: `run.resolved`, for one."""
+    held = Held(resolved=resolved, place=coordinate or {})
+    spec, cut, at = resolved.spec, resolved.cut, held.at("pp")
     ledger = Ledger()
     parts = [
         _part(held, Part(max(1, len(part)), seq_len, part_masks(mask, part.tolist(), tokens=seq_len)))
@@ -130,14 +96,14 @@ def explain(
     for part in parts:
         if spec.cp > 1:
             add_context(ledger, held, part)
-        if layout is not None:
-            add_tensor(ledger, held, layout, part)
+        if resolved.layout is not None:
+            add_tensor(ledger, held, resolved.layout, part)
         add_experts(ledger, held, part)
     add_balance(ledger, held, parts)
-    if choice is not None:
+    if (choice := resolved.choice_of(at)) is not None:
         notes.append(str(choice))
     if held.experts:
-        notes += expert_notes(held, experts or ExpertPolicy())
+        notes += expert_notes(held, resolved.strategy.experts)
     add_data(ledger, held, microbatches)
     checked = None if cut is None else check(cut.generate(spec.pp, microbatches))
     if cut is not None and checked is not None:
@@ -168,8 +134,8 @@ def _part(held: Held, part: Part) -> Part:
         part.tokens,
         spec.cp,
         held.context,
-        attention_shape(config, widest_heads(held.model, held.plan.tensor, size=spec.tp), held.compute),
-        multiple=spec.tp if held.sequence else 1,
+        attention_shape(config, held.resolved.heads, held.compute),
+        multiple=held.resolved.sequence_multiple,
     )
     layout = choice.layout
     return Part(alike, layout.lengths[held.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")

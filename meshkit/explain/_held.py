@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -14,15 +14,16 @@ from torch.distributed.tensor import Shard
 from meshkit.explain._explanation import ParamRow
 from meshkit.explain._flow import Flow
 from meshkit.mask import Mask
-from meshkit.memory.policy import MemoryPolicy
 from meshkit.memory.recompute import Treatment
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import ContextPolicy, Layout
+from meshkit.parallel.context import Layout
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor_layout import TensorLayout
 from meshkit.plan import Plan
+from meshkit.resolve import Resolved
 from meshkit.sharding import chunk
+from meshkit.strategy import ContextPolicy, MemoryPolicy
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,71 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """One rank of the mesh, and the choices of the run."""
+    """One rank of the mesh. place: on each axis, 0 where it is not named."""
 
-    model: nn.Module
-    plan: Plan
-    spec: MeshSpec
-    memory: MemoryPolicy
-    zero: int
-    sequence: bool
-    context: ContextPolicy
+    resolved: Resolved
     place: dict[str, int]
-    layout: TensorLayout | None
-    cut: Cut | None
-    blocks: list[str]
-    units: list[str]
-    experts: dict[str, ExpertLayout]
-    treated: dict[str, Treatment]
-    tiled: list[str]
-    """feed-forwards that run in parts"""
+
+    @property
+    def model(self) -> nn.Module:
+        return self.resolved.program.model
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def spec(self) -> MeshSpec:
+        return self.resolved.spec
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        return self.resolved.memory
+
+    @property
+    def zero(self) -> int:
+        return self.resolved.zero
+
+    @property
+    def sequence(self) -> bool:
+        return self.resolved.sequence
+
+    @property
+    def context(self) -> ContextPolicy:
+        return self.resolved.strategy.context
+
+    @property
+    def layout(self) -> TensorLayout | None:
+        return self.resolved.layout
+
+    @property
+    def cut(self) -> Cut | None:
+        return self.resolved.cut
+
+    @property
+    def blocks(self) -> list[str]:
+        return self.resolved.blocks_of(self.at("pp"))
+
+    @property
+    def units(self) -> list[str]:
+        return self.resolved.units_of(self.at("pp"))
+
+    @property
+    def experts(self) -> Mapping[str, ExpertLayout]:
+        return self.resolved.experts
+
+    @property
+    def treated(self) -> Mapping[str, Treatment]:
+        return self.resolved.treatments
+
+    @property
+    def tiled(self) -> Sequence[str]:
+        """Feed-forwards that run in parts."""
+        return self.resolved.mlps if self.memory.tiles > 1 else ()
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.resolved.compute
 
     def treatment(self, module: str) -> Treatment:
         """What is kept of the module, by the block it lies in: nothing of a block without gradients is run again."""
@@ -90,12 +138,6 @@ class Held:
     @cached_property
     def params(self) -> dict[str, Local]:
         return held_params(self)
-
-    @property
-    def compute(self) -> torch.dtype:
-        if self.memory.precision is not None:
-            return self.memory.precision.compute
-        return next(self.model.parameters()).dtype
 
     def at(self, axis: str) -> int:
         return self.place.get(axis, 0)

@@ -49,6 +49,7 @@ class Watch:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _heard_by_the_thread)
         _Fork()
+        _torch.mark_works()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def leave(self, left: Left, place: str = "", error: str = "") -> None:

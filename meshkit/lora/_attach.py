@@ -50,12 +50,7 @@ def lora(
     share a vocabulary, tied weights.
     Source: Hu et al. 2021; few bits: Dettmers et al. 2023 (QLoRA).
     """
-    if lora_of(model) is not None:
-        raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
-    if rank < 1 or isinstance(rank, bool) or not alpha > 0:
-        raise PlanError(f"lora: rank={rank} alpha={alpha}: rank is a whole number of at least 1, and alpha above 0.")
-    if not 0 <= dropout < 1:
-        raise PlanError(f"lora: dropout={dropout} is the share of features that are zeroed: at least 0 and below 1.")
+    _refuse_numbers(model, rank, alpha, dropout)
     modules = dict(model.named_modules())
     styles = match_table(plan.tensor, modules, what="module")
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
@@ -87,6 +82,15 @@ def lora(
     if not any(modules[name].weight.is_meta for name in chosen):
         init_lora(model, seed=seed)
     return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, set(chosen))})
+
+
+def _refuse_numbers(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+    if lora_of(model) is not None:
+        raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
+    if rank < 1 or isinstance(rank, bool) or not alpha > 0:
+        raise PlanError(f"lora: rank={rank} alpha={alpha}: rank is a whole number of at least 1, and alpha above 0.")
+    if not 0 <= dropout < 1:
+        raise PlanError(f"lora: dropout={dropout} is the share of features that are zeroed: at least 0 and below 1.")
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -14,40 +15,44 @@ MULTIPLE = 16  # of both dims of a matrix that the hardware multiplies in fp8
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
-def fp8_linears(
-    module: nn.Module, *, blocks: Iterable[str], policy: Fp8, device: torch.device, tp: int = 1
-) -> list[str]:
-    """Let the linear layers in the blocks multiply in fp8, in place and before the module is split; returns their names.
+def plan_fp8(module: nn.Module, *, blocks: Sequence[str], policy: Fp8, device_type: str, tp: int = 1) -> list[str]:
+    """Names of the linear layers in the blocks that will multiply in fp8. Changes nothing.
 
-    Those whose dims, split over tp, are multiples of 16: forward and both products of backward, with scales from the
-    largest absolute value of each tensor (tensorwise) or row (rowwise) of that moment. With tp a rank scales its own part,
-    so numbers differ a little between meshes. Heads, embeddings, routers and experts are not touched.
-    Wire: with gather, FSDP gathers the layers' weights in one byte an element, and all-reduces one maximum for each.
+    Those whose dims, split over tp, are multiples of 16. Heads, embeddings, routers and experts are not touched.
     Raises: PlanError without torchao, on hardware without fp8, and for a model in which no layer fits.
-    Source: torchao.float8; Micikevicius et al. 2022.
     """
     if not policy.emulate:
-        _refuse_hardware(policy, device)
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as missing:
+        _refuse_hardware(policy, device_type)
+    if find_spec("torchao") is None:
         raise PlanError(
             "Precision(fp8=...) needs torchao, which is not installed. Run: pip install 'meshkit[torchao]'."
-        ) from missing
-    chosen = chosen_linears(module, blocks=list(blocks), tp=tp)
+        )
+    chosen = chosen_linears(module, blocks=blocks, tp=tp)
     if not chosen:
         raise PlanError(
             f"Precision(fp8=...): no linear layer of the blocks has dims that are multiples of {MULTIPLE} on each of tp={tp} "
             "ranks. Use wider layers, a smaller tp, or leave fp8 away."
         )
+    return chosen
+
+
+def fp8_linears(module: nn.Module, *, linears: Iterable[str], policy: Fp8) -> None:
+    """Let the named linear layers multiply in fp8, in place and before the module is split; `plan_fp8` chooses them.
+
+    Forward and both products of backward, with scales from the largest absolute value of each tensor (tensorwise) or row
+    (rowwise) of that moment. With tp a rank scales its own part, so numbers differ a little between meshes.
+    Wire: with gather, FSDP gathers the layers' weights in one byte an element, and all-reduces one maximum for each.
+    Source: torchao.float8; Micikevicius et al. 2022.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     if policy.recipe == "tensorwise":
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=policy.gather, emulate=policy.emulate)
     else:
         config = Float8LinearConfig.from_recipe_name("rowwise")
         object.__setattr__(config, "emulate", policy.emulate)
-    wanted = set(chosen)
+    wanted = set(linears)
     convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in wanted)
-    return chosen
 
 
 def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list[str]:
@@ -62,13 +67,16 @@ def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list
     ]
 
 
-def _refuse_hardware(policy: Fp8, device: torch.device) -> None:
+def _refuse_hardware(policy: Fp8, device_type: str) -> None:
+    """A plan for GPUs that is made where there is none cannot be held against them."""
     needed = CAPABILITY[policy.recipe]
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return
+    found = torch.cuda.get_device_capability() if device_type == "cuda" and torch.version.cuda else None
     if found is None or found < needed:
         has = f"has compute capability {found[0]}.{found[1]}" if found else "is none"
         raise PlanError(
             f"Precision(fp8=Fp8(recipe={policy.recipe!r})): fp8 products need an NVIDIA GPU of compute capability "
-            f"{needed[0]}.{needed[1]}, and {device} {has}. Leave fp8 away, or set emulate=True to round as fp8 does without "
-            "the speed."
+            f"{needed[0]}.{needed[1]}, and {device_type} {has}. Leave fp8 away, or set emulate=True to round as fp8 "
+            "does without the speed."
         )

@@ -134,12 +134,10 @@ def head_of(model: nn.Module, plan: Plan, *, asked: str = "MemoryPolicy(loss=Chu
     return str(name)
 
 
-def chunk_head(
-    model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, sequence: bool, device: torch.device
-) -> str:
-    """Let the model's head return `LinearLogits`, in place; returns its name.
+def plan_head(model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, sequence: bool, device_type: str) -> str:
+    """The name of the head that will return `LinearLogits`. Changes nothing.
 
-    Before tensor parallelism and what splits linear layers. Raises: PlanError for a head or a backend that cannot.
+    Raises: PlanError for a head or a backend that cannot.
     """
     name = head_of(model, plan)
     head = model.get_submodule(name)
@@ -156,15 +154,19 @@ def chunk_head(
             "whole logits. Make it vocab(), or use loss=None."
         )
     if loss.backend == "liger":
-        _refuse_liger(tp, device)
-    swap_class(head, forward=_forward(loss))
+        _refuse_liger(tp, device_type)
     return name
 
 
-def _refuse_liger(tp: int, device: torch.device) -> None:
+def chunk_head(head: nn.Module, loss: ChunkedLoss) -> None:
+    """Let the head return `LinearLogits`, in place, before tensor parallelism and what splits linear layers."""
+    swap_class(head, forward=_forward(loss))
+
+
+def _refuse_liger(tp: int, device_type: str) -> None:
     asked = "ChunkedLoss(backend='liger')"
-    if device.type != "cuda":
-        raise PlanError(f"{asked} has kernels for GPUs, but the mesh is on {device.type}. Use backend='torch'.")
+    if device_type != "cuda":
+        raise PlanError(f"{asked} has kernels for GPUs, but the mesh is on {device_type}. Use backend='torch'.")
     if tp > 1:
         raise PlanError(f"{asked} needs the whole vocabulary on each rank, but tp={tp}. Use backend='torch', or tp=1.")
     if find_spec("liger_kernel") is None:

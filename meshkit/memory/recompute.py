@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -52,23 +54,30 @@ NONE = Recompute(mode="none")
 
 def recompute(
     module: nn.Module,
+    mesh: DeviceMesh | None = None,
     *,
     blocks: Iterable[str],
     mode: RecomputeMode | Recompute = "full",
     policy: Policy | None = None,
 ) -> nn.Module:
-    """Recompute the named blocks in backward, in place; names of parameters do not change.
+    """Activation checkpointing: recompute the named blocks in backward, in place; names of parameters do not change.
 
+    mesh: the ranks over which the blocks communicate, whose collectives run again in backward: all of them must recompute
+    the same blocks, and are asked once. None: they communicate with nobody.
     full keeps each block's input only; selective keeps also the results of the `OPERATORS` that it names; activation runs the
     elementwise middle of feed-forwards again; see `Recompute`.
     policy: a function of yours for selective recompute, in place of `mode`; what it moves to the host is refused.
     The random state is restored, so dropout draws the same mask. Gradients are bit-identical to mode "none" where kernels
     are deterministic.
     Wire: full repeats the block's forward collectives in backward; selective repeats those it does not keep; activation none.
-    Raises: PlanError for a block that is not in the module, or, with activation, has no feed-forward that it knows.
+    With a mesh, once an all-gather of what was asked for.
+    Raises: PlanError for a block that is not in the module, or, with activation, has no feed-forward that it knows, and on
+    every rank of the mesh if they ask for different things.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5.
     """
     modules, names = dict(module.named_modules()), list(blocks)
+    if mesh is not None:
+        _refuse_different_calls(mesh, f"{names} by {mode if policy is None else 'a policy'}")
     for name in names:
         if name not in modules:
             raise PlanError(f"recompute: there is no block {name!r}. The first modules are {list(modules)[1:4]}.")
@@ -78,6 +87,20 @@ def recompute(
         elif chosen.mode != "none":
             treat(modules[name], Treatment(chosen, regather=any(regions(modules[name]))))
     return module
+
+
+def _refuse_different_calls(mesh: DeviceMesh, asked: str) -> None:
+    """A block that runs again on some ranks only would wait for the others in backward."""
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        everybody: list[str] = [""] * group.size()
+        dist.all_gather_object(everybody, asked, group=group)
+        other = next((rank for rank, text in enumerate(everybody) if text != asked), None)
+        if other is not None:
+            raise PlanError(
+                f"recompute: this rank recomputes {asked}, but rank {other} of the axis {everybody[other]}. Ask for the same "
+                "blocks on every rank."
+            )
 
 
 @dataclass(frozen=True)
@@ -157,7 +180,10 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
+            # Dynamo knows `checkpoint` and makes it an operator of its graph. It does not trace context variables, and what
+            # runs again has its values in the graph.
             return checkpoint(partial(forward, self), *args, **options, **kwargs)
+        # See [Note: what a checkpoint keeps of its inputs].
         tensors, rebuild = _tensors_of(args, kwargs)
 
         def again(*tensors: Tensor) -> Any:
@@ -222,10 +248,10 @@ def _selective(policy: Policy) -> Any:
 
 
 def _tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors among arguments, also those passed by name or in a tuple, and how to put others in their places.
-
-    Only what a checkpoint is given by position is kept where saved_tensors_hooks see it, and not in a closure.
-    """
+    """The tensors among arguments, also those passed by name or in a tuple, and how to put others in their places."""
+    # [Note: what a checkpoint keeps of its inputs]
+    # A checkpoint without reentry saves its positional tensors through autograd, so that an offload around it moves them; a
+    # tensor by name or inside of a tuple would stay on the device in a closure, for as long as the graph lives.
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]

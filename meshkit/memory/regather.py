@@ -117,6 +117,8 @@ class Region:
             return out
         kept = _Kept(part, self.dim, self.axis)
         out = _GatherRegion.apply(part, self.dim, self.axis, kept)
+        # Between here and `leave` layers look for this whole among their inputs. A forward that raises leaves it set; the
+        # next `enter` replaces it, and meanwhile it holds no more than a weak reference and this rank's part.
         self._current = _Whole(out, kept)
         return out
 
@@ -133,6 +135,8 @@ class Region:
                 return forward(module, *args, **kwargs)
             if not any(self._current.is_read_by(x) for x in (*args, *kwargs.values())):
                 return forward(module, *args, **kwargs)
+            # Around this layer alone: of hooks only the innermost are asked, and those of an offload around are to see what
+            # other layers save.
             with saved_tensors_hooks(self._current.pack, _unpack):
                 return forward(module, *args, **kwargs)
 
@@ -169,6 +173,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     kept, shape, stride, offset = packed
+    # The first reader in backward gathers, on every rank of the axis the same one: backward runs nodes in one order.
     whole: Tensor = kept.whole()
     return whole.as_strided(shape, stride, offset)
 

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2025 (Arctic long sequence training), section 3.1.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshkit.errors import PlanError
-from meshkit.memory.policy import Budget, MemoryPolicy, Recompute
-from meshkit.memory.recompute import run_in_copy
+from meshkit.memory.recompute import Treatment, run_in_copy
 from meshkit.memory.regather import regions
+from meshkit.strategy import Budget, MemoryPolicy
 from meshkit.swap import swap_class
 
 TOKENS = -2  # of [B, T, C] and of [T, C]
@@ -80,10 +80,13 @@ def refuse_tiles(
     mlps: Sequence[str],
     experts: Iterable[str],
     units: Iterable[str],
+    treated: Mapping[str, Treatment],
     compiled: bool = False,
     splits_backward: bool = False,
 ) -> None:
-    """Raise PlanError for what cannot run in parts. experts, units: names of modules of routed experts, and of FSDP's."""
+    """Raise PlanError for what cannot run in parts. experts, units: names of modules of routed experts, and of FSDP's.
+    treated: what blocks keep.
+    """
     if memory.tiles == 1:
         return
     asked = f"tiles={memory.tiles}"
@@ -99,12 +102,12 @@ def refuse_tiles(
                 f"{asked}: {name!r} is or holds a unit of sharding, which would be gathered once a part. Leave it out of the "
                 "plan's `units` and `blocks`."
             )
-    chosen = memory.recompute
-    mode = chosen.mode if isinstance(chosen, Recompute) else chosen
-    if mode in ("selective", "activation") or isinstance(chosen, Budget):
+    modes = [each.recompute.mode for each in treated.values()]
+    keeping = next((mode for mode in modes if mode in ("selective", "activation")), None)
+    if keeping is not None or isinstance(memory.recompute, Budget):
         raise PlanError(
-            f"{asked} with recompute={mode!r}: it would keep results of products inside of a feed-forward, which tiles exist "
-            "to let go. Use recompute='none' or 'full'."
+            f"{asked} with recompute={memory.recompute if keeping is None else keeping!r}: it would keep results of "
+            "products inside of a feed-forward, which tiles exist to let go. Use recompute='none' or 'full'."
         )
     if compiled:
         raise PlanError(

@@ -202,10 +202,7 @@ def save_pretrained(
             "save_pretrained: the model has adapters, which such a folder has no place for. Call mk.merge_lora first, or "
             "write them alone by mk.models.save_lora."
         )
-    raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
-    if isinstance(model, RewardModel):
-        name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
-        raw = {**raw, **_ONE_LABEL, "architectures": [name]}
+    raw = _config_of(model, config)
     pieces = named_pieces(model, "save_pretrained")
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
     pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}
@@ -232,15 +229,31 @@ def save_pretrained(
     on_rank_zero(model, begin)
     wholes = _wholes(model, pieces, everywhere=False)
     for file, keys in shards.items():
-        held: dict[str, Tensor] = {}
-        for key, part in islice(wholes, len(keys)):
-            if is_rank_zero(model):
-                # A copy, for safetensors takes no two tensors in one storage.
-                copy = pieces[key].expert is not None
-                held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
+        held = _held_on_rank_zero(model, {key: pieces[key] for key in keys}, wholes, dtype)
         if is_rank_zero(model):
             save_file(held, partial / file, metadata={"format": "pt"})
     on_rank_zero(model, finish)
+
+
+def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:
+    raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
+    if not isinstance(model, RewardModel):
+        return raw
+    name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
+    return {**raw, **_ONE_LABEL, "architectures": [name]}
+
+
+def _held_on_rank_zero(
+    model: nn.Module, pieces: dict[str, Piece], wholes: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """What one file holds, on the host. Every rank takes as many wholes, for each is a collective."""
+    held = {}
+    for key, part in islice(wholes, len(pieces)):
+        if is_rank_zero(model):
+            # A copy, for safetensors takes no two tensors in one storage.
+            copy = pieces[key].expert is not None
+            held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
+    return held
 
 
 def stream_pretrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -213,9 +213,8 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
     found: dict[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     values = {name: value for name, value in found.items() if value is not None}
     theta = values.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta
-    kind = values.get("rope_type") or values.get("type") or "default"
-    for name in ("rope_type", "type"):
-        values.pop(name, None)
+    kind, older = values.pop("rope_type", None), values.pop("type", None)
+    kind = kind or older or "default"
     if kind not in ROPE_SCALINGS:
         raise PlanError(f"{path}: rope type {kind!r} is not supported. {family.model} has {', '.join(ROPE_SCALINGS)}.")
     scaling = ROPE_SCALINGS[kind]
@@ -227,6 +226,11 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
         _resolve_yarn(values, max_positions)
     if values.get("partial_rotary_factor") == 1.0:
         del values["partial_rotary_factor"]
+    _refuse_rope_fields(values, known, kind, family, path)
+    return Rope(theta=theta, scaling=None if scaling is None else scaling(**values))
+
+
+def _refuse_rope_fields(values: dict[str, Any], known: dict[str, Any], kind: str, family: _Family, path: Path) -> None:
     unknown = [name for name in values if name not in known]
     if unknown:
         raise PlanError(
@@ -236,7 +240,6 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
     missing = [name for name, entry in known.items() if name not in values and entry.default is MISSING]
     if missing:
         raise PlanError(f"{path}: rope type {kind!r} needs the field {missing[0]!r}.")
-    return Rope(theta=theta, scaling=None if scaling is None else scaling(**values))
 
 
 def _resolve_yarn(values: dict[str, Any], max_positions: int) -> None:

@@ -14,8 +14,8 @@ from meshkit.errors import MeshError
 from meshkit.estimate._command import parse_bytes
 from meshkit.estimate._estimate import Kernels, place_of
 from meshkit.estimate._recipe import Recipe, load_script
-from meshkit.explain import explain
-from meshkit.page._page import explain_page, whole_model
+from meshkit.explain import explain_resolved
+from meshkit.page._page import explain_page, resolved_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ def command(args: list[str]) -> None:
     if not 0 <= options.rank < spec.world_size:
         raise MeshError(f"--rank {options.rank}: the ranks of this world are 0 to {spec.world_size - 1}.")
     step = recipe.step(spec)
-    with whole_model(recipe.build, spec, {}, kernels=options.kernels) as (whole, choices):
+    with resolved_run(recipe.build, spec, None, {}, kernels=options.kernels) as resolved:
         sizes = {name: step[name] for name in ("rows", "seq_len", "microbatches")}
-        print(explain(whole, spec, coordinate=place_of(spec, options.rank), **sizes, **choices))
+        print(explain_resolved(resolved, coordinate=place_of(spec, options.rank), **sizes))
     if options.html is not None:
         page = explain_page(
             recipe.build,

@@ -11,15 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from meshkit.errors import PlanError
 from meshkit.estimate import Estimate, estimate
-from meshkit.estimate._estimate import Build, Kernels, MakeOptimizer, place_of, pretended_mesh
+from meshkit.estimate._estimate import Build, Kernels, MakeOptimizer, built_by, place_of, pretended_mesh, sized
 from meshkit.estimate._result import axes_said
-from meshkit.explain import Explanation, explain
+from meshkit.explain import Explanation, default_device, explain_resolved
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.page._html import html
 from meshkit.parallel.pipeline import Schedule
+from meshkit.program import read_program
+from meshkit.resolve import Resolved, resolve
 from meshkit.step import Loss, next_token_loss
+from meshkit.strategy import Strategy
 
 EACH = 64  # ranks of a world in which each is looked at; in a larger one, the first of each pipeline stage
 
@@ -130,11 +132,12 @@ def parts_of(axis: str) -> list[str]:
 
 def explain_page(
     model: nn.Module | Build,
-    spec: MeshSpec | str,
+    spec: MeshSpec | str | None = None,
+    strategy: Strategy | None = None,
     *,
     rows: int,
     seq_len: int,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     world_size: int | None = None,
     title: str = "",
     memory_bars: bool = True,
@@ -146,18 +149,19 @@ def explain_page(
 ) -> Page:
     """What every rank of a run will hold and send, to be looked at: `explain_page(...).save_html("run.html")`.
 
-    model: what `parallelize` gets, on meta, and its choices (plan=, memory=, sequence=, ...) as keyword arguments; or a
-    function (mesh) -> Run that calls `parallelize` itself, and then no choices. rows, seq_len, microbatches, world_size,
-    kernels, optimizer, loss: as `estimate` takes them. device_bytes: what a device has. memory_bars: False leaves the
+    model, spec, strategy and choices by keyword, rows, seq_len, microbatches, world_size, kernels, optimizer, loss: as
+    `estimate` takes them. device_bytes: what a device has. memory_bars: False leaves the
     estimates out, which take most of the time.
     Each rank is explained, and those that differ are estimated, in a world of up to 64 ranks; in a larger one the first rank
     of each pipeline stage stands for all of its stage, and the page says so.
     Raises: MeshError and PlanError as the real run would, and MeshError where there is a process group.
     """
-    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
-    resolved = wanted.resolve(world_size if world_size is not None else wanted.world_size)
-    with whole_model(model, resolved, choices, kernels=kernels) as (whole, chosen):
-        found = _explanations(whole, resolved, rows=rows, seq_len=seq_len, microbatches=microbatches, **chosen)
+    chosen = Strategy.of(strategy, choices)
+    sizes = sized(spec, chosen, world_size)
+    with resolved_run(model, sizes, strategy, choices, kernels=kernels) as resolved:
+        count = (resolved.strategy.microbatches or 1) if microbatches is None else microbatches
+        found = _explanations(resolved, rows=rows, seq_len=seq_len, microbatches=count)
+        whole = resolved.program.model
         parameters, name = sum(param.numel() for param in whole.parameters()), type(whole).__name__
 
     def estimated(rank: int) -> Estimate | None:
@@ -165,11 +169,12 @@ def explain_page(
             return None
         return estimate(
             model,
-            resolved,
+            sizes,
+            strategy,
             rows=rows,
             seq_len=seq_len,
             microbatches=microbatches,
-            coordinate=place_of(resolved, rank),
+            coordinate=place_of(sizes, rank),
             kernels=kernels,
             optimizer=optimizer,
             loss=loss,
@@ -178,10 +183,10 @@ def explain_page(
 
     return Page(
         title=title or name,
-        spec=resolved,
+        spec=sizes,
         rows=rows,
         seq_len=seq_len,
-        microbatches=microbatches,
+        microbatches=count,
         parameters=parameters,
         alike=tuple(
             Alike(ranks=ranks, explanation=explanation, estimate=estimated(ranks[0])) for ranks, explanation in found
@@ -191,24 +196,21 @@ def explain_page(
 
 
 @contextmanager
-def whole_model(
-    model: nn.Module | Build, spec: MeshSpec, choices: dict[str, Any], *, kernels: Kernels
-) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """The model and the choices that `explain` takes. A function that makes its own runs in a world that is not there."""
+def resolved_run(
+    model: nn.Module | Build, spec: MeshSpec, strategy: Strategy | None, choices: dict[str, Any], *, kernels: Kernels
+) -> Iterator[Resolved]:
+    """What `explain` prints. A function that makes its own run makes it in a world that is not there."""
     if isinstance(model, nn.Module):
-        yield model, choices
+        yield resolve(read_program(model), Strategy.of(strategy, choices), spec, device_type=default_device())
         return
-    if choices:
-        raise PlanError(
-            f"explain_page: a function that builds the run makes its own choices, but got {', '.join(choices)} as well."
-        )
+    build = built_by(model, strategy, choices, asked="explain_page")
     with pretended_mesh(spec, place_of(spec, 0), kernels=kernels) as mesh:
-        run = model(mesh)
-        yield run.whole, run.choices
+        yield build(mesh).resolved
 
 
-def _explanations(whole: nn.Module, spec: MeshSpec, **step: Any) -> list[tuple[tuple[int, ...], Explanation]]:
+def _explanations(resolved: Resolved, **step: Any) -> list[tuple[tuple[int, ...], Explanation]]:
     """(ranks, what each of them holds and sends)"""
+    spec = resolved.spec
     world = spec.world_size
     places = [place_of(spec, rank) for rank in range(world)]
     # Who stands for a rank: replicas are equal, and in a large world so are the ranks of a stage.
@@ -218,7 +220,7 @@ def _explanations(whole: nn.Module, spec: MeshSpec, **step: Any) -> list[tuple[t
     for rank, place in enumerate(places):
         seat = tuple(place[axis] for axis in axes)
         if seat not in first:
-            first[seat] = explain(whole, spec, coordinate=place, **step)
+            first[seat] = explain_resolved(resolved, coordinate=place, **step)
         said = first[seat]
         key = (str(said.params), frozenset(said.messages.items()))
         alike.setdefault(key, ([], said))[0].append(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from meshkit.memory.recompute import Treatment, may_move, treat
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut, check
 from meshkit.parallel.tensor import SEQUENCE_DIM, alone
-from meshkit.parallel.tensor_layout import tensor_layout
+from meshkit.parallel.tensor_layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan
 
 MODES = (Recompute(mode="none"), Recompute(mode="activation"), Recompute(mode="selective"), Recompute(mode="full"))
@@ -46,57 +46,78 @@ def choose_for_blocks(
     compute: torch.dtype,
     device: str,
     cut: Cut | None = None,
-    at: int = 0,
-) -> Choice:
-    """What becomes of the blocks that a rank runs, by `memory.recompute`, a Budget.
+) -> list[Choice]:
+    """What becomes of the blocks that each rank of pp runs, by `memory.recompute`, a Budget.
 
     model: whole and before anything is done to it. blocks: of the whole model. device: whose kernels are asked what they
-    keep. at: the rank's place on pp.
+    keep.
     Raises: PlanError for what cannot be told beforehand, and if nothing fits, here or on another rank of pp: what one rank
     refuses all refuse, or the others would wait for it.
     """
     budget = memory.recompute
     assert isinstance(budget, Budget)
+    movable = may_move(memory, blocks)
+    _refuse(plan, memory.offload, movable, blocks)
+    layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
+    called = _calls(model, blocks, budget, spec, compute, device)
+    calls = {name: called[name] for name in blocks}
+    offers = _offers_by_block(model, calls, layout, budget, memory.offload, movable, compute, device)
+    if cut is None:
+        return [choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(memory.offload, 1))]
+    peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
+    chosen = []
+    for place in range(spec.pp):
+        held = {name: offer for name, offer in offers.items() if cut.runs(name, place)}
+        counted = _of_a_step(held, peak_live[place], len(cut.stages_of(place)), budget)
+        beside = _beside(memory.offload, peak_live[place])
+        chosen.append(choose(counted, budget.bytes, beside, rank=f"pp rank {place}"))
+    return chosen
+
+
+def _refuse(plan: Plan, offload: ActivationOffload | None, movable: Collection[str], blocks: Sequence[str]) -> None:
     if any(style.kind == "experts" for style in plan.tensor.values()):
         raise PlanError(
             "Budget: what routed experts keep depends on where tokens go. Use Recompute(mode=...) for models with experts."
         )
-    offload, movable = memory.offload, may_move(memory, blocks)
     if offload is not None and not movable:
         raise PlanError(
             f"Budget with ActivationOffload(keep_last={offload.keep_last}): all {len(blocks)} blocks keep theirs, so none "
             "can be offloaded. Give a smaller keep_last, or leave offload away."
         )
-    layout = tensor_layout(model, plan.tensor, size=spec.tp, sequence=sequence) if spec.tp > 1 else None
-    calls = _calls(model, blocks, budget, spec, compute, device)
-    regathers = (False, True) if sequence and spec.tp > 1 else (False,)
-    known: dict[Any, list[Offer]] = {}
-    offers: dict[str, list[Offer]] = {}
+
+
+def _offers_by_block(
+    model: nn.Module,
+    calls: Mapping[str, Call],
+    layout: TensorLayout | None,
+    budget: Budget,
+    offload: ActivationOffload | None,
+    movable: Collection[str],
+    compute: torch.dtype,
+    device: str,
+) -> dict[str, list[Offer]]:
+    """Every treatment of every block, for a microbatch. Blocks that are alike are run once."""
+    sequence = layout is not None and layout.sequence
+    regathers = (False, True) if sequence else (False,)
     # Blocks that cut the stream themselves are given whole tokens.
     cutters = {call.module for call in layout.calls if call.kind == "split"} if layout is not None else set()
-    for name in blocks:
+    known: dict[Any, list[Offer]] = {}
+    offers: dict[str, list[Offer]] = {}
+    for name, call in calls.items():
         block = model.get_submodule(name)
-        cutting = spec.tp if sequence and layout is not None and name not in cutters else 1
-        alike = _signature(block, calls[name]), cutting
+        cutting = layout.size if layout is not None and sequence and name not in cutters else 1
+        alike = _signature(block, call), cutting
         if alike not in known:
 
             def build(regather: bool, on: str, name: str = name, block: nn.Module = block) -> nn.Module:
                 made = _without_values(block, on, compute)
                 return made if layout is None else alone(made, name, layout, regather=regather)
 
-            known[alike] = list(_offers(build, calls[name], cutting, budget, regathers, device, offload))
+            known[alike] = list(_offers(build, call, cutting, budget, regathers, device, offload))
         offers[name] = [
             (option, treatment) for option, treatment in known[alike] if name in movable or not treatment.offload
         ]
-    if cut is None:
-        return choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(offload, 1))
-    peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
-    chosen = []
-    for place in range(spec.pp):
-        held = {name: offer for name, offer in offers.items() if cut.runs(name, place)}
-        counted = _of_a_step(held, peak_live[place], len(cut.stages_of(place)), budget)
-        chosen.append(choose(counted, budget.bytes, _beside(offload, peak_live[place]), rank=f"pp rank {place}"))
-    return chosen[at]
+    return offers
 
 
 def _beside(offload: ActivationOffload | None, live: int) -> int:

@@ -122,6 +122,7 @@ def fully_shard(
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
     kept = set(keep)
     ignored = {param for name in apart for param in modules[name].parameters()}
+    # Inner units first: each call takes the parameters below it that no unit has taken, and the root what is left.
     with _torch.detaching_as_placed():
         for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
             reshard = stage.reshard_after_forward and name not in kept
@@ -153,6 +154,8 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
             (value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.requires_grad), None
         )
         if hidden is not None:
+            # At the block's output, whose gradient is there before anything of the block runs again: so the gather lies
+            # outside of what recompute repeats.
             hidden.register_hook(lambda grad: inner.unshard())
 
     block.register_forward_pre_hook(lambda module, args: inner.unshard())
@@ -173,9 +176,12 @@ def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
     if not isinstance(module, FSDPModule):
         return
     stage = Zero(zero)
+    # On the last, FSDP waits for its reductions at the end of backward and forgets the order of units; earlier ones leave
+    # the reduce-scatters under way on its own stream, beside the next microbatch's forward.
     module.set_is_last_backward(last)
     module.set_requires_gradient_sync(last or stage.reduce_every_microbatch)
-    module.set_requires_all_reduce(last)  # over replicas, once per step
+    # Over replicas once a step: until then FSDP adds up shards that were reduced over dp_shard only.
+    module.set_requires_all_reduce(last)
     module.set_reshard_after_backward(last or stage.reshard_between_microbatches)
 
 
@@ -187,8 +193,12 @@ def find_units(module: nn.Module) -> None:
 
 def before_pipeline(module: nn.Module) -> None:
     """Many microbatches are in flight: gather parameters once, and leave gradients whole until `after_pipeline`."""
+    # Before stages run with the blocks of other stages swapped out: FSDP's root makes those units its own that it sees at its
+    # first forward.
     find_units(module)
     if isinstance(module, FSDPModule):
+        # Whole gradients add up until `after_pipeline`: reduced once a step, not at each backward of each microbatch, which
+        # interleave.
         module.set_requires_gradient_sync(False)
         module.set_reshard_after_backward(False)
         _torch.put_off_gradients(module)

@@ -69,47 +69,54 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
     modules = dict(module.named_modules(remove_duplicate=False))
     layout = TensorLayout(size=size, sequence=sequence, styles=match_table(plan, modules, what="module"))
     for name, child in modules.items():
-        style = layout.styles.get(name)
-        held = dict(child.named_parameters(recurse=False))
-        if style is None:
-            if held:
-                raise PlanError(
-                    f"plan: module {name or '(the model itself)'!r} ({type(child).__name__}) holds the parameter "
-                    f"{next(iter(held))!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
-                    "vocab(), sequence(), per_head() or replicate()."
-                )
-            continue
-        if style.kind == "experts":  # theirs is the expert view
-            continue
-        if style.kind in ("column", "row", "vocab"):
-            _add_sharded(layout, name, child, style)
-        elif style.kind in ("enter", "attention", "split"):
-            if held:
-                raise PlanError(
-                    f"plan: {name!r} is a container for {style}, but holds parameters of its own: {list(held)}."
-                )
-        else:
-            summed = style.kind == "per_head" or (style.kind == "sequence" and sequence)
-            for key in held:
-                gradient: Literal["same", "sum"] = "sum" if summed else "same"
-                layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient=gradient)
-            if style.kind == "replicate" and sequence and held and not style.inner:
-                layout.calls.append(Call(module=name, kind="gather_split", width=_width(child)))
-            if style.kind == "head" and sequence:
-                layout.calls.append(Call(module=name, kind="gather", width=_linear(name, child, "head").in_features))
+        _add_module(layout, name, child)
+    # Containers after all modules: what a rank stores of a projection may change once its heads are known.
     for name, style in layout.styles.items():
         if style.kind == "split" and sequence:
             layout.calls.append(Call(module=name, kind="split", width=_width(modules[name])))
         elif style.kind in ("enter", "attention"):
             _add_container(layout, name, modules[name], style, modules)
-    for name, child in modules.items():
-        style = layout.styles.get(name, Style("enter"))
+    # And single columns after containers: those inside of one share its entry.
+    for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
         if style.kind == "column" and not style.inner and name not in layout.shared_entry:
-            layout.calls.append(Call(module=name, kind="enter", width=_linear(name, child, "column").in_features))
+            layout.calls.append(
+                Call(module=name, kind="enter", width=_linear(name, modules[name], "column").in_features)
+            )
     for name, child in modules.items():
         _refuse_split_blocks(layout, name, child)
     _check_tied(module, layout)
     return layout
+
+
+def _add_module(layout: TensorLayout, name: str, module: nn.Module) -> None:
+    """Decide what the module's own parameters are, by its style."""
+    style = layout.styles.get(name)
+    held = [key for key, _ in module.named_parameters(recurse=False)]
+    if style is None:
+        if held:
+            raise PlanError(
+                f"plan: module {name or '(the model itself)'!r} ({type(module).__name__}) holds the parameter "
+                f"{held[0]!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
+                "vocab(), sequence(), per_head() or replicate()."
+            )
+    elif style.kind in ("column", "row", "vocab"):
+        _add_sharded(layout, name, module, style)
+    elif style.kind in ("enter", "attention", "split"):
+        if held:
+            raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {held}.")
+    elif style.kind != "experts":  # theirs is the expert view
+        _add_whole(layout, name, module, style, held)
+
+
+def _add_whole(layout: TensorLayout, name: str, module: nn.Module, style: Style, held: list[str]) -> None:
+    """A module that every rank holds whole. Where it computes with a part, of heads or tokens, its gradients are summands."""
+    summed = style.kind == "per_head" or (style.kind == "sequence" and layout.sequence)
+    for key in held:
+        layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
+    if style.kind == "replicate" and layout.sequence and held and not style.inner:
+        layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
+    if style.kind == "head" and layout.sequence:
+        layout.calls.append(Call(module=name, kind="gather", width=_linear(name, module, "head").in_features))
 
 
 def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:

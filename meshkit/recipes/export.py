@@ -25,7 +25,7 @@ def export_model(
     """
     tokenizer = encoder.tokenizer if isinstance(encoder, Chat) else encoder
     if lora_of(run.model) is None:
-        config: Any = run.whole.config
+        config: Any = run.full_model.config
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(run.model, config, folder, extra=ids)
     else:

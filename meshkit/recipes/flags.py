@@ -1,7 +1,7 @@
 """Command-line flags (the configuration) of recipes, each documented here once; a recipe's `Config` inherits those it reads.
 
 A recipe changes a default by naming the field again; tyro shows the text of this file with it. What a flag comes to is a
-method here, so that nothing is decided in ten recipes: `strategy` is what `mk.parallelize` takes.
+method here, so that nothing is decided in ten recipes: `parallel` is what `mk.parallelize` takes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
 from meshkit.errors import PlanError
 from meshkit.lora import lora
-from meshkit.memory.policy import (
+from meshkit.models import config_from_pretrained
+from meshkit.plan import Plan
+from meshkit.schedule_lr import lr_schedule
+from meshkit.strategy import (
     ActivationOffload,
     ChunkedLoss,
     MemoryPolicy,
     OptimizerOffload,
     OptimizerPolicy,
+    PipelinePolicy,
     Precision,
+    Strategy,
 )
-from meshkit.models import config_from_pretrained
-from meshkit.parallel.pipeline import read_csv
-from meshkit.plan import Plan
-from meshkit.schedule_lr import lr_schedule
 
 # ------------------------------------------------------------------------------------------------ the run and its steps
 
@@ -117,10 +118,10 @@ class ParallelFlags:
     """how Adam's moments are stored"""
     compile: bool = False
 
-    def strategy(self, **choices: Any) -> dict[str, Any]:
-        """The keyword arguments of `mk.parallelize`: these flags, and `choices` that no flag makes, such as the plan."""
-        return {
-            "memory": MemoryPolicy(
+    def parallel(self, **choices: Any) -> Strategy:
+        """What `mk.parallelize` takes: these flags, and `choices` that no flag makes, such as the plan."""
+        return Strategy(
+            memory=MemoryPolicy(
                 recompute=self.recompute,
                 offload=ActivationOffload(to=self.offload) if self.offload != "none" else None,
                 loss=ChunkedLoss(tokens=self.loss_chunk) if self.loss_chunk is not None else None,
@@ -129,12 +130,12 @@ class ParallelFlags:
                     states=self.adam_states, offload=OptimizerOffload() if self.optimizer_offload else None
                 ),
             ),
-            "zero": self.zero,
-            "sequence": self.sequence,
-            "schedule": read_csv(self.schedule) if self.schedule.endswith(".csv") else self.schedule,
-            "compile": self.compile,
+            zero=self.zero,
+            sequence=self.sequence,
+            pipeline=PipelinePolicy(schedule=self.schedule),
+            compile=self.compile,
             **choices,
-        }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

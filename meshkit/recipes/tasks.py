@@ -160,7 +160,7 @@ def warm_up_policy(
         if speaks:
             print(f"first {steps} steps on right answers")
         sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
-    config: Any = run.whole.config
+    config: Any = run.full_model.config
     save_pretrained(run.model, config, folder)
 
 

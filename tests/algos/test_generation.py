@@ -90,8 +90,8 @@ def expected() -> dict[Cell, Answers]:
 
 def assert_same(found: Answers, expected: Answers) -> None:
     for own, one in zip(found, expected, strict=True):
-        assert own[:3] == one[:3] and own[4] == one[4]
-        assert np.abs(np.array(own[3]) - np.array(one[3])).max() <= TOL_FP64
+        assert own[:2] == one[:2] and own[3] == one[3]
+        assert np.abs(np.array(own[2]) - np.array(one[2])).max() <= TOL_FP64
 
 
 PLAIN = Cell(mesh="", layers=2, vocab=VOCABULARY)
@@ -122,7 +122,7 @@ def test_answers_are_those_of_one_device_and_their_log_probabilities_those_of_tr
     world: int, cell: Cell, cache: CachePolicy, expected: dict[Cell, Answers]
 ) -> None:
     one_device = expected[on_one_device(cell)]
-    assert {answer[4] for answer in one_device} == {"stop", "length"}
+    assert {truncated for *_, truncated in one_device} == {False, True}
     by_rank = pool(world).run(generated, cell, SAMPLING, 3, cache)
     seen = set()
     for found, error in by_rank:
@@ -235,6 +235,15 @@ def test_tokens_are_drawn_as_often_as_transformers_filters_say(options: dict[str
     found = drawn(sampling, draws)
     assert torch.equal(found > 0, expected > 0)
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+def test_top_p_that_is_met_exactly_takes_no_further_token() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    kept = transformers.TopPLogitsWarper(0.5)(torch.empty(1, 0), logits).isfinite()
+    assert kept.tolist() == [[True, False, False]]
+    sampling = Sampling(max_new_tokens=1, top_p=0.5)
+    ids, _ = choose(logits, torch.zeros(200, dtype=torch.int64), torch.arange(200) * 977, sampling)
+    assert not ids.any()
 
 
 def filtered_over_ranks(options: dict[str, Any]) -> tuple[list[int], list[int]]:

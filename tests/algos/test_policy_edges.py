@@ -33,6 +33,7 @@ from meshkit.algos.policy import (
     step_advantages,
     value_objective,
 )
+from meshkit.algos.policy._objective import POLICY_MAXIMA, POLICY_SUMS
 from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.data import Example, check_examples, pack_step, train_tokenizer
 from meshkit.errors import DataError
@@ -105,8 +106,8 @@ def learn(
     run: mk.Run, batch: dict[str, Tensor], loss: PolicyLoss, microbatches: int = 1
 ) -> tuple[float, Tensor, dict[str, float], int]:
     """Loss, gradients end to end, metrics, and how often this rank ran the model."""
-    calls, tally = [0], policy_sums(run.mesh)
-    objective = policy_objective(run.mesh, batch, loss, metrics=tally)
+    calls, sums = [0], policy_sums(run.mesh)
+    objective = policy_objective(run.mesh, batch, loss, metrics=sums)
 
     def counted(model: nn.Module, part: dict[str, Any]) -> Tensor:
         calls[0] += 1
@@ -116,7 +117,28 @@ def learn(
     gradients = torch.cat([full_tensor(param.grad).flatten() for param in run.parameters()])
     for param in run.parameters():
         param.grad = None
-    return value.item(), gradients, policy_metrics(tally), calls[0]
+    return value.item(), gradients, policy_metrics(sums), calls[0]
+
+
+def effective_share(weights: list[list[float]]) -> float:
+    """Of two microbatches."""
+    sums = policy_sums(mesh_for("tp=1"))
+    for part in weights:
+        weight = torch.tensor(part)
+        given = {name: torch.zeros(1) for name in (*POLICY_SUMS, *POLICY_MAXIMA)}
+        sums.add(**{**given, "tokens": torch.ones(len(part)), "weight": weight, "weight_squared": weight.square()})
+    return policy_metrics(sums)["effective"]
+
+
+def test_the_effective_share_is_that_of_kish() -> None:
+    """All alike: every token counts. One in four: a quarter. Weights 1, 2, 3: 6^2 / (3 * 14)."""
+    for weights, share in (
+        ([[0.5, 0.5], [0.5]], 1.0),
+        ([[0.0, 3.0], [0.0, 0.0]], 0.25),
+        ([[1.0], [2.0, 3.0]], 36 / 42),
+        ([[0.0], [0.0]], 0.0),
+    ):
+        assert pool(1).run(effective_share, weights) == [pytest.approx(share, abs=TOL)]
 
 
 def world(axes: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def fixed(seed: int) -> Tensor:
 
 @lru_cache
 def mask() -> Tensor:
-    wrote = [np.ones(len(a["completion"]), bool) if a["wrote"] is None else a["wrote"] for a in answers()]
+    wrote = [np.ones(len(a["ids"]), bool) if a["wrote"] is None else a["wrote"] for a in answers()]
     return padded([w.astype(float) for w in wrote]).bool()
 
 
@@ -142,7 +142,7 @@ def one_device(name: str) -> tuple[float, dict[str, Tensor], float]:
     """Loss, gradients by name and the share of tokens whose weight is 0."""
     loss, model = LOSSES[name], build(Llama, 0)
     log_probs, entropy = alone(model)
-    rewards, groups = (torch.tensor([answer[key] for answer in answers()]) for key in ("reward", "group"))
+    rewards, groups = (torch.tensor([answer[key] for answer in answers()]) for key in ("reward", "key"))
     advantages = group_advantages(rewards, groups, loss.advantage).advantages  # type: ignore[arg-type]
     layout = SegmentIndex.of_rows(mask())
     values = policy_loss(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import meshkit as mk
 from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
@@ -93,6 +94,36 @@ def test_a_destination_has_what_a_full_gather_would_give_it(model: Model, src: S
 )
 def test_experts_and_their_buffers_move_between_expert_layouts(src: Side, dst: Side) -> None:
     assert_minimal(pool(4).run(check, EXPERTS, src, dst))
+
+
+class Mixed(nn.Module):
+    """Of three dtypes, the narrowest first, and odd sizes: what lies behind it in one message is at no multiple of 4."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        kinds = {"narrow": torch.bfloat16, "middle": torch.float32, "wide": torch.float64}
+        for at, (name, dtype) in enumerate(kinds.items()):
+            values = torch.arange(9).view(3, 3) + first + 20 * at
+            self.register_parameter(name, nn.Parameter(values.to(dtype)))
+
+
+def mixed_dtypes() -> tuple[list[list[float]], list[str]]:
+    meshes = [mesh_on("tp=1", (rank,)) for rank in range(2)]
+    src, dst = (
+        mk.parallelize(Mixed(first), mesh) if mesh.here else None
+        for mesh, first in zip(meshes, (0.0, -70.0), strict=True)
+    )
+    plan = reallocate(src, dst)
+    assert [len(transfers) for transfers in plan.rounds] == [3], "all three share a message"
+    run = src if dst is None else dst
+    assert run is not None
+    return [param.flatten().tolist() for param in run.parameters()], [str(param.dtype) for param in run.parameters()]
+
+
+def test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes() -> None:
+    for values, dtypes in pool(2).run(mixed_dtypes):
+        assert values == [[20.0 * at + index for index in range(9)] for at in range(3)]
+        assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float64"]
 
 
 def again_and_mixed() -> tuple[list[float], list[float]]:

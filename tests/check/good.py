@@ -116,7 +116,9 @@ GOOD: dict[str, Good] = {
         choices={"sequence": True},
     ),
     "pipeline": of_cell(Cell(mesh="pp=2 dp_shard=2", layers=4), microbatches=3),
-    "pipeline_split": of_cell(Cell(mesh="pp=2 tp=2", layers=4, tied=True), schedule="zbv", microbatches=3),
+    "pipeline_split": of_cell(
+        Cell(mesh="pp=2 tp=2", layers=4, tied=True), pipeline=mk.strategy.PipelinePolicy(schedule="zbv"), microbatches=3
+    ),
     "context": of_cell(Cell(mesh="cp=2 tp=2", documents=True), memory=mk.MemoryPolicy(recompute="selective")),
     "chunked_bf16": of_cell(
         Cell(mesh="dp_shard=4"), memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=5), precision=mk.Precision())

@@ -118,6 +118,8 @@ class Gate(nn.Module):
                     summed(x.mean(), axis)
             if self.bug == "no call without rows" and len(x):
                 summed(x.sum(), dp)
+            if self.bug == "other dtype":  # of the same width: the ranks add each other's bits up
+                summed(x.sum(0).to(torch.int64 if dp.get_local_rank() else torch.float64), dp)
             if self.bug == "other size":
                 summed(x.sum(-1), dp)
         return x * self.scale
@@ -381,6 +383,7 @@ PLANTED = [
     Planted(bug="groups crossed", kind="collectives out of order", module="gate", axes=None, words="neither goes on"),
     Planted(bug="no call without rows", kind="collectives out of order", module="gate", axes=DP),
     Planted(bug="other size", kind="collectives out of order", module="gate", axes=DP),
+    Planted(bug="other dtype", kind="collectives out of order", module="gate", axes=DP, words="int64"),
 ]
 BY_NAME = {planted.bug: planted for planted in PLANTED}
 

@@ -125,7 +125,14 @@ def build(
     mesh = mesh_of(spec)
     with torch.device("meta"):
         model = Llama(replace(CONFIG, **shape)).double()
-    run = mk.parallelize(model, mesh, plan=LLAMA_PLAN, zero=zero, sequence=sequence, schedule=schedule)
+    run = mk.parallelize(
+        model,
+        mesh,
+        plan=LLAMA_PLAN,
+        zero=zero,
+        sequence=sequence,
+        pipeline=mk.strategy.PipelinePolicy(schedule=schedule),
+    )
     mk.init_weights(run.model, seed=seed)
     torch.manual_seed(1000 * seed + mesh.data_rank)
     optimizer = mk.adamw(run, lr=lr)

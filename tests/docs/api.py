@@ -1,7 +1,9 @@
-"""docs/api.md: every public name with its docstring. `python -m tests.docs.api` writes it; a test says when it is stale."""
+"""Pages made of the code: docs/names.md, which is committed, and build/docs/, which is not. `make docs` writes both."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import warnings
@@ -9,46 +11,65 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import meshkit as mk
-import meshkit.algos.dataflow
-import meshkit.algos.policy
-import meshkit.algos.preference
-import meshkit.algos.reallocate
-import meshkit.algos.rewards
-import meshkit.algos.rollout
-import meshkit.data
-import meshkit.metrics
-import meshkit.models
-import meshkit.parallel.pipeline
-import meshkit.recipes
+ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build/docs"
+INDEX = ROOT / "docs/names.md"
+# Public rooms that `import meshkit` does not load, or that meshkit/__init__.py does not name.
+ALSO = (
+    "meshkit.data",
+    "meshkit.metrics",
+    "meshkit.algos.rollout",
+    "meshkit.algos.rewards",
+    "meshkit.algos.policy",
+    "meshkit.algos.preference",
+    "meshkit.algos.sft",
+    "meshkit.algos.reallocate",
+    "meshkit.algos.dataflow",
+    "meshkit.recipes",
+)
 
-PAGE = Path(__file__).parents[2] / "docs/api.md"
-MODULES: list[ModuleType] = [
-    mk,
-    mk.models,
-    meshkit.data,
-    meshkit.metrics,
-    meshkit.parallel.pipeline.schedules,
-    meshkit.algos.preference,
-    meshkit.algos.rollout,
-    meshkit.algos.policy,
-    meshkit.algos.rewards,
-    meshkit.algos.reallocate,
-    meshkit.algos.dataflow,
-    meshkit.recipes,
-]
+
+def _exported_modules(module: ModuleType) -> list[ModuleType]:
+    """Modules that a table of contents names: `from meshkit import models as models`."""
+    if not hasattr(module, "__path__"):
+        return []
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    names = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    values = [getattr(module, name) for name in names if name]
+    return [value for value in values if inspect.ismodule(value)]
+
+
+def public_modules() -> list[ModuleType]:
+    """meshkit, the rooms that its table of contents names, those that theirs name, and ALSO."""
+    waiting = [importlib.import_module(name) for name in ("meshkit", *ALSO)]
+    modules: list[ModuleType] = []
+    while waiting:
+        module = waiting.pop(0)
+        if module not in modules:
+            modules.append(module)
+            waiting += _exported_modules(module)
+    return modules
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """What the module's table of contents names."""
+    """What a package's table of contents names, or what a module of one file defines; rooms inside of it are not values."""
     names = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    if not hasattr(module, "__path__"):
+        names = {name: value for name, value in names.items() if getattr(value, "__module__", "") == module.__name__}
     return {
-        name: value for name, value in sorted(names.items()) if not inspect.ismodule(value) and name != "annotations"
+        name: value
+        for name, value in sorted(names.items())
+        if not inspect.ismodule(value)
+        and name != "annotations"
+        and (hasattr(module, "__path__") or getattr(value, "__module__", None) == module.__name__)
     }
 
 
+MODULES = public_modules()
+
+
 def page() -> str:
-    lines = ["# Every public name", "", "<!-- Written by `python -m tests.docs.api`; do not edit. -->"]
+    lines = ["# Every public name", "", "<!-- Written by `make docs`; do not edit. -->"]
     for module in MODULES:
         lines += ["", f"## {module.__name__}"]
         if module.__doc__:
@@ -56,6 +77,56 @@ def page() -> str:
         for name, value in public(module).items():
             lines += ["", f"### {name}", "", *_entry(name, value)]
     return "\n".join(lines) + "\n"
+
+
+def index() -> str:
+    """Every public name once, where it is shortest to reach, with the first line of its docstring: a line for each file."""
+    lines = [
+        "# Every public name, with the first line of its docstring",
+        "",
+        "<!-- Written by `make docs`; do not edit. -->",
+        "",
+        f"{sum(len(public(module)) for module in MODULES)} names, by file (bold). Signatures and whole docstrings are in "
+        "`build/docs/api.md`, which `make docs` builds.",
+    ]
+    listed: list[Any] = []
+    for module in MODULES:
+        names = {name: value for name, value in public(module).items() if not any(value is other for other in listed)}
+        listed += [value for value in names.values() if inspect.isclass(value) or inspect.isfunction(value)]
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(_file_of(name, module), []).append(name)
+        if names:
+            lines += ["", f"## {module.__name__.replace('meshkit', 'mk', 1)}"]
+            lines += [f"- **{file}** {_entries(names, of_file)}" for file, of_file in sorted(by_file.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _entries(names: dict[str, Any], shown: list[str]) -> str:
+    """Functions and classes with what they say; constants at the end."""
+    said = {name: first_line(name, names[name]) for name in shown}
+    texts = [f"`{name}`: {line}" for name, line in said.items() if line]
+    constants = [f"`{name}`" for name, line in said.items() if not line]
+    return " ".join([*texts, *([f"Values: {', '.join(constants)}."] if constants else [])])
+
+
+def first_line(name: str, value: Any) -> str:
+    """As one sentence; of a constant, nothing."""
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return ""
+    said = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
+    if said.startswith(f"{name}("):  # a dataclass without words of its own
+        return "a record."
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z])", said)[0].rstrip(":")
+    return sentence if sentence.endswith((".", "?")) else sentence + "."
+
+
+def _file_of(name: str, room: ModuleType) -> str:
+    """The module that a room's table of contents takes a name from, as seen from the room."""
+    for node in ast.parse(Path(str(room.__file__)).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and any(alias.asname == name for alias in node.names):
+            return (node.module or "").removeprefix("meshkit.")
+    return room.__name__.rpartition(".")[2]
 
 
 def _entry(name: str, value: Any) -> list[str]:
@@ -99,7 +170,3 @@ def _type(annotation: Any) -> str:
         return annotation
     named = getattr(annotation, "__forward_arg__", None) or getattr(annotation, "__name__", None)
     return str(named or annotation)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

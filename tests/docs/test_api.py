@@ -1,16 +1,19 @@
-"""The page of all public names."""
+"""The pages made of the code: the index of names, which is committed, and the reference, which `make docs` builds."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
 
 import pytest
 
-from tests.docs.api import MODULES, PAGE, page, public
+from tests.docs.api import INDEX, MODULES, ROOT, index, page, public
 
 
-def test_the_page_lists_every_public_name_as_it_is() -> None:
-    assert PAGE.read_text() == page(), "stale: python -m tests.docs.api"
+def test_the_index_lists_every_public_name_as_it_is() -> None:
+    assert INDEX.read_text() == index(), "stale: make docs"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -21,3 +24,14 @@ def test_every_public_function_and_class_says_what_it_does(module: object) -> No
         if (inspect.isclass(value) or inspect.isfunction(value)) and not inspect.getdoc(value)
     ]
     assert not silent, f"no docstring: {silent}"
+
+
+def test_the_reference_has_an_entry_for_every_public_name() -> None:
+    entries = re.findall(r"^### (\w+)$", page(), re.MULTILINE)
+    assert entries == [name for module in MODULES for name in public(module)]
+
+
+def test_another_process_writes_the_same_reference() -> None:
+    """No address, no order of a set."""
+    command = [sys.executable, "-c", "from tests.docs.api import page; print(page(), end='')"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == page()

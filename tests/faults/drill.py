@@ -53,7 +53,7 @@ BLOCKS = {
     "offload": Block("dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.ActivationOffload())),
     "checkpoint": Block("dp_shard=2", "/meshkit/checkpoint/", nan=False),
     "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
-    "generation": Block("dp_shard=2", "/meshkit/algos/rollout/", nan=False),
+    "rollout": Block("dp_shard=2", "/meshkit/algos/rollout/", nan=False),
     "dataflow": Block("dp_shard=2", "/meshkit/algos/dataflow/", nan=False),
     "reallocate": Block("dp_shard=2", "/meshkit/algos/reallocate/", nan=False),
 }
@@ -160,7 +160,7 @@ def moving(drill: Drill, run: mk.Run) -> Callable[[], object]:
     return prepare_reallocation(run, build(run.model.config, other, LLAMA_PLAN, None))
 
 
-BESIDES = {"generation": generating, "dataflow": flowing, "reallocate": moving}
+BESIDES = {"rollout": generating, "dataflow": flowing, "reallocate": moving}
 
 
 class strike:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from meshkit.launch._roll import Entry, Roll
+from meshkit.launch._roll import Entry, Left, Roll
 
 HERE = Entry(host=socket.gethostname(), pid=os.getpid(), beat=1, place="step 3, in a", waits=True, since=10.0, now=17.0)
 AWAY = replace(HERE, host="far", pid=1)
@@ -93,6 +93,13 @@ def test_among_ranks_that_answer_it_is_the_one_that_failed_finished_or_does_not_
     found = World([HERE, *others]).missing()
     assert found.startswith(said) if said else not found
     assert found.count("rank ") == (3 if said.startswith("Every") else bool(said))
+
+
+@pytest.mark.parametrize("left", ["done", "lost", "told"])
+def test_a_rank_that_said_how_it_ended_is_not_silent_after_it(left: Left) -> None:
+    said = World([HERE, replace(AWAY, left=left), replace(AWAY, waits=False)], silent=(1,)).missing()
+    assert said.startswith("rank 1 on far has finished" if left == "done" else "rank 2 on far lives"), said
+    assert "does not answer" not in said
 
 
 def test_ranks_that_are_told_to_end_accuse_nobody_who_answers() -> None:

@@ -1,4 +1,4 @@
-"""Run the gate for as long as it is told, and keep what it has shown. See docs/support.md."""
+"""Run the gate for as long as it is told, and keep what it has shown. `make docs` writes the page of it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class Config:
     """the first seed; by default the one after those that have passed"""
     seed: int | None = None
     """run this one alone, and print all that is said of it"""
-    page: bool = False
-    """write the page of what has passed again"""
     ask: tuple[str, ...] = field(default=())
     """what is known of these features together"""
 
@@ -35,9 +33,6 @@ def main(config: Config) -> int:
     console = Console()
     if config.ask:
         console.print(support.ask(config.ask, support.read()), markup=False)
-        return 0
-    if config.page:
-        support.write(support.read())
         return 0
     if config.seed is not None:
         return _one(config.seed, console)

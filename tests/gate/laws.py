@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import meshkit as mk
 from meshkit.auxiliary import collect
@@ -17,6 +18,7 @@ from meshkit.explain import Message, explain
 from meshkit.memory.gradient import gradient_of
 from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic
 from meshkit.sharding import full_tensor
+from meshkit.strategy import Strategy
 from meshkit.whole import copies_of
 from tests.gate.cell import ROUTED, Cell
 from tests.gate.models import build
@@ -139,39 +141,58 @@ def memory_of(cell: Cell) -> mk.MemoryPolicy:
     )
 
 
+def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None = None) -> Strategy:
+    return Strategy(
+        plan=plan,
+        memory=memory_of(cell),
+        zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
+        sequence=cell.sequence,
+        context=mk.ContextPolicy(scheme=cell.context),  # type: ignore[arg-type]
+        experts=experts or ExpertPolicy(),
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
+        microbatches=cell.microbatches,
+    )
+
+
 def start(cell: Cell, noted: list[Noting] | None = None) -> mk.Run:
     """noted: gets what notes the way to the experts."""
     model, plan = build(cell)
     mesh = mesh_for(cell.mesh)
 
-    def note(experts: int, mesh: mk.Mesh) -> Noting:
+    def note(experts: int, axes: DeviceMesh) -> Noting:
         assert noted is not None
-        noted.append(Noting(experts, *(axis.get_group() for axis in (mesh.expert_ranks, mesh["ep"], mesh["etp"]))))
+        noted.append(Noting.on(experts, axes))
         return noted[-1]
 
     folded = cell.model in ROUTED and mesh.spec.ep * mesh.spec.etp > 1
-    return mk.parallelize(
-        model,
-        mesh,
-        plan=plan,
-        memory=memory_of(cell),
-        zero=None if mesh.spec.pp > 1 else cell.zero,
-        sequence=cell.sequence,
-        context=mk.ContextPolicy(scheme=cell.context),  # type: ignore[arg-type]
-        experts=ExpertPolicy(dispatcher=note if folded and noted is not None else None),
-        schedule=cell.schedule,
-    )
+    experts = ExpertPolicy(dispatcher=note if folded and noted is not None else None)
+    return mk.parallelize(model, mesh, strategy_of(cell, plan, experts))
+
+
+def refused_by_explain(cell: Cell) -> str:
+    """The text, or nothing where `explain` accepts the cell."""
+    model, plan = build(cell)
+    mesh = mesh_for(cell.mesh)
+    try:
+        explain(model, mesh.spec, strategy_of(cell, plan), rows=1, seq_len=tokens_of(cell), device="cpu")
+    except mk.MeshkitError as error:
+        return str(error)
+    return ""
 
 
 def judge(cell: Cell, folder: str) -> Verdict:
     """On every rank: train three steps, the last of them resumed on another mesh where the cell says so."""
     noted: list[Noting] = []
+    tried = cell
     try:
         run = start(cell, noted)
         if cell.resume:
-            start(_resumed(cell))
+            tried = _resumed(cell)
+            start(tried)
     except mk.MeshkitError as error:
-        return Verdict(refused=str(error))
+        said = refused_by_explain(tried)
+        same = {} if said == str(error) else {"refusal": f"parallelize says {error}, explain {said or 'nothing'}"}
+        return Verdict(refused=str(error), broken=same)
     return Verdict(broken=_train(cell, run, noted, folder))
 
 
@@ -265,7 +286,7 @@ def _parameters(run: mk.Run, expected: Alone) -> dict[str, str]:
 
 def _names(run: mk.Run) -> dict[str, str]:
     """Law 2: this rank's names are names of the model on one device."""
-    known = {name for name, _ in run.whole.named_parameters(remove_duplicate=False)}
+    known = {name for name, _ in run.full_model.named_parameters(remove_duplicate=False)}
     copies = copies_of(run.model)
     strange = [name for name, _ in run.named_parameters() if copies.get(name, name) not in known]
     return {"names": f"{strange[0]} is no name of one device"} if strange else {}
@@ -308,9 +329,9 @@ def _bytes(
     mesh = run.mesh
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.packing else None
     said = explain(
-        run.whole,
+        run.full_model,  # resolved once more: what parallelize accepts, explain accepts
         mesh.spec,
-        **run.choices,
+        run.strategy,
         rows=local["labels"].shape[0],
         seq_len=tokens_of(cell),
         microbatches=cell.microbatches,

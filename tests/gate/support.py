@@ -1,4 +1,4 @@
-"""docs/support.md and docs/support_triples.md: what works with what, counted over the cells that the gate has run."""
+"""support.md and support_triples.md: what works with what, counted over the cells that the gate has run. See `make docs`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.gate.cell import CHOICES, MODELS, REFUSALS, SCHEDULES, Cell, draw
 from tests.gate.choose import Seed, seeds, tuples
 
-ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 COMMAND = "python -m tests.gate"
 
@@ -70,8 +69,6 @@ def read() -> Results:
 
 def write(results: Results) -> None:
     RESULTS.write_text(json.dumps(asdict(results)) + "\n")
-    for path, text in pages(results).items():
-        path.write_text(text)
 
 
 def fingerprint() -> str:
@@ -90,12 +87,10 @@ def counts(cells: Sequence[Cell], size: int) -> Counter[tuple[str, ...]]:
     return Counter(each for cell in cells if not cell.refusals() for each in tuples(cell, size))
 
 
-def pages(results: Results) -> dict[Path, str]:
+def pages(results: Results) -> dict[str, str]:
+    """Two pages by name."""
     cells = _cells(tuple(results.passed()))
-    return {
-        ROOT / "docs/support.md": _pairs_page(results, cells),
-        ROOT / "docs/support_triples.md": _triples_page(results, cells),
-    }
+    return {"support.md": _pairs_page(results, cells), "support_triples.md": _triples_page(results, cells)}
 
 
 def ask(features: Sequence[str], results: Results) -> str:
@@ -119,7 +114,7 @@ def _pairs_page(results: Results, cells: Sequence[Cell]) -> str:
     lines = [
         "# What works with what",
         "",
-        f"<!-- Written by `{COMMAND}`; do not edit. -->",
+        "<!-- Written by `make docs`; do not edit. -->",
         "",
         "The gate draws a model, a mesh and every other choice of a run, trains three steps, and holds them against one "
         "device: loss, gradient norm, every gradient and every parameter (law 1), names (2), the loss however rows are "
@@ -160,7 +155,7 @@ def _triples_page(results: Results, cells: Sequence[Cell]) -> str:
     lines = [
         "# Three features together",
         "",
-        f"<!-- Written by `{COMMAND}`; do not edit. -->",
+        "<!-- Written by `make docs`; do not edit. -->",
         "",
         f"{len(met)} triples of features have met in the {len(cells)} cells of [the gate](support.md). A line `1 2: 5×9` "
         "says that features 1, 2 and 5 were together in 9 cells, which equalled one device. A triple with a refused pair "

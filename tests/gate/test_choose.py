@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -42,10 +43,19 @@ def test_the_smallest_cell_of_a_refusal_has_its_features(refusal: Refusal) -> No
     assert refusal in smallest(refusal.one, refusal.other).refusals()
 
 
-def test_the_support_page_is_what_the_gate_has_run() -> None:
-    """Else: python -m tests.gate --page"""
-    for path, text in support.pages(support.read()).items():
-        assert path.read_text() == text, f"{path} is stale: python -m tests.gate --page"
+def test_the_support_pages_count_the_cells_of_the_results() -> None:
+    results = support.read()
+    cells = sum(last - first + 1 for first, last in results.seeds)
+    one, triples = support.pages(results).values()
+    assert f"**{cells} cells** have passed with torch {results.torch}" in one
+    assert f"in the {cells} cells" in triples
+
+
+def test_the_support_pages_of_other_results_are_other_pages() -> None:
+    results = support.read()
+    first = replace(results, seeds=[(0, 9)])
+    assert "**10 cells** have passed" in support.pages(first)["support.md"]
+    assert support.pages(first) == support.pages(first) != support.pages(results)
 
 
 def test_what_was_run_is_what_would_be_drawn_now() -> None:

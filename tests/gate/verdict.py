@@ -25,6 +25,6 @@ def verdict(cell: Cell) -> str:
     text = refused.pop()
     if bool(text) != bool(wanted):
         return f"refused: {text}" if text else f"not refused: {wanted[0].one} with {wanted[0].other}"
-    if text:
-        return "" if any(re.search(refusal.match, text) for refusal in wanted) else f"refused otherwise: {text}"
+    if text and not any(re.search(refusal.match, text) for refusal in wanted):
+        return f"refused otherwise: {text}"
     return "\n".join(f"rank {at}, {law}: {what}" for at, rank in enumerate(told) for law, what in rank.broken.items())

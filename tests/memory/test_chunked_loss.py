@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.memory.chunked_loss import liger_cross_entropy
-from meshkit.memory.linear_logits import chunk_head
+from meshkit.memory.linear_logits import chunk_head, plan_head
 from meshkit.memory.policy import ChunkedLoss
 from meshkit.observe import Peak
 from meshkit.plan import vocab
@@ -32,7 +32,7 @@ def heads(
     plain.add_module("lm_head", nn.Linear(features, vocabulary, bias=bias, dtype=dtype))
     chunked = copy.deepcopy(plain)
     loss = ChunkedLoss(tokens=tokens)
-    chunk_head(chunked, mk.Plan(), loss, tp=1, sequence=False, device=torch.device("cpu"))
+    chunk_head(chunked.lm_head, loss)
     return plain, chunked
 
 
@@ -233,8 +233,8 @@ class Embedder(TwoHeads):
 
 def test_heads_are_found_by_the_plan_by_their_model_or_by_name() -> None:
     def found(model: nn.Module, plan: mk.Plan | None = None, **choices: object) -> str:
-        options = {"tp": 1, "sequence": False, "device": torch.device("cpu"), **choices}
-        return chunk_head(model, plan or mk.Plan(), mk.ChunkedLoss(), **options)  # type: ignore[arg-type]
+        options = {"tp": 1, "sequence": False, "device_type": "cpu", **choices}
+        return plan_head(model, plan or mk.Plan(), mk.ChunkedLoss(), **options)  # type: ignore[arg-type]
 
     assert found(TwoHeads(), mk.Plan(tensor={"second": vocab()})) == "second"
     assert found(Embedder()) == "second"
@@ -266,7 +266,7 @@ def test_liger_is_refused_with_the_reason() -> None:
     def ask(tp: int, device: str) -> None:
         loss = mk.ChunkedLoss(backend="liger")
         model = nn.ModuleDict({"lm_head": nn.Linear(2, 3)})
-        chunk_head(model, mk.Plan(), loss, tp=tp, sequence=False, device=torch.device(device))
+        plan_head(model, mk.Plan(), loss, tp=tp, sequence=False, device_type=device)
 
     with pytest.raises(mk.PlanError, match="has kernels for GPUs, but the mesh is on cpu"):
         ask(1, "cpu")

@@ -176,6 +176,52 @@ def test_a_bf16_model_follows_its_fp32_masters() -> None:
     assert moved, "no master has more bits than its parameter"
 
 
+@pytest.mark.parametrize("first", ["optimizer", "parameters"])
+def test_a_bf16_model_goes_on_after_a_load_with_all_bits_of_its_masters(first: str) -> None:
+    """The oracle: fp32 AdamW on the gradients of the bf16 model, which nothing interrupts."""
+    model, oracle = net(torch.bfloat16), net(torch.bfloat16)
+    masters = [param.detach().float() for param in oracle.parameters()]
+    expected = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-4)
+    for step in range(6):
+        if step == 3:
+            saved = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+            model = net(torch.bfloat16)
+            optimizer = OffloadedAdamW(model.parameters(), lr=1e-4)
+            if first == "optimizer":
+                optimizer.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+            if first == "parameters":
+                optimizer.load_state_dict(saved[0])
+        for each in (model, oracle):
+            backward(each, step)
+        for master, param in zip(masters, oracle.parameters(), strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+        for param, master in zip(oracle.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    for mine, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(optimizer.state[mine]["master"], master)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters)
+
+
+def test_a_step_uses_its_gradients_up() -> None:
+    """Without zero_grad: the next step has the gradients of its own backward, and one without a backward does nothing."""
+    model, oracle = net(), net()
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(3):
+        for each in (model, oracle):
+            backward(each, step)
+        optimizer.step()
+        optimizer.step()
+        expected.step()
+        expected.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), oracle.parameters(), strict=True))
+
+
 def test_masters_follow_values_given_after_the_optimizer_was_built() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         early, late = net(dtype), net(dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.memory.fp8 import chosen_linears, fp8_linears
+from meshkit.memory.fp8 import chosen_linears, plan_fp8
 from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy
 from meshkit.sharding import full_tensor
 from tests.memory.test_optimizer_offload import resume, save_half_way
@@ -91,13 +91,13 @@ def test_layers_in_blocks_whose_dims_are_multiples_of_16_are_chosen() -> None:
 
 def test_hardware_without_fp8_is_refused_with_the_reason() -> None:
     with pytest.raises(mk.PlanError, match="need an NVIDIA GPU of compute capability 8.9, and cpu is none"):
-        fp8_linears(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(), device=CPU)
-    gpu = torch.device("cuda", 0)
+        plan_fp8(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(), device_type="cpu")
     with (
-        mock.patch("torch.cuda.get_device_capability", lambda device: (8, 9)),
-        pytest.raises(mk.PlanError, match="compute capability 9.0, and cuda:0 has compute capability 8.9"),
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.get_device_capability", lambda: (8, 9)),
+        pytest.raises(mk.PlanError, match="compute capability 9.0, and cuda has compute capability 8.9"),
     ):
-        fp8_linears(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(recipe="rowwise"), device=gpu)
+        plan_fp8(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(recipe="rowwise"), device_type="cuda")
 
 
 def test_without_torchao_the_extra_is_named() -> None:
@@ -107,13 +107,13 @@ def test_without_torchao_the_extra_is_named() -> None:
             mk.PlanError, match=r"needs torchao, which is not installed. Run: pip install 'meshkit\[torchao\]'"
         ),
     ):
-        fp8_linears(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(emulate=True), device=CPU)
+        plan_fp8(nn.Linear(16, 16), blocks=[""], policy=mk.Fp8(emulate=True), device_type="cpu")
 
 
 @needs_torchao
 def test_a_model_without_a_layer_that_fits_is_refused() -> None:
     with pytest.raises(mk.PlanError, match="no linear layer of the blocks has dims that are multiples of 16"):
-        fp8_linears(build(Cell(mesh="")), blocks=["layers.0"], policy=mk.Fp8(emulate=True), device=CPU, tp=64)
+        plan_fp8(build(Cell(mesh="")), blocks=["layers.0"], policy=mk.Fp8(emulate=True), device_type="cpu", tp=64)
 
 
 def refused(cell: Cell) -> Tensor:

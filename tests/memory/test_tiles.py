@@ -108,7 +108,7 @@ def test_schedules_that_put_weights_off_are_refused_before_any_rank_is_needed() 
             plan=LLAMA_PLAN,
             rows=2,
             seq_len=8,
-            schedule="zb-h1",
+            pipeline=mk.strategy.PipelinePolicy(schedule="zb-h1"),
             memory=tiles(2),
         )
 

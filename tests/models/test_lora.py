@@ -115,7 +115,7 @@ def train(case: Adapted) -> dict[str, float]:
         memory=memory_of(cell),
         zero=None if mesh.spec.pp > 1 else cell.zero,
         sequence=cell.sequence,
-        schedule=cell.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
         context=cell.context,
         compile=cell.compile or False,
         **case.extra,
@@ -235,6 +235,44 @@ def test_training_equals_one_device_and_merging_keeps_the_loss(name: str) -> Non
     ranks, case = CASES[name]
     for worst in pool(ranks).run(train_quietly, case):
         assert max(worst.values()) <= TOL_FP64, (name, worst)
+
+
+def test_after_lora_disabled_every_adapter_counts_again() -> None:
+    """The oracle: the frozen model with scaling * B A added to its weights by hand."""
+    cell = Cell(mesh="")
+    model, by_hand, frozen = build(cell), build(cell), build(cell)
+    case = Adapted(cell=cell)
+    case.attach(model, plan_of(cell))
+    tensors = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in by_hand.named_parameters():
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A.weight" in tensors:
+                weight += case.scaling * tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"]
+    ids = batches(cell)[0]["input_ids"]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(ids), by_hand(ids), rtol=0, atol=TOL_FP64)
+            with mk.lora_disabled(model):
+                torch.testing.assert_close(model(ids), frozen(ids), rtol=0, atol=TOL_FP64)
+
+
+def test_merging_in_bf16_rounds_once() -> None:
+    """Numbers whose product and sum are exact in fp32, and not in bf16: so their sum, rounded, is the only right one."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-255, 256, (24, 20), generator=generator) / 64
+    down, up = (torch.randint(-127, 128, shape, generator=generator) / 64 for shape in ((4, 20), (24, 4)))
+    model = nn.Sequential(nn.Linear(20, 24, bias=False)).bfloat16()
+    mk.lora(model, mk.auto_plan(model), rank=4, alpha=2.0, targets=("0",), dtype=torch.bfloat16)
+    layer: Any = model[0]
+    with torch.no_grad():
+        for param, value in ((layer.weight, weight), (layer.lora_A.weight, down), (layer.lora_B.weight, up)):
+            param.copy_(value)
+            assert torch.equal(param.float(), value), "bf16 has these numbers"
+    mk.merge_lora(model)
+    exact = weight.double() + 0.5 * up.double() @ down.double()
+    assert torch.equal(exact.float().double(), exact)
+    assert torch.equal(layer.weight, exact.bfloat16())
 
 
 def refuse(model: nn.Module, match: str, **options: Any) -> None:
@@ -437,7 +475,7 @@ def observe_step(case: Adapted) -> tuple[Any, Any]:
     place = {axis: run.mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     rows, tokens = local["labels"].shape
     shape = {"rows": rows, "seq_len": tokens, "microbatches": cell.microbatches}
-    return seen, mk.explain(run.whole, run.mesh.spec, **run.choices, **shape, coordinate=place).messages
+    return seen, mk.explain(run, **shape, coordinate=place).messages
 
 
 OBSERVED = {

@@ -103,7 +103,7 @@ def gradients(case: Dropped, step: int) -> tuple[float, dict[str, Tensor], float
         plan=plan,
         memory=memory_of(cell),
         sequence=cell.sequence,
-        schedule=cell.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
     )
     batch = own_rows(batches(cell)[0], mesh)
     loss = float(run.forward_backward(batch, microbatches=cell.microbatches, step=step))

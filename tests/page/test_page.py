@@ -83,7 +83,7 @@ def choices_of(cell: Cell) -> dict[str, Any]:
         "memory": mk.MemoryPolicy(recompute=cell.recompute),  # type: ignore[arg-type]  # one of its modes
         "zero": None if "pp" in cell.mesh else cell.zero,
         "sequence": bool(cell.sequence),
-        "schedule": cell.schedule,
+        "pipeline": mk.strategy.PipelinePolicy(schedule=cell.schedule),
     }
 
 

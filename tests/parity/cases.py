@@ -197,8 +197,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         sequence=cell.sequence,
         compile=cell.compile or False,
         context=cell.context,
-        schedule=cell.schedule,
-        stages=cell.stages,
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule, stages=cell.stages),
         **{"experts": ExpertPolicy(hot=cell.hot), **options},
     )
 

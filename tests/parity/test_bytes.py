@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import meshkit as mk
 from meshkit.explain import Message, explain
@@ -93,9 +94,7 @@ def seen_and_said(
         run.forward_backward(local, microbatches=microbatches, mask=mask)
         mk.clip_grad_norm(run, 1.0)
     said = explain(
-        run.whole,
-        mesh.spec,
-        **run.choices,
+        run,
         rows=local["labels"].shape[0],
         seq_len=TOKENS,
         microbatches=microbatches,
@@ -165,9 +164,8 @@ def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Cou
     mesh = mesh_for(cell.mesh)
     made: list[Noting] = []
 
-    def make(experts: int, mesh: mk.Mesh) -> Noting:
-        groups = [axis.get_group() for axis in (mesh.expert_ranks, mesh["ep"], mesh["etp"])]
-        made.append(Noting(experts, *groups))
+    def make(experts: int, axes: DeviceMesh) -> Noting:
+        made.append(Noting.on(experts, axes))
         return made[-1]
 
     folded = mesh.spec.ep * mesh.spec.etp > 1
@@ -179,7 +177,11 @@ def observe_experts(cell: Cell) -> tuple[Counter[Message], Counter[Message], Cou
     place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
     rows = local["labels"].shape[0]
     said = explain(
-        run.whole, mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=cell.microbatches, coordinate=place
+        run,
+        rows=rows,
+        seq_len=TOKENS,
+        microbatches=cell.microbatches,
+        coordinate=place,
     )
     routed: Counter[Message] = Counter()
     again = 2 if cell.recompute != "none" else 1

@@ -72,7 +72,7 @@ def observe_frozen(cell: Frozen) -> tuple[Counter[Message], Counter[Message]]:
         zero=cell.zero,
         sequence=cell.sequence,
         context=mk.ContextPolicy(scheme=cell.context),  # type: ignore[arg-type]
-        schedule=cell.schedule,
+        pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
     )
     local = own_rows(batches(Cell(mesh=cell.mesh))[0], run.mesh)
     return seen_and_said(run, local, microbatches=cell.microbatches)

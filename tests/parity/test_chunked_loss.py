@@ -141,9 +141,7 @@ def head_is_not_the_last_unit(zero: int) -> tuple[float, bool]:
             mk.clip_grad_norm(run, 1.0)
     place = {"dp_shard": run.mesh.data_rank}
     rows = len(batch["labels"])
-    said = mk.explain(
-        run.whole, run.mesh.spec, **run.choices, rows=rows, seq_len=TOKENS, microbatches=2, coordinate=place
-    )
+    said = mk.explain(run, rows=rows, seq_len=TOKENS, microbatches=2, coordinate=place)
     return abs(float(found[0] - found[1])), seen == said.messages
 
 

@@ -30,6 +30,7 @@ class Case:
     multiple: int = 1
     offset: float = 0.0  # common to all values, which cancels badly in low precision
     head_dim: int = 8
+    scale: float | None = None
 
 
 def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,11 +46,11 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tens
     return q, k, v, dout
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
     """Attention written out; rows that see nothing are 0."""
     ratio = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(ratio, 2), v.repeat_interleave(ratio, 2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     shown = mask.dense()
     p = scores.masked_fill(~shown, float("-inf")).softmax(-1).masked_fill(~shown, 0)
     return torch.einsum("bhts,bshd->bthd", p, v)
@@ -59,7 +60,7 @@ def oracle(case: Case) -> list[Tensor]:
     q, k, v, dout = inputs(case, torch.float64)
     for x in (q, k, v):
         x.requires_grad_()
-    out = dense(q, k, v, case.mask)
+    out = dense(q, k, v, case.mask, case.scale)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
@@ -82,7 +83,7 @@ def on_ranks(case: Case) -> list[float]:
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN, receive buffers too
     mask = split_mask(case)
     q, k, v, dout = (own(mask, x).requires_grad_() for x in inputs(case, getattr(torch, case.dtype)))
-    out = mask.attend(q, k, v)
+    out = mask.attend(q, k, v, scale=case.scale)
     grads = torch.autograd.grad(out, (q, k, v), dout.detach(), retain_graph=True)
     again = torch.autograd.grad(out, (q, k, v), dout.detach())
     torch.use_deterministic_algorithms(False)
@@ -148,6 +149,12 @@ policies = st.sampled_from(
 )
 def test_outputs_and_gradients_equal_one_attention(ranks, mask, policy, heads, rows, dtype, multiple) -> None:
     check(Case(ranks=ranks, mask=mask, policy=policy, heads=heads, rows=rows, dtype=dtype, multiple=multiple))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "group_cast", "ulysses"])
+def test_a_scale_of_ones_own_reaches_outputs_and_gradients(scheme: str) -> None:
+    policy = ContextPolicy(scheme=scheme)  # type: ignore[arg-type]  # one of its names
+    check(Case(ranks=2, mask=Mask.causal(23, window=9), policy=policy, scale=0.8))
 
 
 def check(case: Case) -> None:

@@ -186,8 +186,7 @@ def joined_errors(rows: int, tokens: int, mask: Mask | None, policy: ContextPoli
     """Is a split and a join the identity, and is the gradient of a joined result every rank's own part?"""
     generator = torch.Generator().manual_seed(2)
     axis = mesh_for(f"cp={torch.distributed.get_world_size()}")["cp"]
-    chosen = {"scheme": policy.scheme, "balance": policy.balance, "ulysses": policy.ulysses}
-    model = mk.context_parallel(PerToken(), axis, multiple=multiple, **chosen)
+    model = mk.context_parallel(PerToken(), axis, policy=policy, multiple=multiple)
     ids = torch.randint(0, 99, (rows, tokens), generator=generator)
     features = torch.randn(rows, tokens, 3, 2, generator=generator, dtype=torch.float64)
     weights = torch.randn(rows, tokens, 3, 2, generator=generator, dtype=torch.float64)

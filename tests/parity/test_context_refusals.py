@@ -172,25 +172,25 @@ def plain_mask() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "scheme": (
-        lambda: mk.context_parallel(Model(Attention()), axis(), scheme="strip"),  # type: ignore[arg-type]
+        lambda: mk.context_parallel(Model(Attention()), axis(), policy=mk.ContextPolicy(scheme="strip")),  # type: ignore[arg-type]
         "PlanError: context scheme 'strip' does not exist. Choose one of auto, ring, all_gather, group_cast, ulysses.",
     ),
     "balance": (
-        lambda: mk.context_parallel(Model(Attention()), axis(), balance="stripe"),
+        lambda: mk.context_parallel(Model(Attention()), axis(), policy=mk.ContextPolicy(balance="stripe")),
         "PlanError: context balance 'stripe' does not exist. "
         "Choose one of auto, contiguous, zigzag, per_document, locality.",
     ),
     "ulysses does not divide cp": (
-        lambda: parallel(Attention(), scheme="ring", ulysses=3),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="ring", ulysses=3)),
         "PlanError: context ulysses=3 does not divide cp=2. Choose one of 1, 2, or another cp.",
     ),
     "ulysses twice": (
-        lambda: parallel(Attention(), scheme="ulysses", ulysses=2),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="ulysses", ulysses=2)),
         "PlanError: context scheme 'ulysses' with ulysses=2: only ring and group_cast have a second dimension of Ulysses. "
         'Leave ulysses away, or use scheme="ring".',
     ),
     "no heads at a time": (
-        lambda: parallel(Attention(), scheme="all_gather", kv_heads_per_gather=0),
+        lambda: parallel(Attention(), policy=mk.ContextPolicy(scheme="all_gather", kv_heads_per_gather=0)),
         "PlanError: context kv_heads_per_gather=0: at least 1 head is sent at a time.",
     ),
     "a module without mask": (

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank, _exchange
+from meshkit.parallel.expert._capacity import keep_within
 from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
 from meshkit.routing import Routing
 from meshkit.sharding import chunk
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def all_to_all(mesh: mk.Mesh, experts: int) -> AllToAll:
-    return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group())
+    return AllToAll.on(experts, mesh["ep", "etp"])
 
 
 def held_on(mesh: mk.Mesh, experts: int) -> Held:
@@ -114,6 +115,16 @@ def dropped(drop: str) -> list[Tensor]:
 def test_capacity_drops_by_probability_or_by_position() -> None:
     assert dropped("probability") == pytest.approx([0, 18, 0, 32, 0, 0])
     assert dropped("position") == pytest.approx([1, 18, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("factor", "stay"), [(0.5, [3, 2, 0]), (0.75, [4, 2, 0]), (0.1, [1, 1, 0]), (1.5, [8, 2, 0])])
+def test_a_share_that_is_no_whole_number_is_rounded_up(factor: float, stay: list[int]) -> None:
+    """16 pairs of 3 experts are 5 1/3 each; eight of them want the first, and none goes without room."""
+    chosen = torch.tensor([0] * 14 + [1] * 2).view(16, 1)
+    routing = Routing(chosen, torch.linspace(0.1, 0.9, 16).view(16, 1))
+    kept, counts = keep_within(Capacity(factor=factor), routing, torch.arange(16), torch.tensor([14, 2, 0]))
+    assert counts.tolist() == stay
+    assert sorted(kept[: sum(stay)].tolist()) == [*range(14 - stay[0], 14), *range(16 - stay[1], 16)]
 
 
 def test_capacity_that_leaves_no_room_is_refused() -> None:

@@ -99,6 +99,13 @@ def test_any_choices_equal_one_device(ranks: int, mesh: str, choice: dict) -> No
     check(ranks, cell_of(mesh, choice))
 
 
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts(mesh: str) -> None:
+    """Of 5 rows on 2 ranks in 4 microbatches, or on one in 6, some have none: a row of zeros runs in their place."""
+    router = Moe(z=0.01, balance=0.5, bias=True)
+    check(2, Cell(mesh=mesh, moe=router, microbatches=6 if "pp" in mesh else 4))
+
+
 @pytest.mark.parametrize(
     ("ranks", "cell"),
     thin(

@@ -16,6 +16,7 @@ from meshkit.models import Llama, load_pretrained, save_pretrained
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.sharding import full_tensor
 from meshkit.step import next_token_loss
+from meshkit.strategy import PipelinePolicy
 from meshkit.whole import copies_of
 from tests.depth import thin
 from tests.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, start
@@ -27,7 +28,7 @@ TOL = 1e-10
 def first_values(mesh: str, schedule: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = build(Cell(mesh=mesh, layers=4, tied=True))
-    run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, schedule=schedule)
+    run = mk.parallelize(model, mesh_for(mesh), plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=schedule))
     mk.init_weights(run.model, seed=7, plan=run.plan)
     return {copies_of(run.model).get(name, name): full_tensor(p) for name, p in run.named_parameters()}
 
@@ -97,11 +98,11 @@ def test_an_error_says_rank_stage_op_and_microbatch() -> None:
 def refusals() -> list[str]:
     texts = []
     for options in (
-        {"stages": (1, 1)},
-        {"stages": (4, 0)},
-        {"schedule": "1f2b"},
+        {"pipeline": PipelinePolicy(stages=(1, 1))},
+        {"pipeline": PipelinePolicy(stages=(4, 0))},
+        {"pipeline": PipelinePolicy(schedule="1f2b")},
         {"zero": 3},
-        {"schedule": "interleaved", "stages": None, "layers": 3},
+        {"pipeline": PipelinePolicy(schedule="interleaved"), "layers": 3},
     ):
         cell = Cell(mesh="pp=2", layers=options.pop("layers", 4))
         try:
@@ -132,7 +133,9 @@ def save_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
 def load_folder(cell: Cell, folder: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Llama(CONFIG_OF[cell.tied]).double()
-    run = mk.parallelize(model, mesh_for(cell.mesh), plan=LLAMA_PLAN, schedule=cell.schedule)
+    run = mk.parallelize(
+        model, mesh_for(cell.mesh), plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule)
+    )
     load_pretrained(run.model, folder)
     copies = copies_of(run.model)
     return {copies.get(name, name): full_tensor(param) for name, param in run.named_parameters()}

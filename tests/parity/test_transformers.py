@@ -81,6 +81,14 @@ def test_a_transformers_model_equals_itself_on_one_device(
         assert max(found) <= TOL
 
 
+def test_heads_that_tp_does_not_divide_repeat_as_many_keys_as_each_rank_reads() -> None:
+    """8 query heads and 2 key/value heads on 3 ranks, which repeat theirs 2, 1 and 3 times: documents have masks, with which
+    attention of transformers does so itself.
+    """
+    for found in pool(3).run(errors, "Llama", "tp=3", False, True):
+        assert max(found) <= TOL
+
+
 @pytest.mark.parametrize(
     ("family", "mesh", "sequence"),
     [("Llama", "dp_shard=2 tp=2", True), ("Qwen2", "dp_shard=4", False), ("Llama", "cp=2 tp=2", False)],

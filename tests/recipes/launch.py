@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.world import CONTEXT
+from tests.world import fork
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -77,10 +77,7 @@ def run(
         processes = {}
         for rank in range(ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = CONTEXT.Process(
-                target=_run_script, args=(str(ROOT / script), flags, own, os.getcwd(), output.name)
-            )
-            process.start()
+            process = fork(_run_script, str(ROOT / script), flags, own, os.getcwd(), output.name)
             processes[process.sentinel] = process
         failed, deadline = False, time.monotonic() + timeout_s
         try:
@@ -113,10 +110,7 @@ def run(
 def run_alone(script: Path, folder: Path, *, timeout_s: float = 120) -> tuple[int, str]:
     """(exit status, output) of `python script` in a folder: a process that is no rank, forked as those of `run` are."""
     with tempfile.NamedTemporaryFile("r") as output:
-        process = CONTEXT.Process(
-            target=_run_script, args=(str(script), (), dict(os.environ), str(folder), output.name)
-        )
-        process.start()
+        process = fork(_run_script, str(script), (), dict(os.environ), str(folder), output.name)
         process.join(timeout_s)
         if process.is_alive():
             process.kill()

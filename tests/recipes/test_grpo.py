@@ -34,14 +34,25 @@ def flags(out: Path, **changes: object) -> list[str]:
     return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
 
 
-def curve(out: Path) -> dict[int, tuple[float, float, float]]:
+def curve(out: Path) -> dict[int, tuple[float, ...]]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: (row["loss"], row["reward"], row["answer_tokens"]) for row in rows}
+    names = ("loss", "reward", "answer_tokens", "learnt_answers", "uniform_groups")
+    return {row["step"]: tuple(row[name] for name in names) for row in rows}
 
 
 def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> None:
-    """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, several updates, microbatches."""
-    more = {"kl": 0.1, "entropy": 0.01, "updates": 2, "microbatches": 2, "preset": "DAPO", "temperature": 0.9}
+    """Stopped by SIGTERM on dp 2 and continued on tp 2, against one rank; with a reference, updates, microbatches and
+    DAPO's dynamic sampling: of what is written to as many prompts as it takes, all ranks learn the same groups.
+    """
+    more = {
+        "sft_steps": 110,
+        "kl": 0.1,
+        "entropy": 0.01,
+        "updates": 2,
+        "microbatches": 2,
+        "preset": "DAPO",
+        "temperature": 0.9,
+    }
     status, output = run(1, RECIPE, *flags(tmp_path / "one", **more), timeout_s=280)
     assert status == 0, output
     split = tmp_path / "split"
@@ -56,6 +67,8 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step in expected:
         assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+    for *_, learnt, uniform in expected.values():
+        assert 0 < learnt < 1 and uniform == 0  # groups of one score are written, and not learnt
     assert "held out, 16 prompts" in output
     folder = split / "model-4"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -109,6 +109,34 @@ def test_a_non_finite_step_stops_every_rank_naming_step_and_rank() -> None:
         run_ranks(2, poisoned, 1)
 
 
+class Between(nn.Module):
+    """What it makes between its modules is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.before(x) / torch.zeros(8))
+
+
+def made_between_modules() -> str:
+    run = mk.parallelize(Between(), mesh_for("tp=1"))
+    run.forward_backward(
+        {"x": torch.ones(2, 8)},
+        loss=lambda model, batch: model(batch["x"]).sum(),
+        count=lambda batch: torch.tensor(2),
+    )
+    with pytest.raises(mk.StepError) as stop:
+        mk.NonFiniteGuard().allows(run, mk.grad_norm(run), step=0)
+    return str(stop.value)
+
+
+def test_what_is_made_between_modules_is_laid_to_the_one_around_them() -> None:
+    (text,) = pool(1).run(made_between_modules)
+    assert "the first value that is not finite is returned by the model on rank 0." in text
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_microbatches_differ_by_at_most_one_row_and_lose_none(rows: int) -> None:
     parts = list(split_rows({"x": torch.arange(rows)}, 3))

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from meshkit import _torch
 from meshkit.errors import StepError
+from meshkit.waiting import waiting
 
 LOOK_S = 1.0
 """how often a rank that waits looks whether another has failed"""
-wait = time.sleep  # by which name `meshkit.place` knows that it is others this rank waits for
 
 
 class Guard:
@@ -35,11 +35,17 @@ class Guard:
         Raises: StepError with the error a rank left with, or after `timeout` with the ranks that are elsewhere, and where.
         """
         self._store.set(f"{self._name}/at/{self._rank}", row)
-        began, looked = time.monotonic(), time.monotonic()
+        began = time.monotonic()
+        # One mark around the loop: whenever the watchdog looks, this rank waits, also while it asks the store for news.
+        with waiting(f"the ranks of {row}"):
+            self._meet(row, group, began)
+
+    def _meet(self, row: str, group: ProcessGroup, began: float) -> None:
+        looked = began
         meeting = dist.barrier(group=group, async_op=True)
         pause_s = 1e-4
         while not meeting.is_completed():
-            wait(pause_s)
+            time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.01)
             now = time.monotonic()
             if now - looked > LOOK_S:

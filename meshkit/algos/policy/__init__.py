@@ -68,13 +68,13 @@ from ._sampling import keep_informative as keep_informative
 from ._sampling import overlong_penalty as overlong_penalty
 from ._sampling import select_above as select_above
 from ._sampling import select_best as select_best
-from ._sampling import step_rollouts as step_rollouts
 from ._segments import SegmentIndex as SegmentIndex
 from ._step_advantages import StepAdvantages as StepAdvantages
 from ._step_advantages import gather_answers as gather_answers
 from ._step_advantages import pack_rollouts as pack_rollouts
 from ._step_advantages import policy_batch as policy_batch
 from ._step_advantages import step_advantages as step_advantages
+from ._step_advantages import step_rollouts as step_rollouts
 from ._trust_region import TrustRegionStep as TrustRegionStep
 from ._trust_region import step_within as step_within
 from ._values import ValueLosses as ValueLosses

@@ -1,4 +1,4 @@
-"""How much better each answer is than expected, from the rewards of all answers of a step.
+"""Group-relative advantages: how much better each answer is than expected, from the rewards of all answers of a step.
 
 Dims: A answers of the whole step, over all ranks and groups. A group is the answers to one prompt.
 """

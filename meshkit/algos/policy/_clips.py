@@ -1,4 +1,4 @@
-"""What bounds an update: the surrogate of each token from its ratio rho and its advantage A.
+"""Clipping, what bounds an update: the surrogate of each token from its ratio rho and its advantage A.
 
 Each returns the loss of the tokens, [...] fp64, and where the bound holds back the gradient, below and above.
 """

@@ -1,4 +1,4 @@
-"""Constant factors for tokens that another policy wrote, or the same one with other numerics.
+"""Off-policy corrections: constant factors for tokens that another policy wrote, or the same one with other numerics.
 
 Three policies: pi_rollout wrote the tokens (the generator's numerics), pi_old is the trainer's snapshot of it, pi is trained.
 """

@@ -98,6 +98,7 @@ def policy_objective(
 
 
 def policy_sums(mesh: Mesh) -> MetricSums:
+    """For `policy_objective(metrics=)`; `policy_metrics` reads it."""
     return MetricSums(mesh, POLICY_SUMS, POLICY_MAXIMA)
 
 
@@ -157,6 +158,7 @@ def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metri
 
 
 def value_sums(mesh: Mesh) -> MetricSums:
+    """For `value_objective(metrics=)`; `value_metrics` reads it."""
     return MetricSums(mesh, VALUE_SUMS)
 
 

@@ -1,4 +1,4 @@
-"""How much likelier the policy makes what was written than the policy that wrote it: of tokens, of answers.
+"""Importance ratios: how much likelier the policy makes what was written than the policy that wrote it.
 
 log rho_t = log pi(y_t) - log pi_old(y_t).
 """

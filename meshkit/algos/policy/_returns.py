@@ -1,4 +1,4 @@
-"""Advantages of tokens, from rewards of tokens and, with a critic, values. Computed on the host, once a step.
+"""GAE and rewards to go: advantages of tokens, from rewards of tokens and, with a critic, values; on the host, once a step.
 
 Dims: B rows of T tokens, packed as `build_rows` lays them out: a token's numbers stand where it is the label. segments: [B,
 T], 0 is padding. learn: [B, T] bool, the labels that the policy wrote; what lies between them (a tool's output, the prompt)

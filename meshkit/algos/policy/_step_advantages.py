@@ -1,8 +1,9 @@
-"""From rollouts to the batch of a step, and the advantages of its tokens."""
+"""From scored rollouts to the batch of a step: which of them it learns from, packed, with the advantages of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from meshkit.algos.policy._advantages import GroupAdvantage, Moments, group_advantages, whiten
 from meshkit.algos.policy._loss import PolicyLoss
 from meshkit.algos.policy._returns import GAE, RewardToGo, gae, rewards_to_go, token_rewards
+from meshkit.algos.policy._sampling import RolloutRules, keep_informative, overlong_penalty
 from meshkit.algos.policy._segments import SegmentIndex
+from meshkit.algos.rewards import MeshScores
 from meshkit.algos.rollout import REFERENCE, Rollout, label_log_probs, learnt, token_values
 from meshkit.collectives import gather_over_data
 from meshkit.data import pack_step
@@ -22,6 +25,52 @@ from meshkit.mesh import Mesh
 from meshkit.step import Batch, Run
 
 NAMES = ("groups", "truncated", "rewards", "rollout_log_probs")
+
+
+def step_rollouts(
+    mesh: Mesh,
+    ask: Callable[[], MeshScores],
+    rules: RolloutRules,
+    *,
+    prompts: int,
+    max_new_tokens: int,
+    rounds: int = 10,
+) -> tuple[MeshScores, list[Rollout]]:
+    """The scores of all rollouts of a step, and those of this data rank that it learns from, with the rewards it learns.
+
+    ask: writes and scores the rollouts of `prompts` more prompts, of keys that never came before. With dynamic sampling it
+    is called until so many groups have different scores, `rounds` times at most: the step then has fewer, perhaps none.
+    max_new_tokens: before `RolloutRules.limit`. Penalties come after scores were compared, and are not in the scores.
+    Every rank must call it. Wire: that of `ask`; with dynamic sampling a gather of two numbers a rollout after each.
+    Source: DAPO, Yu et al. 2025 (2503.14476), algorithm 1.
+    """
+    parts = [ask()]
+    rollouts, missing = parts[0].rollouts, 0
+    if rules.dynamic:
+        rollouts, missing = _informative(mesh, parts, prompts)
+    while missing and len(parts) < rounds:
+        parts.append(ask())
+        rollouts, missing = _informative(mesh, parts, prompts)
+    if rules.overlong:
+        limit = rules.limit(max_new_tokens)
+        lengths_A = torch.tensor([len(each.ids) for each in rollouts], dtype=torch.int64)
+        penalties = overlong_penalty(lengths_A, limit=limit, buffer=limit - max_new_tokens).tolist()
+        rollouts = [
+            replace(each, reward=each.reward + penalty) for each, penalty in zip(rollouts, penalties, strict=True)
+        ]
+    return MeshScores.joined(parts), rollouts
+
+
+def _informative(mesh: Mesh, parts: Sequence[MeshScores], wanted: int) -> tuple[list[Rollout], int]:
+    """(this data rank's rollouts of informative groups, how many groups are missing), the first groups by key."""
+    own = [rollout for part in parts for rollout in part.rollouts]
+    numbers = torch.tensor([[float(each.reward) for each in own], [each.key for each in own]], dtype=torch.float64)
+    (rewards_A, groups_A), here = gather_answers(mesh, numbers)
+    # By key, which is the order of the prompts: gathered by rank, the first groups would be others on other meshes.
+    order_A = groups_A.argsort(stable=True)
+    kept = keep_informative(rewards_A[order_A], groups_A[order_A].long(), wanted=wanted)
+    mask_A = torch.zeros_like(kept.mask).index_copy(0, order_A, kept.mask)
+    return [rollout for rollout, keep in zip(own, mask_A[here].tolist(), strict=True) if keep], kept.missing
 
 
 def pack_rollouts(

@@ -1,4 +1,4 @@
-"""A step that may not move the policy further than a given KL."""
+"""A trust region (TRPO's line search): a step that may not move the policy further than a given KL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a critic."""
+"""The value loss: what a critic minimises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters from one layout of a model to another: other mesh, other axes, other ranks, other dtype."""
+"""Weight sync ("resharding"): parameters from one layout of a model to another: other mesh, axes, ranks, dtype."""
 
 from ._layout import Laid as Laid
 from ._layout import Layout as Layout

@@ -16,6 +16,7 @@ from meshkit.algos.reallocate._region import Region, volume, within
 from meshkit.errors import MeshError, PlanError
 from meshkit.sharding import local_slices, local_tensor
 from meshkit.step import Run
+from meshkit.waiting import waiting
 from meshkit.whole import model_tensors
 
 
@@ -147,8 +148,9 @@ class _Round:
         self._works = dist.batch_isend_irecv(operations)
 
     def finish(self, dst: _Shards, mix: float) -> None:
-        for work in self._works:
-            work.wait()
+        with waiting("parts of the other layout"):
+            for work in self._works:
+                work.wait()
         for transfer, values in self._arriving:
             dst.write(transfer, values, mix)
         self._works, self._messages, self._arriving = [], [], []

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, in pages that sequences take as they grow, share, and give back.
+"""KV cache: keys and values of the tokens so far, in pages that sequences take as they grow, share, and give back.
 
 Dims: S slots (pages x page_tokens), K key/value heads, D head_dim.
 """

@@ -57,8 +57,8 @@ def generate(
     """
     cache = cache or CachePolicy()
     _refuse_maskless(run)
-    head = head_of(run.whole, run.plan, asked="generate")
-    whole_head = run.whole.get_submodule(head)
+    head = head_of(run.full_model, run.plan, asked="generate")
+    whole_head = run.full_model.get_submodule(head)
     assert isinstance(whole_head, nn.Linear)
     refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
     generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)
@@ -106,7 +106,7 @@ class _Generation:
     def step(self) -> None:
         """One forward, and a token for each sequence in it."""
         run, step = self.run, self.scheduler.next_step()
-        multiple = run.mesh.spec.tp if run.sequence else 1
+        multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
         self._wanted = row.wanted
         logits = run.infer(row.inputs, _logits)
@@ -154,7 +154,7 @@ class _Generation:
 
     def rollouts(self) -> list[Rollout]:
         """In the order of (prompt, sample)."""
-        precision = self.run.memory.precision
+        precision = self.run.resolved.memory.precision
         dtype = next(self.run.model.parameters()).dtype if precision is None else precision.compute
         wide = np.float64 if wide_dtype(dtype) == torch.float64 else np.float32
         ordered = sorted(self._ended, key=lambda pair: (pair[0].group.prompt, pair[0].sample))

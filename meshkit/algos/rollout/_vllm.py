@@ -1,4 +1,4 @@
-"""Answers written by vLLM, with the weights of a run."""
+"""vLLM as the engine: rollouts written with the weights of a run, which each call brings over ("weight sync")."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class VllmEngine:
     """
 
     def __init__(self, run: Run, **options: Any) -> None:
-        config: Any = getattr(run.whole, "config", None)
+        config: Any = getattr(run.full_model, "config", None)
         if lora_of(run.model) is not None or not isinstance(config, ModelConfig):
             raise PlanError(
-                f"VllmEngine: {type(run.whole).__name__} is not a plain model of meshkit.models, whose weights have names "
-                "that vLLM reads. Call mk.merge_lora for one with adapters; else use generate()."
+                f"VllmEngine: {type(run.full_model).__name__} is not a plain model of meshkit.models, whose weights have "
+                "names that vLLM reads. Call mk.merge_lora for one with adapters; else use generate()."
             )
-        precision = run.memory.precision
+        precision = run.resolved.memory.precision
         dtype = next(run.model.parameters()).dtype if precision is None else precision.compute
         if dtype not in NAMES:
             raise PlanError(

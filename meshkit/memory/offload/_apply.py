@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.errors import PlanError
 from meshkit.memory.offload._offload import Offload
@@ -14,21 +15,22 @@ from meshkit.memory.offload._streams import Streams, streams_of
 from meshkit.memory.offload._valueless import ValuelessStreams
 from meshkit.memory.place import estimate_under_way
 from meshkit.memory.policy import ActivationOffload
+from meshkit.mesh import device_of
 from meshkit.swap import swap_class
 
 
 def offload_activations(
     module: nn.Module,
+    mesh: DeviceMesh | None = None,
     *,
     blocks: Iterable[str],
     policy: ActivationOffload | None = None,
     keep: Iterable[str] | None = None,
-    device: torch.device | None = None,
 ) -> nn.Module:
     """Move what the named blocks save for backward to the host or to disk, in place; names of parameters do not change.
 
+    mesh: whose devices' tensors are moved; None: those of the device of the module's parameters.
     blocks: in the order in which forward runs them. keep: those of them that keep theirs; default: the last `keep_last`.
-    device: whose tensors are moved; default: that of the module's parameters.
     Each storage leaves once, however many tensors are saved in it, on a stream of its own, and comes back, as backward
     nears its block, once more. Gradients are bit-identical to those without. What is changed in place after it was saved is
     found out, as autograd does. Only what blocks save is moved: not the embedding's, the head's or the loss's.
@@ -47,17 +49,19 @@ def offload_activations(
             )
         if hasattr(modules[name], "_offload"):
             raise PlanError(f"offload_activations: block {name!r} is offloaded already. Name each block once.")
-    if device is None:
-        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    if mesh is not None:
+        device = device_of(mesh)
     if device.type not in ("cpu", "cuda"):
         raise PlanError(
-            f"offload_activations: tensors of device {device.type!r} cannot be moved. Give device=, cpu or cuda, "
-            "if parameters are not where they will be."
+            f"offload_activations: tensors of device {device.type!r} cannot be moved. Give the mesh, on cpu or "
+            "cuda, if parameters are not where they will be."
         )
     kept = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
     under_way = estimate_under_way()
     streams: Streams = streams_of(device) if under_way is None else ValuelessStreams(device, late=under_way.late)
     offload = Offload(policy, streams)
+    # A chain of blocks for each forward: with several microbatches in flight, each backward fetches ahead along its own.
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:
         call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)

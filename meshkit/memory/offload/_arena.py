@@ -33,6 +33,7 @@ class Arena:
     def __init__(self, grow: Callable[[int, int], None], *, slab_bytes: int = SLAB_BYTES) -> None:
         self._grow, self._slab_bytes = grow, slab_bytes
         self._free: list[list[tuple[int, int]]] = []  # per slab, (offset, bytes) in order of offset
+        # Threads of the disk tier take and give back too.
         self._lock = threading.Lock()
         self.total_bytes = self.used_bytes = self.peak_bytes = 0
 

@@ -45,6 +45,7 @@ class DiskTier:
 
     def store(self, source: Tensor) -> OnDisk:
         self.tidy()
+        # The host waits, not the device: what is short is memory, and the oldest write is the next to give some back.
         while self.memory.arena.used_bytes + source.numel() > self.staging and self._writing:
             start = time.perf_counter()
             wait([self._writing[0].written])
@@ -55,6 +56,7 @@ class DiskTier:
         return stored
 
     def retire(self, stored: OnDisk) -> None:
+        # Autograd is done with it, but a thread may still write it, or a copy still read it: see `gone`.
         self._leaving.append(stored)
         self.tidy()
 
@@ -99,7 +101,8 @@ class OnDisk:
             held, after = (self._out, self._left) if self._out is not None else (self._back, self._last)
             self._used = self._used or self._out is not None
         if held is not None:
-            # Store-to-load forwarding. The memory is kept from now on, so a write that has not begun need not.
+            # Store-to-load forwarding. `_used`, set under the lock, keeps the memory from now on, so a write that has not
+            # begun need not.
             self.written.cancel()
             assert after is not None
             self._coming = streams.fetch(self._tier.memory.view(held, self._nbytes), target, (after, ready))
@@ -141,9 +144,11 @@ class OnDisk:
     def _write(self) -> None:
         assert self._out is not None
         try:
+            # This thread waits for the copy, the training does not: the file is given what the device has written.
             self._left.synchronize()
             self._tier.files.write(self._piece, self._tier.memory.view(self._out, self._piece.nbytes))
         except OSError as error:
+            # A thread's error has no caller: the next `tidy` of the training raises it.
             self._tier.failure = self._tier.failure or (self._piece.nbytes, error)
             return
         with self._lock:

@@ -47,6 +47,7 @@ class Files:
 
     def write(self, piece: Piece, memory: Tensor) -> None:
         """memory: [piece.nbytes] uint8, page-aligned."""
+        # One call moves at most 2 GiB, and less where the disk is full or a signal comes.
         view, done = memory.numpy().data, 0
         while done < piece.nbytes:
             done += os.pwrite(self._open[piece.slab], view[done:], piece.offset + done)
@@ -74,6 +75,7 @@ class Files:
         try:
             descriptor = _open_nameless(self.folder, direct=self.direct)
             try:
+                # Blocks on the disk, not a sparse file: a full disk shows here and not in a thread in the middle of a step.
                 os.posix_fallocate(descriptor, 0, nbytes)
             except OSError:
                 os.close(descriptor)
@@ -113,6 +115,7 @@ def _takes_direct(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        # Some file systems open with O_DIRECT and refuse the first write; an anonymous mapping is aligned to pages.
         return os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0) == PAGE
     except OSError:
         return False

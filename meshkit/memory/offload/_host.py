@@ -62,6 +62,7 @@ class InHost:
 
     def fetch(self, target: Tensor) -> bool:
         streams = self._tier.streams
+        # Marked now, after `target` was allocated: its memory may be that of a tensor which kernels queued before still use.
         self._coming = streams.fetch(self._host, target, (self._left, streams.mark()))
         return True
 

@@ -89,6 +89,8 @@ class Offload:
         """Fetch the scope, and those before it, as soon as backward reaches the block's result."""
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.requires_grad:
+                # One tensor of the result is enough, for here a fetch is only begun early: what nodes need before that,
+                # `_unpack` fetches.
                 value.register_hook(lambda grad: self._prefetch(scope))
                 return
 
@@ -103,6 +105,7 @@ class Offload:
             if parcel is None or not parcel.is_of(tensor):
                 source = bytes_of(tensor)
                 parcel = Parcel(StorageWeakRef(storage), tensor._version, source, self.tier.store(source))
+                # Weakly: the handles that autograd holds own the parcel, and `_leaving` does until it has left.
                 self._parcels[storage._cdata] = weakref.ref(parcel)
                 self._leaving.append((scope.number, parcel))
                 self._counts["storages"] += 1
@@ -134,6 +137,7 @@ class Offload:
             handle.refuse_changed()
             parcel = handle.parcel
             if handle.round == parcel.round:
+                # This handle was used in this round already: a second backward over a kept graph has begun.
                 parcel.round += 1
                 parcel.unseen = parcel.live
             data = self._fetch(parcel) if parcel.back is None else parcel.back
@@ -142,6 +146,8 @@ class Offload:
                 parcel.stored.arrive()
             restored = handle.view(data)
             handle.round = parcel.round
+            # With the last handle of the round the parcel lets go of its bytes: they live on in `restored`, as long as the
+            # node that asked for it runs.
             self._seen(parcel)
             return restored
 

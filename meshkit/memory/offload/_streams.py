@@ -1,12 +1,6 @@
 """Copies between a device and the host: on streams of their own on CUDA, at once on a CPU.
 
-All that knows streams and events is here; the rest of offload is the same on every device.
-
-[Note: who waits for whom] The compute stream is the one that is current where a tensor is saved or used. A store waits for
-what compute has queued, since that makes the tensor, and compute goes on. A fetch writes into memory allocated on the
-compute stream, which may still be in use by kernels queued before: it waits for those (`mark`) and for the tensor's store.
-Compute waits for the fetch before it reads, or before the memory is freed without being read. So host memory may be stored
-into again as soon as compute has waited for the fetch from it: the next store waits for compute.
+All that knows streams and events is here; the rest of offload is the same on every device. See [Note: who waits for whom].
 """
 
 from __future__ import annotations
@@ -18,6 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+# [Note: who waits for whom]
+# The compute stream is the one that is current where a tensor is saved or used. A store waits for what compute has queued,
+# since that makes the tensor, and compute goes on. A fetch writes into memory allocated on the compute stream, which may
+# still be in use by kernels queued before: it waits for those (`mark`) and for the tensor's store. Compute waits for the
+# fetch before it reads, or before the memory is freed without being read. So host memory may be stored into again as soon
+# as compute has waited for the fetch from it: the next store waits for compute.
 
 
 class Event(Protocol):
@@ -59,6 +60,7 @@ class Streams(Protocol):
 
 def pages(nbytes: int) -> Tensor:
     """Page-aligned host memory, [nbytes] uint8; pages that nobody touches take none."""
+    # Private, so that a forked child (a data loader, a sandbox) never writes into what this process stores.
     held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(held, dtype=torch.uint8)
 
@@ -106,6 +108,8 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._out, self._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        # Events around each wait that may have cost something, oldest first: read once they are over, so that measuring
+        # never makes the host wait.
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._waited_s = 0.0
 
@@ -120,12 +124,15 @@ class CudaStreams:
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             torch.cuda.check_error(int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0)))
+        # Not at exit: the driver may be gone by then, and with it the registration.
         weakref.finalize(slab, _unregister, slab.data_ptr(), slab.untyped_storage()).atexit = False
         return slab
 
     def store(self, source: Tensor, target: Tensor) -> Event:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
+            # Without `record_stream`: the parcel holds `source` until the event, and the caching allocator, told of the
+            # second stream, would hold the block back until some later allocation looks at its events.
             target.copy_(source, non_blocking=True)
             return _recorded(self._out)
 

@@ -5,9 +5,10 @@ from ._apply import context_of as context_of
 from ._apply import context_parallel as context_parallel
 from ._apply import layer_windows as layer_windows
 from ._apply import model_window as model_window
+from ._apply import plan_context as plan_context
 from ._apply import split_batch as split_batch
 from ._choose import Choice as Choice
-from ._choose import ContextPolicy as ContextPolicy
+from meshkit.strategy import ContextPolicy as ContextPolicy
 from ._choose import choose as choose
 from ._choose import choose_for_rows as choose_for_rows
 from ._layout import Layout as Layout

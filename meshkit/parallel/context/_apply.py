@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
-from meshkit.parallel.context._choose import ContextPolicy, Scheme
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import match_names
+from meshkit.strategy import ContextPolicy
 from meshkit.swap import swap_class
 
 TRANSFORMERS_NAME = "meshkit"
@@ -28,20 +28,16 @@ TRANSFORMERS_NAME = "meshkit"
 
 def context_parallel(
     module: nn.Module,
-    axis: DeviceMesh,
+    mesh: DeviceMesh,
     *,
-    scheme: Scheme = "auto",
-    balance: Any = "auto",
-    ulysses: int | None = None,
-    slack: float = 0.0,
-    kv_heads_per_gather: int = 1,
+    policy: ContextPolicy | None = None,
     attention: Iterable[str] = (),
     heads: tuple[int, int, int] | None = None,
     window: int | None = None,
     multiple: int = 1,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Let the module's attention reach over the tokens of all ranks of the axis, in place.
+    """Let the module's attention reach over the tokens of all ranks of one mesh axis, in place.
 
     The module is then run on what `split_batch(module, batch)` returns: this rank's tokens with their positions, labels
     and a `mask`. Three kinds of modules understand it:
@@ -50,40 +46,55 @@ def context_parallel(
     - any other, if `attention` names the modules (patterns as in a plan) that call F.scaled_dot_product_attention.
     Its forward must take `position_ids` where it uses positions: a rank's tokens are not 0, 1, 2, ...
 
-    scheme, balance, ulysses, slack, kv_heads_per_gather: see `ContextPolicy`. heads: (query heads, key/value heads,
+    policy: ring, Ulysses and their relatives, and which rank holds which tokens. heads: (query heads, key/value heads,
     head_dim) of one rank, by which "auto" weighs schemes; default: what the module's config says. window: the module's own
     sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of activations.
     Wire: in each attention what the scheme sends; `explain` prints it.
     Raises: PlanError for a module that could not see the mask, and where dropout would depend on the split.
     """
-    policy = ContextPolicy(
-        scheme=scheme, balance=balance, ulysses=ulysses, slack=slack, kv_heads_per_gather=kv_heads_per_gather
-    )
-    policy.refuse_misfit(axis.size())
+    policy = policy or ContextPolicy()
+    named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
-    named = match_names(attention, dict(module.named_modules()), what="module")
     window = window if window is not None else model_window(config)
     # Modules of the user's own do not look at positions: their attention is causal over the whole row.
-    module.__dict__["_context"] = Context(axis, policy, shape, window, multiple, documents=not named)
-    if axis.size() == 1:
+    module.__dict__["_context"] = Context(mesh, policy, shape, window, multiple, documents=not named)
+    if mesh.size() == 1:
         return module
-    _refuse_dropout(module)
     if named:
+        modules = dict(module.named_modules())
         for name in named:
-            child = dict(module.named_modules())[name]
-            swap_class(child, forward=_intercepted(type(child).forward))
+            swap_class(modules[name], forward=_intercepted(type(modules[name]).forward))
         swap_class(module, forward=_carrying(type(module).forward))
     elif _is_transformers(module):
         _use_registry(module)
+    module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
+    return module
+
+
+def plan_context(module: nn.Module, policy: ContextPolicy, *, size: int, attention: Iterable[str]) -> list[str]:
+    """The modules that `attention` names. Changes nothing. Raises: PlanError as `context_parallel` does."""
+    policy.refuse_misfit(size)
+    named = match_names(attention, dict(module.named_modules()), what="module")
+    if size == 1:
+        return named
+    _refuse_dropout(module)
+    if named:
+        return named
+    if _is_transformers(module):
+        if not getattr(module, "_supports_attention_backend", False):
+            raise PlanError(
+                f"context parallelism: {type(module).__name__} computes attention by itself and not through transformers' "
+                "registry, so it would see this rank's tokens only. Use a model with `_supports_attention_backend`, or name "
+                'the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
+            )
     elif "mask" not in inspect.signature(module.forward).parameters:
         raise PlanError(
             f"context_parallel: {type(module).__name__}.forward takes no `mask`, so its attention would see this rank's "
             "tokens only. Take a `mask` and call mask.attend(q, k, v), or name the modules that call "
             'F.scaled_dot_product_attention: attention=["layers.*.attn"].'
         )
-    module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
-    return module
+    return named
 
 
 def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | None = None) -> dict[str, Any]:
@@ -176,12 +187,6 @@ def _use_registry(module: nn.Module) -> None:
     """Name our function in the module's config: in a copy, which no other model reads."""
     from transformers import AttentionInterface
 
-    if not getattr(module, "_supports_attention_backend", False):
-        raise PlanError(
-            f"context parallelism: {type(module).__name__} computes attention by itself and not through transformers' "
-            "registry, so it would see this rank's tokens only. Use a model with `_supports_attention_backend`, or name the "
-            'modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
-        )
     AttentionInterface.register(TRANSFORMERS_NAME, _transformers_attention)
     copies: dict[int, Any] = {}
     for child in module.modules():

@@ -9,18 +9,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from meshkit.errors import PlanError
 from meshkit.mask import Interval, Mask
+from meshkit.strategy import Balance
 
 Runs = tuple[Interval, ...]
 """the global tokens [first, after) of one rank in its local order: ascending, none empty, adjacent ones merged"""
 
-Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
 
 Counts = npt.NDArray[np.int64]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshkit import _torch
 from meshkit.parallel.context._layout import Layout
+from meshkit.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Line:
             for tensor, group in messages
             if tensor.numel()
         ]
+        # One batch, which NCCL runs as one kernel: of two ranks that each send first, neither would get to its receive.
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(works, [op.tensor for op in ops])
 
@@ -49,8 +51,12 @@ class Pending:
     tensors: list[Tensor]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if not self.works:
+            return
+        # After it the current stream may read what has come, and the tensors sent may be written again.
+        with waiting("keys and values of another cp group"):
+            for work in self.works:
+                work.wait()
 
 
 NOTHING = Pending([], [])

@@ -17,6 +17,12 @@ from meshkit.mask import Interval
 from meshkit.parallel.context._kernels import Backward, Forward, accumulator_dtype
 from meshkit.parallel.context._layout import Layout, Plan, plan, whole_plan
 from meshkit.parallel.context._line import NOTHING, Line
+from meshkit.waiting import waiting
+
+# [Note: a block is sent while it is read]
+# The message with a block leaves before attention over that block is queued. Both only read it, so neither waits for the
+# other, and the next block arrives in memory of its own. `pending` holds both ends, since on CUDA the wire uses them on a
+# stream of its own; it lets go after `wait`, which makes the compute stream follow the wire.
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, line: Line, scale: float) -> tuple[Tensor, Tensor]:
@@ -62,7 +68,7 @@ def _ring_blocks(kv: Tensor, steps: Plan, line: Line) -> Iterator[Tensor]:
         if t + 1 < line.groups:
             arriving = _like(kv, _length(steps, t + 1))
             pending = line.exchange([(held, line.group + 1)], [(arriving, line.group - 1)])
-        yield held
+        yield held  # the caller queues its attention: see [Note: a block is sent while it is read]
         pending.wait()
         held = arriving
 
@@ -74,6 +80,8 @@ def _ring_home(blocks: Iterator[Tensor], steps: Plan, line: Line, running: Backw
     """
     arriving, pending = None, NOTHING
     for t, (step, kv) in enumerate(zip(steps.steps, blocks, strict=True)):
+        # Zeros, for tiles that no query sees are skipped; and a sum of its own, not added into `arriving`: so
+        # attention over the block need not wait for the gradients that come from the rank before.
         dkv = torch.zeros(kv.shape, dtype=running.dq.dtype, device=kv.device)
         running.add(kv[0], kv[1], step.tiles, dkv[0], dkv[1])
         if arriving is not None:
@@ -122,7 +130,7 @@ def _cast_home(blocks: Iterator[Tensor], steps: Plan, line: Line, running: Backw
     for t, (step, kv) in enumerate(zip(steps.steps, blocks, strict=True)):
         dkv = torch.zeros(kv.shape, dtype=running.dq.dtype, device=kv.device)
         running.add(kv[0], kv[1], step.tiles, dkv[0], dkv[1])
-        if t == 0:
+        if t == 0:  # our own keys, whose gradients are at home
             total = dkv
             continue
         pending.wait()
@@ -195,11 +203,13 @@ def _attend_gathered_backward(
         for first, after, group, place in layout.all_runs:
             parts[group][:, :, place : place + after - first] = dkv[:, :, first:after]
         own = torch.empty_like(parts[0])
+        # Not waited for here: the next heads are computed meanwhile. `home` holds what is sent and what is received.
         work = dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=line.process_group, async_op=True)
         home.append((own, work, parts))
-    for _, work, _ in home:
-        if work is not None:
-            work.wait()
+    with waiting("the gradients of keys and values"):
+        for _, work, _ in home:
+            if work is not None:
+                work.wait()
     return torch.cat(dqs, dim=2), torch.cat([own for own, _, _ in home], dim=3)[:, :, : k.shape[1]].contiguous()
 
 
@@ -219,7 +229,9 @@ def _gathered(kv: Tensor, layout: Layout, line: Line) -> Iterator[tuple[slice, T
     for heads, following in zip(sets, [*sets[1:], None], strict=True):
         _, whole, work = pending
         if work is not None:
-            work.wait()
+            with waiting("keys and values of all cp groups"):
+                work.wait()
+        # Only now, so that no more than two sets are alive: this one, and the one on its way.
         if following is not None:
             pending = start(following)
         by_group = whole.unflatten(0, (layout.groups, 2))

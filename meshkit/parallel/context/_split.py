@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshkit.errors import DataError
 from meshkit.mask import Mask
 from meshkit.memory.loss import IGNORED
-from meshkit.parallel.context._choose import Choice, ContextPolicy, choose_for_rows
+from meshkit.parallel.context._choose import Choice, choose_for_rows
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._traffic import Shape
+from meshkit.strategy import ContextPolicy
 
 
 @dataclass(eq=False)

@@ -4,12 +4,14 @@ from ._apply import ExpertLayout as ExpertLayout
 from ._apply import expert_layouts as expert_layouts
 from ._apply import expert_parallel as expert_parallel
 from ._apply import in_expert_view as in_expert_view
+from ._apply import plan_experts as plan_experts
+from ._balance import refuse_sequence_balance as refuse_sequence_balance
 from ._balance import share_counts as share_counts
 from ._balance import step_counts as step_counts
 from ._balance import step_dropped as step_dropped
 from ._balance import step_losses as step_losses
 from ._balance import update_biases as update_biases
-from ._capacity import Capacity as Capacity
+from meshkit.strategy import Capacity as Capacity
 from ._dispatch import AllToAll as AllToAll
 from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
@@ -17,7 +19,6 @@ from ._dispatch import OneRank as OneRank
 from ._dispatch import Sent as Sent
 from ._hot import HotExperts as HotExperts
 from ._hot import note_counts as note_counts
-from ._policy import ExpertPolicy as ExpertPolicy
-from ._policy import MakeDispatcher as MakeDispatcher
+from meshkit.strategy import ExpertPolicy as ExpertPolicy
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing

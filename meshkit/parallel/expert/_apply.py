@@ -14,16 +14,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshkit import _torch
 from meshkit.errors import PlanError
-from meshkit.mesh import Mesh, MeshSpec
-from meshkit.parallel.expert._capacity import Capacity
+from meshkit.mesh import MeshSpec
 from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, own_rows
 from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
-from meshkit.parallel.expert._policy import ExpertPolicy
 from meshkit.parallel.tensor import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
 from meshkit.routing import Meanwhile, Routing
 from meshkit.sharding import even_part
+from meshkit.strategy import ExpertPolicy
 from meshkit.swap import swap_class
 
 
@@ -73,40 +72,51 @@ def _serves(count: int, ranks: int) -> bool:
 
 def expert_parallel(
     module: nn.Module,
-    mesh: Mesh,
+    mesh: DeviceMesh,
     *,
     plan: Mapping[str, Style],
+    tp: DeviceMesh | None = None,
     sequence: bool = False,
     policy: ExpertPolicy | None = None,
-) -> list[str]:
+) -> nn.Module:
     """Share the experts of every `experts()` module of the plan over `ep`, and their features over `etp`, in place.
 
-    Returns the names of these modules, which `fully_shard` shards over `mesh.expert_data`.
+    mesh: one axis, `ep`, or two, `ep` x `etp`. They may be any ranks of dp_shard x cp x tp: each brings its own tokens.
     Such a module's forward is (x [N, C], routing, meanwhile=None) -> [N, C], where `meanwhile` is work that runs while rows
     travel (shared experts), and may be left away. It has stacked parameters [E, ...], and a method
     compute(rows [M, C], counts: list[int]) that runs the experts it holds on rows sorted by expert.
-    Ranks of `ep` and `etp` may be any ranks of dp_shard x cp x tp: each brings its own tokens. With tp, and without
-    sequence=True, its ranks have the same tokens and each brings a part of them.
+    tp: the axis of tensor parallelism of the rest of the model. Without sequence=True its ranks have the same tokens, and
+    each brings a part of them.
     policy: capacity of experts, copies of busy ones, another dispatcher.
     Gradients are sums over all tokens, as everywhere: the copies of an expert on edp add up, nothing is divided.
     Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction.
     Raises: PlanError if there are no experts but ep or etp > 1, or if a rank of ep would have none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
-    spec = mesh.spec
-    found = expert_layouts(module, plan, ep=spec.ep, etp=spec.etp)
-    if not found:
-        if spec.ep * spec.etp > 1:
-            raise PlanError(
-                f"expert_parallel: ep={spec.ep} etp={spec.etp}, but the plan has no experts(). Name the modules that hold "
-                "stacked experts, or leave ep and etp away."
-            )
-        return []
+    if mesh.ndim > 2:
+        raise PlanError(f"expert_parallel needs the axis ep, or ep and etp, but got {mesh.mesh_dim_names}.")
+    ep, etp = mesh.size(0), mesh.size(1) if mesh.ndim == 2 else 1
     policy = policy or ExpertPolicy()
-    policy.refuse_misfit(mesh)
-    for name, layout in found.items():
-        _share(module.get_submodule(name), layout, mesh, sequence, policy)
-    return list(found) if in_expert_view(spec) else []
+    for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp).items():
+        if ep * etp > 1 or (tp is not None and tp.size() > 1) or policy != ExpertPolicy():
+            split = tp if tp is not None and tp.size() > 1 and not sequence else None
+            _share(module.get_submodule(name), layout, mesh, split, policy)
+    return module
+
+
+def plan_experts(
+    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int
+) -> dict[str, ExpertLayout]:
+    """Where the experts of each `experts()` module go. Changes nothing. Raises: PlanError as `expert_parallel` does."""
+    found = expert_layouts(module, plan, ep=ep, etp=etp)
+    if not found and ep * etp > 1:
+        raise PlanError(
+            f"expert_parallel: ep={ep} etp={etp}, but the plan has no experts(). Name the modules that hold stacked experts, "
+            "or leave ep and etp away."
+        )
+    if found:
+        policy.refuse_misfit(ep=ep, etp=etp)
+    return found
 
 
 def in_expert_view(spec: MeshSpec) -> bool:
@@ -114,32 +124,32 @@ def in_expert_view(spec: MeshSpec) -> bool:
     return spec.ep * spec.etp * spec.tp > 1
 
 
-def _share(module: nn.Module, layout: ExpertLayout, mesh: Mesh, sequence: bool, policy: ExpertPolicy) -> None:
-    spec = mesh.spec
-    held = dict(module.named_parameters(recurse=False))
-    if not in_expert_view(spec) and policy == ExpertPolicy():
-        return
-    if policy.dispatcher is not None:
-        dispatcher = policy.dispatcher(layout.experts, mesh)
-    else:
-        dispatcher = _dispatcher(layout.experts, mesh, policy.capacity)
+def _share(
+    module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh, split: DeviceMesh | None, policy: ExpertPolicy
+) -> None:
+    """split: the axis whose ranks have the same tokens."""
+    dispatcher = _dispatcher(layout.experts, mesh, policy)
     if policy.hot and isinstance(dispatcher, AllToAll):
         set_hot(module, HotExperts(module, dispatcher, policy.hot, policy.history))
-    axes = tuple(axis for axis in ("ep", "etp") if getattr(spec, axis) > 1)
-    if axes:
+    held = dict(module.named_parameters(recurse=False))
+    dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if dims:
+        axes = mesh if len(dims) == mesh.ndim else mesh[(mesh.mesh_dim_names or ())[dims[0]]]
         for key, param in held.items():
-            placements = [Shard(0 if axis == "ep" else layout.dims[key]) for axis in axes]
-            module._parameters[key] = nn.Parameter(shard_parameter(param, mesh[axes], *placements), param.requires_grad)
-    split = mesh["tp"] if spec.tp > 1 and not sequence else None
-    compute_with(module, dict.fromkeys(held, _local) if axes else {}, _forward(dispatcher, split))
+            placements = [Shard(0 if dim == 0 else layout.dims[key]) for dim in dims]
+            module._parameters[key] = nn.Parameter(shard_parameter(param, axes, *placements), param.requires_grad)
+    compute_with(module, dict.fromkeys(held, _local) if dims else {}, _forward(dispatcher, split))
     # Rows in numbers that the host learns on the way: outside of compiled graphs.
     swap_class(module, forward=torch.compiler.disable(type(module).forward))
 
 
-def _dispatcher(experts: int, mesh: Mesh, capacity: Capacity | None) -> Dispatcher:
-    if mesh.spec.ep * mesh.spec.etp == 1:
-        return OneRank(experts, capacity)
-    return AllToAll(experts, mesh.expert_ranks.get_group(), mesh["ep"].get_group(), mesh["etp"].get_group(), capacity)
+def _dispatcher(experts: int, mesh: DeviceMesh, policy: ExpertPolicy) -> Dispatcher:
+    if policy.dispatcher is not None:
+        made: Dispatcher = policy.dispatcher(experts, mesh)
+        return made
+    if mesh.size() == 1:
+        return OneRank(experts, policy.capacity)
+    return AllToAll.on(experts, mesh, policy.capacity)
 
 
 def _local(param: nn.Parameter | None) -> Tensor:

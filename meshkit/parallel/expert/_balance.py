@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,18 @@ def token_groups(mesh: Mesh, *, sequence: bool) -> list[ProcessGroup]:
     return [axis.get_group() for axis in axes if axis.size() > 1]
 
 
+def refuse_sequence_balance(module: nn.Module, *, cp: int) -> None:
+    """Raises: PlanError for a router that balances each sequence, with cp."""
+    for name, router in module.named_modules():
+        config: Any = getattr(router, "config", None)
+        losses = config.losses if hasattr(router, "reduce_counts") else None
+        if losses is not None and losses.balance and losses.per == "sequence" and cp > 1:
+            raise PlanError(
+                f"the router {name!r} balances each sequence, but cp={cp} gives ranks tokens of several. Use "
+                'AuxiliaryLosses(per="batch") or per="global".'
+            )
+
+
 def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
     """Let routers balance the tokens of all ranks, in place: those that have `reduce_counts`, as `meshkit.models.Router`.
 
@@ -36,15 +49,10 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
     sequence=True; per="batch": one of E counts over each axis with other tokens; per="global": nothing.
     Raises: PlanError for per="sequence" with cp, whose ranks do not know where the rows of a stream begin.
     """
-    for name, router in module.named_modules():
-        if not hasattr(router, "reduce_counts"):
-            continue
+    refuse_sequence_balance(module, cp=mesh.spec.cp)
+    routers: list[Any] = [child for child in module.modules() if hasattr(child, "reduce_counts")]
+    for router in routers:
         losses = router.config.losses
-        if losses.balance and losses.per == "sequence" and mesh.spec.cp > 1:
-            raise PlanError(
-                f"the router {name!r} balances each sequence, but cp={mesh.spec.cp} gives ranks tokens of several. Use "
-                'AuxiliaryLosses(per="batch") or per="global".'
-            )
         groups = token_groups(mesh, sequence=sequence)
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []

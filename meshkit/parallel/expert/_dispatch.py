@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit import _torch
 from meshkit.auxiliary import report_dropped
-from meshkit.parallel.expert._capacity import Capacity
+from meshkit.parallel.expert._capacity import keep_within
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
 from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
 from meshkit.sharding import chunk
+from meshkit.strategy import Capacity
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 """The held experts on rows [M, C] sorted by expert, and how many rows each has; returns [M, C]."""
@@ -123,8 +126,21 @@ class AllToAll:
     both: ProcessGroup
     """ranks of ep x etp, etp fastest"""
     ep: ProcessGroup
-    etp: ProcessGroup
+    etp: ProcessGroup | None = None
+    """None: each expert is whole on its rank"""
     capacity: Capacity | None = None
+
+    @classmethod
+    def on(cls, experts: int, mesh: DeviceMesh, capacity: Capacity | None = None) -> Self:
+        """mesh: one axis, ep, or two, ep x etp. A collective of its ranks the first time, where both are larger than 1."""
+        if mesh.ndim == 1:
+            return cls(experts, mesh.get_group(), mesh.get_group(), capacity=capacity)
+        large = [dim for dim in range(2) if mesh.size(dim) > 1]
+        names = mesh.mesh_dim_names or ("ep", "etp")
+        both = mesh.get_group(large[0] if large else 0)
+        if len(large) > 1:
+            both = _torch.flatten_mesh(mesh, "_".join(names)).get_group()
+        return cls(experts, both, mesh.get_group(0), mesh.get_group(1), capacity)
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
@@ -136,16 +152,18 @@ class AllToAll:
     def through(self, rows: Tensor, plan: Sent, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
         """Rows of this rank, sorted by expert, to their experts and back."""
         rows = exchange(rows, plan.sent(), plan.received(), self.ep, meanwhile)
-        rows = gather_rows(rows, plan.gathered(), self.etp)
+        if self.etp is not None:
+            rows = gather_rows(rows, plan.gathered(), self.etp)
         order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
         out = compute(rows.index_select(0, order), plan.per_expert())
         out = out.index_select(0, order.argsort())
-        out = scatter_sum_rows(out, plan.gathered(), self.etp)
+        if self.etp is not None:
+            out = scatter_sum_rows(out, plan.gathered(), self.etp)
         return exchange(out, plan.received(), plan.sent(), self.ep)
 
     def plan(self, counts_E: Tensor) -> Sent:
         """Wire: an all-gather of E counts. The one time that the host waits."""
-        ep, etp = self.ep.size(), self.etp.size()
+        ep, etp = self.ep.size(), 1 if self.etp is None else self.etp.size()
         everybody = counts_E.new_empty(ep * etp, self.experts)
         dist.all_gather_into_tensor(everybody, counts_E.unsqueeze(0), group=self.both)
         place = divmod(dist.get_rank(self.both), etp)
@@ -157,7 +175,7 @@ def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tup
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     if capacity is None:
         return order_M, counts_E
-    order_M, kept_E = capacity.kept(routing, order_M, counts_E)
+    order_M, kept_E = keep_within(capacity, routing, order_M, counts_E)
     report_dropped(len(order_M) - kept_E.sum(), len(order_M))
     return order_M, kept_E
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshkit.routing import Meanwhile
+from meshkit.waiting import waiting
 
 Move = Callable[[Tensor], Tensor]
 
@@ -92,7 +93,8 @@ class _Way:
     def arrive(self) -> Tensor:
         assert self._travelling is not None, "nothing is on its way"
         work, _, out = self._travelling
-        work.wait()
+        with waiting("rows of other ep ranks"):
+            work.wait()
         self._travelling = None
         return out
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshkit.parallel.expert._capacity import Capacity
 from meshkit.parallel.expert._dispatch import AllToAll, Compute, experts_of, kept_pairs
 from meshkit.parallel.expert._exchange import gather_rows
 from meshkit.routing import Meanwhile, Routing, combine, take_rows
+from meshkit.strategy import Capacity
 
 _KEY = "_hot_experts"
 

@@ -11,6 +11,8 @@ from .drawing import text as text
 from .drawing import trace as trace
 from ._pipeline import Cut as Cut
 from ._pipeline import Pipeline as Pipeline
+from ._pipeline import cut_stages as cut_stages
+from ._pipeline import pipeline_of as pipeline_of
 from ._pipeline import pipeline_parallel as pipeline_parallel
 from ._pipeline import plan_pipeline as plan_pipeline
 from ._record import Measured as Measured

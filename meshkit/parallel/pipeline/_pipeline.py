@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ from meshkit.auxiliary import Collected
 from meshkit.errors import PlanError
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
+from meshkit.parallel.pipeline._csv import read_csv
 from meshkit.parallel.pipeline._execute import Loss, execute, forward
 from meshkit.parallel.pipeline._messages import Message, messages, need_of
 from meshkit.parallel.pipeline._record import Recording
+from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._stages import StagedModel, Stages, plan_stages
 from meshkit.parallel.pipeline._table import Row, Schedule
 from meshkit.parallel.pipeline._transfer import Mail
 from meshkit.parallel.pipeline.schedules import Generator, named
+from meshkit.plan import match_names
 from meshkit.sharding import local_tensor
+from meshkit.strategy import PipelinePolicy
+from meshkit.waiting import waiting
 from meshkit.whole import Whole, set_whole
+
+_KEY = "_meshkit_pipeline"
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,8 @@ class Pipeline:
             sent = dist.isend(grad.contiguous(), group=there, group_dst=peer)
             dist.recv(other, group=back, group_src=peer)
             assert sent is not None
-            sent.wait()
+            with waiting(f"the gradient of {head} to pp rank {peer}"):
+                sent.wait()
             grad += other
 
     def _checked(self, microbatches: int) -> Checked:
@@ -227,9 +236,12 @@ def plan_pipeline(
 ) -> Cut:
     """Share the model's blocks among stages. It changes nothing, but look at the model before anything else does.
 
-    schedule: a name, a function of (ranks, microbatches), or a table. split: blocks of each stage; default: by parameters.
+    schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
+    stage; default: by parameters.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
+    if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
+        schedule = read_csv(Path(schedule))
     generate = generator_of(schedule)
     # Two microbatches show where a schedule puts its stages, and whether it computes weight gradients apart.
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
@@ -263,18 +275,47 @@ def _wrong_table(table: Schedule, ranks: int, microbatches: int) -> str:
     )
 
 
-def pipeline_parallel(model: nn.Module, axis: DeviceMesh, cut: Cut, *, dtype: torch.dtype, parts: int = 1) -> Pipeline:
-    """Keep the stages of this rank, in place; parameters keep their names.
+def pipeline_parallel(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    blocks: Iterable[str],
+    policy: PipelinePolicy | None = None,
+    dtype: torch.dtype | None = None,
+    parts: int = 1,
+) -> nn.Module:
+    """Keep the stages of this rank of one mesh axis, in place; parameters keep their names.
 
-    Each block takes and returns the hidden state [B, T, C] first. dtype: of the hidden state. parts: ranks that share the
-    sequence between blocks.
+    blocks: patterns of the repeated modules that are shared among stages, in order. Each takes and returns the hidden state
+    [B, T, C] first. policy: the schedule, 1F1B by default, and how many blocks each stage has. dtype: of the hidden state;
+    default: of the module's parameters. parts: ranks that share the sequence between blocks.
+    The module then runs by `pipeline_of(module).forward_backward(microbatches, loss, scale)`.
     Wire: each microbatch's hidden state once forward and its gradient once backward between stages on different ranks; with a
     tied embedding and head on different ranks, their gradient once a step.
+    Raises: PlanError for a module that cannot be cut so.
+    Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
-    rank, group = axis.get_local_rank(), axis.get_group()
-    staged = StagedModel(model, cut.stages, cut.stages_of(rank), dtype)
-    set_whole(model, Whole(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group))
-    return Pipeline(staged, axis, cut, dtype, parts, *_directions(group))
+    policy = policy or PipelinePolicy()
+    names = match_names(blocks, dict(module.named_modules()), what="module")
+    cut = plan_pipeline(module, mesh.size(), blocks=names, schedule=policy.schedule, split=policy.stages)
+    if cut.splits_backward:
+        split_linears(module)
+    return cut_stages(module, mesh, cut, dtype=dtype or next(module.parameters()).dtype, parts=parts)
+
+
+def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dtype, parts: int = 1) -> nn.Module:
+    """`pipeline_parallel` where `plan_pipeline` has been asked before, of the module as it was."""
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    staged = StagedModel(module, cut.stages, cut.stages_of(rank), dtype)
+    set_whole(module, Whole(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group))
+    module.__dict__[_KEY] = Pipeline(staged, mesh, cut, dtype, parts, *_directions(group))
+    return module
+
+
+def pipeline_of(module: nn.Module) -> Pipeline | None:
+    """What runs the stages of a module that went through `pipeline_parallel`; None for another."""
+    found: Pipeline | None = module.__dict__.get(_KEY)
+    return found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ the drawing shows it, and the runtime executes it, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W", "FB"]
@@ -85,3 +86,37 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Are gradients of inputs and of weights computed apart?"""
         return any(row.op == "W" for row in self.rows())
+
+
+def label_of(row: Row, schedule: Schedule) -> str:
+    if schedule.stages > schedule.world:
+        return str(row)
+    return "+".join(f"{task.op}{task.microbatch}" for task in row.tasks)
+
+
+def lane_name(world: int) -> Callable[[int], str]:
+    digits = len(str(world - 1))
+    return lambda rank: f"rank {rank:>{digits}} │"
+
+
+def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: int = 100) -> str:
+    """The table itself, a column per cell, not in time; for a table that may not run.
+
+    at: (rank, index) of the cell that gets an arrow; the columns and the four ranks to either side of it are drawn.
+    """
+    cells = [[label_of(row, schedule) for row in rank] for rank in schedule.ranks]
+    rank_at, index_at = at or (0, 0)
+    longest = max(map(len, cells), default=0)
+    name = lane_name(schedule.world)
+    size = 1 + max([*map(len, chain(*cells)), len(str(longest))])
+    columns = max(1, (width - len(name(0))) // size)
+    low = max(0, min(index_at - columns // 2, longest - columns))
+    shown = range(low, min(longest, low + columns))
+    lines = [f"{'cell':{len(name(0)) - 2}}  " + "".join(f"{index:<{size}}" for index in shown)]
+    for rank, row in enumerate(cells):
+        if at is not None and abs(rank - rank_at) > 4:
+            continue
+        lines.append(name(rank) + "".join(f"{label:<{size}}" for label in row[shown.start : shown.stop]))
+        if at is not None and rank == rank_at:
+            lines.append(" " * (len(name(0)) + (index_at - low) * size) + "^")
+    return "\n".join(line.rstrip() for line in lines)

@@ -18,6 +18,13 @@ from torch import Tensor
 from meshkit.errors import StepError
 from meshkit.parallel.pipeline._messages import Message
 from meshkit.parallel.pipeline._table import Task
+from meshkit.waiting import waiting
+
+# [Note: receives are posted in the sender's order]
+# Two ranks match messages by order alone: NCCL has no tags, and runs what a communicator was given first, first. So a
+# receiver that needs the third message of a sender posts all three. Up and down have communicators of their own, for on one
+# the send of each of two ranks would stand before the receive that the other's send waits for. A row ahead is enough: more
+# would hold buffers that no task reads yet, less would leave the wire idle while this row computes.
 
 
 class Mail:
@@ -49,6 +56,8 @@ class Mail:
                 self._following.setdefault(message.source, deque()).append(message.made)
         self._posted: dict[Task, tuple[Tensor, dist.Work]] = {}
         self._kept: dict[Task, Tensor] = {}  # for ourselves
+        # A sent tensor belongs to the wire until its work is done: with its last reference the allocator may give the memory
+        # to the next kernel. So it is held here and looked through at each send; nobody waits for it before `finish`.
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, made: Task, value: Tensor) -> None:
@@ -72,9 +81,10 @@ class Mail:
         if made not in self._sources:
             return self._kept.pop(made)
         self._post(made)
-        buffer, work = self._posted.pop(made)
+        buffer, work = self._posted.pop(made)  # from here on the buffer is the caller's alone
         try:
-            work.wait()
+            with waiting(f"{made} from pp rank {self._sources[made]}"):
+                work.wait()  # gloo: the host waits. NCCL: the current stream does, and the host goes on.
         except RuntimeError as error:
             source = self._sources[made]
             raise StepError(
@@ -85,8 +95,9 @@ class Mail:
         return buffer
 
     def finish(self) -> None:
-        for work, _ in self._sending:
-            work.wait()
+        with waiting("what pp ranks receive"):
+            for work, _ in self._sending:
+                work.wait()
 
     def _post(self, made: Task) -> None:
         source = self._sources[made]

@@ -24,12 +24,6 @@ def heading_of(schedule: Schedule) -> str:
     return ", ".join([schedule.name, *words])
 
 
-def label_of(row: Row, schedule: Schedule) -> str:
-    if schedule.stages > schedule.world:
-        return str(row)
-    return "+".join(f"{task.op}{task.microbatch}" for task in row.tasks)
-
-
 def chunks_of(schedule: Schedule) -> list[int]:
     """Of every stage: how many stages its rank has before it."""
     return [schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import ceil, floor
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshkit.parallel.pipeline._simulate import Simulation
-from meshkit.parallel.pipeline._table import Row, Schedule
+from meshkit.parallel.pipeline._table import Row, Schedule, label_of, lane_name
 from meshkit.parallel.pipeline.drawing._common import (
     chunks_of,
     digits,
     heading_of,
-    label_of,
     scale_of,
     shade,
     shades_of,
@@ -67,29 +66,6 @@ def coloured(simulation: Simulation, *, width: int = 100) -> Text:
     return Text("\n").join(lines)
 
 
-def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: int = 100) -> str:
-    """The table itself, a column per cell, not in time; for a table that may not run.
-
-    at: (rank, index) of the cell that gets an arrow; the columns and the four ranks to either side of it are drawn.
-    """
-    cells = [[label_of(row, schedule) for row in rank] for rank in schedule.ranks]
-    rank_at, index_at = at or (0, 0)
-    longest = max(map(len, cells), default=0)
-    name = _lane_name(schedule.world)
-    size = 1 + max([*map(len, chain(*cells)), len(str(longest))])
-    columns = max(1, (width - len(name(0))) // size)
-    low = max(0, min(index_at - columns // 2, longest - columns))
-    shown = range(low, min(longest, low + columns))
-    lines = [f"{'cell':{len(name(0)) - 2}}  " + "".join(f"{index:<{size}}" for index in shown)]
-    for rank, row in enumerate(cells):
-        if at is not None and abs(rank - rank_at) > 4:
-            continue
-        lines.append(name(rank) + "".join(f"{label:<{size}}" for label in row[shown.start : shown.stop]))
-        if at is not None and rank == rank_at:
-            lines.append(" " * (len(name(0)) + (index_at - low) * size) + "^")
-    return "\n".join(line.rstrip() for line in lines)
-
-
 class _Cell(NamedTuple):
     row: Row
     start: int  # columns, the end not included
@@ -99,7 +75,7 @@ class _Cell(NamedTuple):
 
 def _text_lines(simulation: Simulation, width: int) -> Iterator[list[_Piece]]:
     schedule = simulation.schedule
-    name = _lane_name(schedule.world)
+    name = lane_name(schedule.world)
     per_s = scale_of(simulation, lambda row: 1 + len(label_of(row, schedule)))
     lanes = [
         [
@@ -165,8 +141,3 @@ def _axis_text(margin: int, per_s: float, low: int, high: int) -> str:
         if column + len(number) <= margin + high - low or tick == 0:
             line[column : column + len(number)] = number
     return f"{'time':{margin}}" + "".join(line)[margin:]
-
-
-def _lane_name(world: int) -> Callable[[int], str]:
-    digits = len(str(world - 1))
-    return lambda rank: f"rank {rank:>{digits}} │"

@@ -12,7 +12,8 @@ W is in no plan. It waits for nobody and makes room, so it fills the gaps, and c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -113,99 +114,161 @@ def list_schedule(
     split: I and W apart; otherwise whole backwards, B.
     patience: start a W only if nothing better arrives within this part of its time.
     """
-    stages, ranks = len(placement), len(plan)
-    limit = list(max_live) if max_live is not None else [stages * microbatches] * ranks
-    assert all(plan_peak(rank) <= most for rank, most in zip(plan, limit, strict=True)), "the plan is over the limit"
-    places = [{task: place for place, task in enumerate(rank)} for rank in plan]
-    back_s = costs.i_s if split else costs.b_s
-    epsilon = EPSILON * (sum(costs.f_s) + sum(back_s) + sum(costs.w_s))
-    mine = [[stage for stage in range(stages) if placement[stage] == rank] for rank in range(ranks)]
-
-    forwards, backwards = [0] * stages, [0] * stages  # started so far; microbatches go through a stage in order
-    input_at = [[0.0 if stage == 0 else None for _ in range(microbatches)] for stage in range(stages)]
-    gradient_at: list[list[float | None]] = [[None] * microbatches for _ in range(stages)]
-    unfinished = [0] * ranks  # F without I: what the plan accounts for
-    live = [0] * ranks  # F without B or W: what the limit is about
-    weights: list[list[Task]] = [[] for _ in range(ranks)]
-    next_weight, next_place = [0] * ranks, [0] * ranks
-    free_at = [0.0] * ranks
-    orders: list[list[Task]] = [[] for _ in range(ranks)]
-
-    def started(task: Task) -> bool:
-        return (forwards if task.op == "F" else backwards)[task.stage] > task.microbatch
-
-    def safe(rank: int, task: Task) -> bool:
-        """Would the plan still fit if this F, out of turn or not, went first?"""
-        planned, held = plan[rank], unfinished[rank] + 1
-        while started(planned[next_place[rank]]):
-            next_place[rank] += 1
-        for place in range(next_place[rank], places[rank][task]):
-            if held > limit[rank]:
-                return False
-            if not started(planned[place]):
-                held += 1 if planned[place].op == "F" else -1
-        return held <= limit[rank]
-
-    def choose(rank: int, now: float) -> Task | None:
-        here: list[Task] = []
-        soonest = float("inf")
-        for stage in mine[rank]:
-            nexts = []
-            if (microbatch := backwards[stage]) < forwards[stage]:
-                nexts.append((gradient_at[stage][microbatch], Task("I", stage, microbatch)))
-            if (microbatch := forwards[stage]) < microbatches:
-                nexts.append((input_at[stage][microbatch], Task("F", stage, microbatch)))
-            for arrives, task in nexts:
-                if arrives is None or (task.op == "F" and not safe(rank, task)):
-                    continue
-                if arrives <= now + epsilon:
-                    here.append(task)
-                else:
-                    soonest = min(soonest, arrives)
-        weight = weights[rank][next_weight[rank]] if next_weight[rank] < len(weights[rank]) else None
-        if here:
-            best = min(here, key=lambda task: rule(task, places[rank][task]))
-            return weight if best.op == "F" and live[rank] == limit[rank] else best
-        if weight and soonest >= now + patience * costs.w_s[weight.stage] - epsilon:
-            return weight
-        return None
-
-    events = [(0.0, rank) for rank in range(ranks)]
+    stages, count = len(placement), len(plan)
+    limits = list(max_live) if max_live is not None else [stages * microbatches] * count
+    assert all(plan_peak(order) <= most for order, most in zip(plan, limits, strict=True)), "the plan is over the limit"
+    settings = _Settings(placement, microbatches, costs, rule, split, patience)
+    ranks = [_Rank(rank, plan[rank], limits[rank], placement) for rank in range(count)]
+    progress = _Progress(stages, microbatches)
+    # (time, rank): it is free again, or something has arrived for it. All of one moment are heard before a rank chooses.
+    events = [(0.0, rank) for rank in range(count)]
     while events:
         now, awake = events[0][0], set()
-        while events and events[0][0] <= now + epsilon:
+        while events and events[0][0] <= now + settings.epsilon:
             awake.add(heapq.heappop(events)[1])
         for rank in sorted(awake):
-            if free_at[rank] > now + epsilon or (task := choose(rank, now)) is None:
+            if ranks[rank].free_at > now + settings.epsilon:
                 continue
-            op, stage, microbatch = task
-            if op == "F":
-                end = now + costs.f_s[stage]
-                forwards[stage] += 1
-                unfinished[rank] += 1
-                live[rank] += 1
-                reader, arrivals = (stage + 1, input_at) if stage + 1 < stages else (stage, gradient_at)
-            elif op == "I":
-                end = now + back_s[stage]
-                backwards[stage] += 1
-                unfinished[rank] -= 1
-                reader, arrivals = stage - 1, gradient_at
-                if split:
-                    weights[rank].append(Task("W", stage, microbatch))
-                else:
-                    live[rank] -= 1
-            else:
-                end = now + costs.w_s[stage]
-                next_weight[rank] += 1
-                live[rank] -= 1
-                reader = -1
-            if reader >= 0:
-                target = placement[reader]
-                arrives = end + (costs.hop(rank, target) if target != rank else 0.0)
-                arrivals[reader][microbatch] = arrives
-                heapq.heappush(events, (arrives, target))
-            orders[rank].append(task if split or op == "F" else Task("B", stage, microbatch))
-            free_at[rank] = end
-            heapq.heappush(events, (end, rank))
-    assert sum(map(len, orders)) == stages * microbatches * (3 if split else 2), "a safe order stopped"
-    return tuple(map(tuple, orders))
+            task = _choose(settings, progress, ranks[rank], now)
+            if task is not None:
+                for event in _start(settings, progress, ranks[rank], task, now):
+                    heapq.heappush(events, event)
+    assert sum(len(rank.order) for rank in ranks) == stages * microbatches * (3 if split else 2), "a safe order stopped"
+    return tuple(tuple(rank.order) for rank in ranks)
+
+
+class _Settings:
+    """What a call of `list_schedule` asks for; fixed."""
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        microbatches: int,
+        costs: Costs,
+        rule: Rule,
+        split: bool,
+        patience: float,
+    ) -> None:
+        self.placement, self.microbatches, self.rule, self.split = placement, microbatches, rule, split
+        self.hop = costs.hop
+        self.task_s = {"F": costs.f_s, "I": costs.i_s if split else costs.b_s, "W": costs.w_s}
+        self.patience_s = [patience * seconds for seconds in costs.w_s]
+        self.epsilon = EPSILON * (sum(costs.f_s) + sum(self.task_s["I"]) + sum(costs.w_s))
+
+
+class _Progress:
+    """What is done in the world. Microbatches go through a stage in order, so a count per stage says which have started."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self.forwards, self.backwards = [0] * stages, [0] * stages
+        # When the input of a stage's F and the gradient of its I is there; None while that is not known.
+        self.input_at: list[list[float | None]] = [[None] * microbatches for _ in range(stages)]
+        self.gradient_at: list[list[float | None]] = [[None] * microbatches for _ in range(stages)]
+        self.input_at[0] = [0.0] * microbatches
+
+    def started(self, task: Task) -> bool:
+        return (self.forwards if task.op == "F" else self.backwards)[task.stage] > task.microbatch
+
+
+class _Rank:
+    """What one rank carries."""
+
+    def __init__(self, number: int, plan: Sequence[Task], limit: int, placement: Sequence[int]) -> None:
+        self.number, self.plan, self.limit = number, plan, limit
+        self.stages = [stage for stage, rank in enumerate(placement) if rank == number]
+        self.places = {task: place for place, task in enumerate(plan)}
+        self.next_place = 0  # all of the plan before it has started
+        self.unfinished = 0  # F without I: what the plan accounts for
+        self.live = 0  # F without B or W: what the limit is about
+        self.weights: deque[Task] = deque()  # W whose I is done, oldest first
+        self.free_at = 0.0
+        self.order: list[Task] = []
+
+
+def _is_safe(progress: _Progress, rank: _Rank, task: Task) -> bool:
+    """Would the plan still fit if this F, out of turn or not, went first?"""
+    while progress.started(rank.plan[rank.next_place]):
+        rank.next_place += 1
+    held = rank.unfinished + 1
+    for place in range(rank.next_place, rank.places[task]):
+        if held > rank.limit:
+            return False
+        planned = rank.plan[place]
+        if not progress.started(planned):
+            held += 1 if planned.op == "F" else -1
+    return held <= rank.limit
+
+
+def _may_run(settings: _Settings, progress: _Progress, rank: _Rank) -> Iterator[tuple[float, Task]]:
+    """(when it can start, task): of each stage here the next I and the next F, if known to come and, an F, safe."""
+    for stage in rank.stages:
+        forwards, backwards = progress.forwards[stage], progress.backwards[stage]
+        if backwards < forwards and (arrives := progress.gradient_at[stage][backwards]) is not None:
+            yield arrives, Task("I", stage, backwards)
+        if forwards < settings.microbatches and (arrives := progress.input_at[stage][forwards]) is not None:
+            forward = Task("F", stage, forwards)
+            if _is_safe(progress, rank, forward):
+                yield arrives, forward
+
+
+def _choose(settings: _Settings, progress: _Progress, rank: _Rank, now: float) -> Task | None:
+    """What the rank starts now: the task the rule prefers, else a W; None where it had better wait.
+
+    A W comes first only where an F needs its room.
+    """
+    there, soonest = [], float("inf")
+    for arrives, task in _may_run(settings, progress, rank):
+        if arrives <= now + settings.epsilon:
+            there.append(task)
+        else:
+            soonest = min(soonest, arrives)
+    weight = rank.weights[0] if rank.weights else None
+    if there:
+        best = min(there, key=lambda task: settings.rule(task, rank.places[task]))
+        return weight if best.op == "F" and rank.live == rank.limit else best
+    if weight is not None and soonest >= now + settings.patience_s[weight.stage] - settings.epsilon:
+        return weight
+    return None
+
+
+def _start(
+    settings: _Settings, progress: _Progress, rank: _Rank, task: Task, now: float
+) -> Iterator[tuple[float, int]]:
+    """Run the task; (time, number of a rank) of what that lets ranks do."""
+    op, stage, microbatch = task
+    end = now + settings.task_s[op][stage]
+    if op == "F":
+        progress.forwards[stage] += 1
+        rank.unfinished += 1
+        rank.live += 1
+    elif op == "I":
+        progress.backwards[stage] += 1
+        rank.unfinished -= 1
+        if settings.split:
+            rank.weights.append(Task("W", stage, microbatch))
+        else:
+            rank.live -= 1
+    else:
+        rank.weights.popleft()
+        rank.live -= 1
+    reader = _reader(progress, task)
+    if reader is not None:
+        stage_of_reader, arrivals = reader
+        target = settings.placement[stage_of_reader]
+        arrives = end + (settings.hop(rank.number, target) if target != rank.number else 0.0)
+        arrivals[stage_of_reader][microbatch] = arrives
+        yield arrives, target
+    rank.order.append(task if settings.split or op == "F" else Task("B", stage, microbatch))
+    rank.free_at = end
+    yield end, rank.number
+
+
+def _reader(progress: _Progress, task: Task) -> tuple[int, list[list[float | None]]] | None:
+    """The stage that needs what the task makes, and where its times of arrival are kept. None: nobody does."""
+    if task.op == "F" and task.stage + 1 < len(progress.forwards):
+        return task.stage + 1, progress.input_at
+    if task.op == "F":
+        return task.stage, progress.gradient_at  # the last stage has the loss
+    if task.op == "I" and task.stage > 0:
+        return task.stage - 1, progress.gradient_at
+    return None

@@ -1,17 +1,37 @@
-"""How tokens and experts come together, beyond the mesh."""
+"""Expert parallelism: how tokens and experts come together, beyond the mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from meshkit.errors import PlanError
-from meshkit.mesh import Mesh
-from meshkit.parallel.expert._capacity import Capacity
-from meshkit.parallel.expert._dispatch import Dispatcher
 
-MakeDispatcher = Callable[[int, Mesh], Dispatcher]
-"""(number of experts, mesh) to what brings tokens to them"""
+MakeDispatcher = Callable[[int, Any], Any]
+"""(number of experts, DeviceMesh of ep x etp) to a `meshkit.parallel.expert.Dispatcher`, which brings tokens to them"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Each expert takes at most factor * N * K / E of a rank's own pairs, rounded up; the rest are dropped and count
+    nothing.
+
+    drop: "probability" keeps the pairs with the largest weights, "position" the first tokens. A rank drops of its own tokens
+    without asking others, so what is dropped depends on the mesh.
+    Source: Fedus et al. 2022, section 2.2; dropping of own tokens: Liu et al. 2025 (parallel folding).
+    """
+
+    factor: float
+    drop: Literal["probability", "position"] = "probability"
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise PlanError(
+                f"Capacity: factor={self.factor} leaves no room. 1.0 is the even share; leave capacity away for no limit."
+            )
+        if self.drop not in ("probability", "position"):
+            raise PlanError(f"Capacity: drop={self.drop!r} is not known. Use probability or position.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +58,10 @@ class ExpertPolicy:
                 "away, or leave dispatcher away."
             )
 
-    def refuse_misfit(self, mesh: Mesh) -> None:
+    def refuse_misfit(self, *, ep: int, etp: int) -> None:
         """Raises: PlanError for hot experts on a mesh that does not share experts whole."""
-        if self.hot and (mesh.spec.ep == 1 or mesh.spec.etp > 1):
+        if self.hot and (ep == 1 or etp > 1):
             raise PlanError(
                 f"ExpertPolicy: hot={self.hot} copies experts between ranks of ep that hold them whole, but the mesh has "
-                f"ep={mesh.spec.ep} etp={mesh.spec.etp}. Use ep > 1 and etp=1, or hot=0."
+                f"ep={ep} etp={etp}. Use ep > 1 and etp=1, or hot=0."
             )

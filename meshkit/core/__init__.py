@@ -1,0 +1,1 @@
+"""Mechanism that knows no feature."""

@@ -1,0 +1,95 @@
+"""The model as it was before anything was split: what every decision about it reads.
+
+This is where the traced program enters: its operations and what lies between modules will be further fields of `Program`,
+and whoever decides already asks it, not the module on a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+from meshkit.whole import whole_of
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """model: the modules of all stages. Its tensors' shapes and dtypes are read, never their values."""
+
+    model: nn.Module
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """By name, each once."""
+        return dict(self.model.named_modules())
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name, each once."""
+        return dict(self.model.named_parameters())
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Every name of the parameters that require a gradient, tied ones under each of theirs."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, param in named if param.requires_grad)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter: what the model computes in, unless a `Precision` says otherwise."""
+        return next(self.model.parameters()).dtype
+
+    def frozen(self) -> Program:
+        """The same on a copy without values, which what is done to the model leaves as it is."""
+        return Program(without_values(self.model))
+
+
+def read_program(model: nn.Module) -> Program:
+    """The program of a model, before anything is done to it.
+
+    Raises: PlanError for a model of which this rank holds the stages of one rank of pp only, and for one that is on meta in
+    part.
+    """
+    if whole_of(model) is not None:
+        raise PlanError(
+            f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
+            "`run.full_model`, or the model before parallelize."
+        )
+    plain = [param.is_meta for param in model.parameters() if type(param.data) is Tensor]
+    if any(plain) and not all(plain):
+        raise PlanError("parallelize: some parameters are on meta and some not. Build the whole model in one place.")
+    return Program(model)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of the modules whose parameters are on meta; what is tied stays tied, all else is shared with the model.
+
+    Not a deep copy, which fails on whatever a module of the user's may hold beside tensors: a lock, a file, a generator.
+    Parameters of other kinds than plain tensors (DTensors, quantised ones) are shared too.
+    """
+    params: dict[int, nn.Parameter] = {}
+    for param in model.parameters():
+        params[id(param)] = param
+        if type(param.data) is Tensor:
+            params[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            params[id(param)].__dict__.update(param.__dict__)
+    return _copied(model, params, {})
+
+
+def _copied(module: nn.Module, params: dict[int, nn.Parameter], made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        twin: nn.Module = object.__new__(type(module))
+        made[id(module)] = twin
+        twin.__dict__.update(module.__dict__)
+        twin._parameters = {
+            key: None if param is None else params[id(param)] for key, param in module._parameters.items()
+        }
+        twin._buffers = dict(module._buffers)
+        twin._modules = {
+            key: None if child is None else _copied(child, params, made) for key, child in module._modules.items()
+        }
+    return made[id(module)]

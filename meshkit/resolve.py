@@ -1,0 +1,325 @@
+"""What follows from a model and a strategy on a mesh: the one place that decides, and that refuses.
+
+`parallelize` executes a `Resolved`, `explain` prints it, `estimate`, `check` and the page build on it. So a strategy that one
+of them refuses, all refuse, with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from meshkit.auto_plan import auto_plan
+from meshkit.errors import PlanError
+from meshkit.lora import lora_of
+from meshkit.memory.budget import Choice
+from meshkit.memory.fp8 import fp8_linears, plan_fp8
+from meshkit.memory.linear_logits import plan_head
+from meshkit.memory.optimizer import refuse_rounding
+from meshkit.memory.recompute import Treatment, may_move, refuse_treatments, treatments
+from meshkit.memory.regather import refuse_without_sequence
+from meshkit.memory.tiles import refuse_tiles
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.budget import choose_for_blocks
+from meshkit.parallel.context import plan_context
+from meshkit.parallel.data import zero_stage
+from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
+from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.tensor_layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
+from meshkit.plan import Plan, match_names, match_table
+from meshkit.program import Program
+from meshkit.strategy import Budget, Fp8, MemoryPolicy, Recompute, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Resolved:
+    """What holds on every rank. Names are those of the single-device model.
+
+    program: the model as it was, on a copy without values. strategy: as it was asked for; what follows stands in the other
+    fields. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: is the residual stream sharded
+    along the sequence? compute: the dtype of matrix products.
+    fp8: linear layers that multiply in fp8. head: the one whose logits a chunked loss never makes whole. layout: of
+    parameters and calls on tp; None without. experts: modules of routed experts. cut: the stages of pp; None without.
+    treatments: what each block keeps for backward. choices: what a `Budget` came to on each rank of pp; empty without.
+    """
+
+    program: Program
+    strategy: Strategy
+    spec: MeshSpec
+    plan: Plan
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    mlps: tuple[str, ...]
+    zero: int
+    sequence: bool
+    compute: torch.dtype
+    fp8: tuple[str, ...]
+    head: str | None
+    layout: TensorLayout | None
+    experts: Mapping[str, ExpertLayout]
+    cut: Cut | None
+    treatments: Mapping[str, Treatment]
+    choices: tuple[Choice, ...]
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        return self.strategy.memory
+
+    def regathers(self, pp_rank: int) -> bool:
+        """Do regions of tensor parallelism keep their inputs sharded, there or in some block?"""
+        blocks = (self.treatments[name] for name in self.blocks_of(pp_rank))
+        return self.sequence and (self.memory.regather or any(each.regather for each in blocks))
+
+    @cached_property
+    def heads(self) -> tuple[int, int, int] | None:
+        """(query heads, key/value heads, head_dim) of the rank of tp that has most."""
+        return widest_heads(self.program.model, self.plan.tensor, size=self.spec.tp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Of which the tokens of a rank of cp are a multiple."""
+        return self.spec.tp if self.sequence else 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Does the schedule compute weight gradients apart from those of inputs?"""
+        return self.cut is not None and self.cut.splits_backward
+
+    def runs(self, name: str, pp_rank: int) -> bool:
+        """Does the rank of pp run the module, or hold the tensor?"""
+        return self.cut is None or self.cut.runs(name, pp_rank)
+
+    def blocks_of(self, pp_rank: int) -> list[str]:
+        return self._whole_in(self.blocks, pp_rank)
+
+    def units_of(self, pp_rank: int) -> list[str]:
+        return self._whole_in(self.units, pp_rank)
+
+    def _whole_in(self, names: Sequence[str], pp_rank: int) -> list[str]:
+        """Those that lie in one stage of the rank. What is around several modules of a stage belongs to the root unit."""
+        if self.cut is None:
+            return list(names)
+        stages = self.cut.stages
+        present = {name for stage in self.cut.stages_of(pp_rank) for name in stages.modules_of(stage)}
+        return [name for name in names if name in present]
+
+    def experts_of(self, pp_rank: int) -> list[str]:
+        """Modules of experts that have other ranks than the rest of the model."""
+        return [name for name in self.experts if in_expert_view(self.spec) and self.runs(name, pp_rank)]
+
+    def choice_of(self, pp_rank: int) -> Choice | None:
+        """What a `Budget` came to there; `str()` is a table."""
+        return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
+
+
+def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
+    """Every decision about the model on the mesh, before anything is changed. Pure: every rank finds the same.
+
+    spec: without a -1. device_type: where the run will be, "cuda" or "cpu", whose kernels a `Budget` asks.
+    Raises: MeshError for a strategy that names another mesh; PlanError for whatever cannot be run as it was asked for, with
+    what to change.
+    """
+    _refuse_other_mesh(strategy, spec)
+    model, memory = program.model, strategy.memory
+    plan = strategy.plan if strategy.plan is not None else auto_plan(model)
+    names = program.modules
+    blocks, units, mlps = (match_names(table, names, what="module") for table in (plan.blocks, plan.units, plan.mlps))
+    _refuse_meta(program)
+    _refuse_dropout(program, memory, compiled=bool(strategy.compile))
+    refuse_rounding(program.parameters, program.parameters.values(), memory.optimizer.stochastic_rounding)
+
+    precision = memory.precision
+    compute = precision.compute if precision is not None else program.dtype
+    fp8: list[str] = []
+    if precision is not None and precision.fp8 is not None:
+        _refuse_fp8(precision.fp8, program, memory, spec)
+        fp8 = plan_fp8(model, blocks=blocks, policy=precision.fp8, device_type=device_type, tp=spec.tp)
+
+    refuse_without_sequence(regather=memory.regather, sequence=strategy.sequence)
+    sequence = strategy.sequence and spec.tp > 1
+    if sequence:
+        refuse_whole_stream(model, plan.tensor)
+    zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
+    head = None
+    if memory.loss is not None:
+        head = plan_head(model, plan, memory.loss, tp=spec.tp, sequence=sequence, device_type=device_type)
+    cut = None
+    if spec.pp > 1:
+        pipeline = strategy.pipeline
+        cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=pipeline.schedule, split=pipeline.stages)
+        _refuse_idle_ranks(program, cut, spec.pp)
+        if strategy.microbatches is not None:
+            check(cut.generate(spec.pp, strategy.microbatches))
+
+    choices: Sequence[Choice] = ()
+    if isinstance(memory.recompute, Budget):
+        choices = choose_for_blocks(
+            _priced(program, fp8, precision.fp8 if precision is not None else None),
+            spec,
+            plan=plan,
+            memory=memory,
+            blocks=blocks,
+            sequence=sequence,
+            compute=compute,
+            device=device_type,
+            cut=cut,
+        )
+        treated = {name: treatment for choice in choices for name, treatment in choice.treatments.items()}
+    else:
+        treated = treatments(memory, blocks)
+    treated = _overridden(strategy, treated)
+    refuse_treatments(treated, names)
+
+    layout = _tensor_layout(program, plan, spec, sequence=sequence)
+    plan_context(model, strategy.context, size=spec.cp, attention=plan.attention)
+    experts = plan_experts(model, plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
+    refuse_sequence_balance(model, cp=spec.cp)
+    splits_backward = cut is not None and cut.splits_backward
+    refuse_tiles(
+        memory,
+        mlps=mlps,
+        experts=experts,
+        units=[*blocks, *units],
+        treated=treated,
+        compiled=bool(strategy.compile),
+        splits_backward=splits_backward,
+    )
+    return Resolved(
+        program=program,
+        strategy=strategy,
+        spec=spec,
+        plan=plan,
+        blocks=tuple(blocks),
+        units=tuple(units),
+        mlps=tuple(mlps),
+        zero=zero,
+        sequence=sequence,
+        compute=compute,
+        fp8=tuple(fp8),
+        head=head,
+        layout=layout,
+        experts=experts,
+        cut=cut,
+        treatments=treated,
+        choices=tuple(choices),
+    )
+
+
+def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bool) -> TensorLayout | None:
+    if spec.tp > 1:
+        return tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
+    match_table(
+        plan.tensor, dict(program.model.named_modules(remove_duplicate=False)), what="module"
+    )  # typos show, too
+    return None
+
+
+def _priced(program: Program, fp8: Sequence[str], policy: Fp8 | None) -> torch.nn.Module:
+    """The model whose blocks a `Budget` prices: with the linear layers that it will run."""
+    if not fp8 or policy is None:
+        return program.model
+    copy = program.frozen().model
+    fp8_linears(copy, linears=fp8, policy=policy)
+    return copy
+
+
+def _overridden(strategy: Strategy, treated: dict[str, Treatment]) -> dict[str, Treatment]:
+    """The treatments with `Strategy.overrides` put in. Raises: PlanError for what those blocks cannot do."""
+    if not strategy.overrides:
+        return treated
+    if isinstance(strategy.memory.recompute, Budget):
+        raise PlanError(
+            "Strategy(overrides=...) with a Budget: the budget chooses for every block. Leave one of them away."
+        )
+    for name, override in match_table(strategy.overrides, treated, what="block").items():
+        treatment = treated[name]
+        if override.recompute is not None:
+            mode = override.recompute
+            chosen = Recompute(mode=mode) if isinstance(mode, str) else replace(mode, every=1)
+            treatment = replace(treatment, recompute=chosen)
+        if override.offload is not None:
+            treatment = replace(treatment, offload=override.offload)
+            if override.offload and strategy.memory.offload is None:
+                raise PlanError(
+                    f"overrides: {name!r} offload=True, but nothing says where to. Give "
+                    "MemoryPolicy(offload=ActivationOffload()) too."
+                )
+            if override.offload and name not in may_move(strategy.memory, list(treated)):
+                raise PlanError(
+                    f"overrides: {name!r} offload=True, but ActivationOffload(keep_last=...) keeps it. Give a smaller "
+                    "keep_last."
+                )
+        treated = {**treated, name: treatment}
+    return treated
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
+    wanted = strategy.mesh
+    if isinstance(wanted, MeshSpec) and any(
+        size not in (-1, getattr(spec, axis)) for axis, size in vars(wanted).items()
+    ):
+        raise PlanError(
+            f"the strategy is for the mesh {_said(wanted)}, but this one is {_said(spec)}. Use "
+            "init_mesh(strategy.mesh), or a strategy without mesh."
+        )
+
+
+def _said(spec: MeshSpec) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "of one rank"
+
+
+def _refuse_meta(program: Program) -> None:
+    for name, buffer in program.model.named_buffers():
+        if buffer.is_meta:
+            raise PlanError(
+                f"parallelize: buffer {name!r} is on meta, and its value cannot be recovered. Build the model under "
+                "`with mk.models.meta_parameters():`, which keeps buffers real."
+            )
+
+
+def _refuse_dropout(program: Program, memory: MemoryPolicy, *, compiled: bool) -> None:
+    """Masks are of whole microbatches, looked up outside of the graph."""
+    adapters = lora_of(program.model)
+    if adapters is not None and adapters.dropout and (memory.tiles > 1 or compiled):
+        asked = "compile" if compiled else f"tiles={memory.tiles}"
+        raise PlanError(
+            f"{asked} with lora(dropout={adapters.dropout}): a layer would not know which tokens of the microbatch it sees. "
+            f"Leave {asked.partition('=')[0]} away, or use dropout=0."
+        )
+
+
+def _refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshSpec) -> None:
+    if lora_of(program.model) is not None:
+        raise PlanError(
+            "Precision(fp8=...) on a model with adapters: adapted layers would not multiply in fp8. Leave fp8 away."
+        )
+    if spec.pp > 1:
+        raise PlanError(
+            f"Precision(fp8=...) with pp={spec.pp}: schedules that compute weights' gradients apart do not know fp8 "
+            "layers. Use pp=1, or leave fp8 away."
+        )
+    if policy.gather and spec.tp > 1:
+        raise PlanError(
+            f"Fp8(gather=True) with tp={spec.tp}: a weight that is split twice would be scaled by parts. Use gather=False."
+        )
+    if policy.gather and memory.optimizer.offload is not None:
+        raise PlanError(
+            "Fp8(gather=True) with an optimizer on the host: writes into the wrapped weights would not be seen by their "
+            "masters. Use gather=False."
+        )
+
+
+def _refuse_idle_ranks(program: Program, cut: Cut, ranks: int) -> None:
+    """A rank of pp that trains nothing would have an optimizer without parameters."""
+    for rank in range(ranks):
+        if not any(cut.runs(name, rank) for name in program.trained):
+            raise PlanError(
+                f"parallelize: no parameter of the stages of pp rank {rank} requires a gradient. Train something in every "
+                "stage, adapters in all layers for one, or use a mesh without pp."
+            )

@@ -1,0 +1,61 @@
+"""Context parallelism: how the tokens of one sequence are split, and how their attention comes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshkit.errors import PlanError
+
+Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
+Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPolicy:
+    """How the tokens of a sequence are split over `cp`, and how their attention comes together.
+
+    scheme: "ring" hands keys and values round; "all_gather" gathers them; "group_cast" sends each rank only the keys its
+    queries see; "ulysses" trades tokens for heads; "auto" takes what sends the fewest bytes for the mask at hand.
+    ulysses: with ring or group_cast, so many consecutive ranks trade tokens for heads (2-D); None lets "auto" choose.
+    balance: which rank holds which tokens: "contiguous", "zigzag", "per_document", "locality", or "auto".
+    slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
+    kv_heads_per_gather: all_gather sends so many key/value heads at a time.
+    """
+
+    scheme: Scheme = "auto"
+    balance: Literal["auto", Balance] = "auto"
+    ulysses: int | None = None
+    slack: float = 0.0
+    kv_heads_per_gather: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scheme not in get_args(Scheme):
+            raise PlanError(
+                f"context scheme {self.scheme!r} does not exist. Choose one of {', '.join(get_args(Scheme))}."
+            )
+        if self.balance != "auto" and self.balance not in get_args(Balance):
+            raise PlanError(
+                f"context balance {self.balance!r} does not exist. Choose one of auto, {', '.join(get_args(Balance))}."
+            )
+        if self.ulysses is not None and self.scheme in ("all_gather", "ulysses"):
+            raise PlanError(
+                f"context scheme {self.scheme!r} with ulysses={self.ulysses}: only ring and group_cast have a second "
+                'dimension of Ulysses. Leave ulysses away, or use scheme="ring".'
+            )
+        if not 0 <= self.slack <= 1:
+            raise PlanError(
+                f"context slack={self.slack} is outside of 0 to 1: 0.1 lets a rank work 10 % more than the mean."
+            )
+        if self.kv_heads_per_gather < 1:
+            raise PlanError(
+                f"context kv_heads_per_gather={self.kv_heads_per_gather}: at least 1 head is sent at a time."
+            )
+
+    def refuse_misfit(self, ranks: int) -> None:
+        """Raises: PlanError if `ulysses` does not divide the ranks of cp."""
+        if self.ulysses is not None and (self.ulysses < 1 or ranks % self.ulysses):
+            divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise PlanError(
+                f"context ulysses={self.ulysses} does not divide cp={ranks}. Choose one of {divisors}, or another cp."
+            )

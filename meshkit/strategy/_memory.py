@@ -1,0 +1,261 @@
+"""How memory is spent, as data: what is kept for backward and where, which dtypes compute, how optimizer state is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from meshkit.errors import PlanError
+
+RecomputeMode = Literal["none", "full", "selective", "activation"]
+Kept = Literal["matmul", "attention", "collective", "product"]
+States = Literal["fp32", "8bit", "4bit", "fp8"]
+Recipe = Literal["tensorwise", "rowwise"]
+LossBackend = Literal["torch", "liger"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What blocks run again in backward.
+
+    mode: "full" keeps a block's input; "selective" keeps also what `keep` names; "activation" keeps all but what lies between
+    the matrix products of gated feed-forwards, silu(gate) and its product with up. every: of n blocks in a row, the first is
+    treated so and the others keep everything. keep: with "selective", the operations whose results are kept; with
+    "activation", "product" keeps the product.
+    every_second_matmul: with "selective", keep every second matrix product of a block only.
+    """
+
+    mode: RecomputeMode = "full"
+    every: int = 1
+    keep: tuple[Kept, ...] = ("matmul", "attention", "collective")
+    every_second_matmul: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_other(f"Recompute(mode={self.mode!r})", self.mode, RecomputeMode)
+        for kind in self.keep:
+            _refuse_other(f"Recompute(keep={self.keep!r}): {kind!r}", kind, Kept)
+        if not isinstance(self.every, int) or self.every < 1:
+            raise PlanError(f"Recompute(every={self.every!r}): every n-th block is treated, n at least 1.")
+        if self.every_second_matmul and (self.mode != "selective" or "matmul" not in self.keep):
+            raise PlanError(
+                f"Recompute(every_second_matmul=True) halves what is kept of matrix products, but mode={self.mode!r} with "
+                f"keep={self.keep!r} keeps none. Use mode='selective' with 'matmul' in keep."
+            )
+
+    @property
+    def runs_block_again(self) -> bool:
+        """Does a block's forward run again as one, with kept results put in? Else at most a piece of it does."""
+        return self.mode in ("full", "selective")
+
+    def keeps(self, kind: Kept) -> bool:
+        """Is no operation of this kind run again?"""
+        if kind == "product":
+            return self.mode == "none" or (self.mode == "activation" and kind in self.keep)
+        return self.mode in ("none", "activation") or (self.mode == "selective" and kind in self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a rank computes, reads and writes its memory, and sends, by which the time of a choice is told.
+
+    host_bytes_per_s: one way between the device and where activations are offloaded to; for a disk, the disk's. Only their
+    ratios matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
+    """
+
+    flops_per_s: float = 4e14
+    memory_bytes_per_s: float = 2.5e12
+    link_bytes_per_s: float = 2e11
+    host_bytes_per_s: float = 5e10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise PlanError(f"Rates({name}={value!r}): a rate is more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Choose for every block what is cheapest within `bytes` of activations a rank: to keep, to run again, to gather again,
+    and, with `MemoryPolicy(offload=...)`, to offload.
+
+    rows, seq_len: a microbatch of one rank, as `forward_backward` will run it; seq_len before cp splits it. microbatches: of
+    a step, by which with pp several are held at a time.
+    """
+
+    bytes: int
+    rows: int
+    seq_len: int
+    microbatches: int = 1
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        for name, least in (("bytes", 0), ("rows", 1), ("seq_len", 1), ("microbatches", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise PlanError(f"Budget({name}={value!r}) must be a whole number of at least {least}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffload:
+    """Move what blocks keep for backward off the device until backward needs it.
+
+    to: "host" is (pinned) memory of the host, "disk" are files in `folder`. keep_last: this many blocks at the end keep
+    theirs, since backward begins with them. min_bytes: storages smaller than that stay. ahead: blocks fetched before they are
+    needed. reserve: bytes of the host, or of the disk, taken before the first step; more is taken when it is needed.
+    folder: None is the system's for temporary files. staging: with "disk", bytes of host memory for what is on its way out.
+    """
+
+    to: Literal["host", "disk"] = "host"
+    keep_last: int = 1
+    min_bytes: int = 4096
+    ahead: int = 1
+    reserve: int = 0
+    folder: Path | None = None
+    staging: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.to not in ("host", "disk"):
+            raise PlanError(f"ActivationOffload(to={self.to!r}): activations can wait on the 'host' or on 'disk'.")
+        for name, least in (("keep_last", 0), ("min_bytes", 1), ("ahead", 0), ("reserve", 0), ("staging", 1)):
+            if getattr(self, name) < least:
+                raise PlanError(f"ActivationOffload({name}={getattr(self, name)}): use at least {least}.")
+        if self.folder is not None and self.to == "host":
+            raise PlanError(
+                f'ActivationOffload(folder={str(self.folder)!r}) is where to="disk" writes. Give to="disk" too.'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """The head and the cross-entropy over `tokens` tokens at a time, so that whole logits never exist.
+
+    backend: "torch" is ours; "liger" is the kernel of liger-kernel, on GPUs without tp, which chooses its own chunks.
+    Raises: PlanError for no tokens, or an unknown backend.
+    """
+
+    tokens: int = 1024
+    backend: LossBackend = "torch"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise PlanError(f"ChunkedLoss(tokens={self.tokens}): a chunk has at least one token. 1024 is the default.")
+        if self.backend not in get_args(LossBackend):
+            choices = " or ".join(repr(choice) for choice in get_args(LossBackend))
+            raise PlanError(f"ChunkedLoss(backend={self.backend!r}): choose {choices}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOffload:
+    """Keep masters and optimizer state on the host, and update them there.
+
+    resident: the share of them that stays on the device, 0 to 1. delayed: each update is applied one step late, while
+    the next step runs.
+    """
+
+    resident: float = 0.0
+    delayed: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.resident <= 1:
+            raise PlanError(f"OptimizerOffload(resident={self.resident!r}): a share of the states, from 0 to 1.")
+        if self.delayed and self.resident:
+            raise PlanError(
+                f"OptimizerOffload(resident={self.resident}, delayed=True): what stays on the device would be updated at "
+                "once and the rest a step late. Choose one of them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPolicy:
+    """states: how Adam's moments are stored. stochastic_rounding: bf16 parameters without fp32 masters are rounded at
+    random, so that small updates are not lost. offload: None keeps everything on the device.
+    """
+
+    states: States = "fp32"
+    stochastic_rounding: bool = False
+    offload: OptimizerOffload | None = None
+
+    def __post_init__(self) -> None:
+        if self.states not in get_args(States):
+            choices = ", ".join(repr(choice) for choice in get_args(States))
+            raise PlanError(f"OptimizerPolicy(states={self.states!r}): choose one of {choices}.")
+        if self.offload is not None and (self.states != "fp32" or self.stochastic_rounding):
+            raise PlanError(
+                f"OptimizerPolicy(states={self.states!r}, stochastic_rounding={self.stochastic_rounding}, offload=...): the "
+                "host keeps fp32 masters and moments, so nothing is rounded or stored in few bits there. Use "
+                "states='fp32' without stochastic_rounding, or offload=None."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """Linear layers of blocks in fp8 by torchao. gather: weights are all-gathered in fp8 too (tensorwise, without tp).
+
+    emulate: round as fp8 does and multiply wider, on any device; slower than no fp8, for tests.
+    """
+
+    recipe: Recipe = "tensorwise"
+    gather: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe not in get_args(Recipe):
+            raise PlanError(f"Fp8(recipe={self.recipe!r}): choose one of 'tensorwise', 'rowwise'.")
+        if self.gather and self.recipe == "rowwise":
+            raise PlanError(
+                "Fp8(recipe='rowwise', gather=True): a rank's shard does not hold the scales that rows of the transposed "
+                "weight need. Use recipe='tensorwise', or gather=False."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Compute and reduction dtypes. Parameters and optimizer state keep the dtype they are built in (fp32 masters)."""
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
+    fp8: Fp8 | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("compute", self.compute), ("reduce", self.reduce)):
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise PlanError(
+                    f"Precision({name}={dtype!r}) is not a floating-point dtype. Use torch.bfloat16, for example."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    """What a step may keep, where, and in which dtype; `estimate` says what it comes to.
+
+    recompute: "none" keeps every activation; "full" keeps each block's input and runs its forward again in backward;
+    "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; "activation"
+    runs only the elementwise middle of feed-forwards again. `Recompute` says more, `Budget` chooses. offload: where kept
+    activations wait; with a `Budget`, those of the blocks that it chooses. regather: with sequence=True, keep the sharded
+    input of a tensor-parallel region and gather it again in backward. tiles: feed-forwards run on so many parts of the
+    tokens. loss: None makes whole logits. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over
+    fp32 masters. optimizer: what `adamw` builds.
+    """
+
+    recompute: RecomputeMode | Recompute | Budget = "none"
+    offload: ActivationOffload | None = None
+    regather: bool = False
+    tiles: int = 1
+    loss: ChunkedLoss | None = None
+    precision: Precision | None = None
+    optimizer: OptimizerPolicy = field(default_factory=OptimizerPolicy)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str):
+            _refuse_other(f"MemoryPolicy(recompute={self.recompute!r})", self.recompute, RecomputeMode)
+        if not isinstance(self.tiles, int) or self.tiles < 1:
+            raise PlanError(f"MemoryPolicy(tiles={self.tiles!r}): feed-forwards run on 1 part of the tokens, or more.")
+
+
+def _refuse_other(asked: str, value: str, allowed: Any) -> None:
+    if value not in get_args(allowed):
+        choices = ", ".join(repr(choice) for choice in get_args(allowed))
+        raise PlanError(f"{asked}: choose one of {choices}.")

@@ -1,0 +1,130 @@
+"""The strategy: every choice of a run in one record."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshkit.errors import PlanError
+from meshkit.mesh import MeshSpec
+from meshkit.plan import Plan
+from meshkit.strategy._context import ContextPolicy
+from meshkit.strategy._experts import ExpertPolicy
+from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
+from meshkit.strategy._pipeline import PipelinePolicy
+from meshkit.strategy._toml import from_table, to_table, toml_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOverride:
+    """What some blocks do otherwise than the rest. None: as the rest.
+
+    recompute: "none", "full", "selective", "activation", or a `Recompute`. offload: False keeps their activations on the
+    device, True moves them where `MemoryPolicy(offload=...)` says.
+    """
+
+    recompute: RecomputeMode | Recompute | None = None
+    offload: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str):
+            Recompute(mode=self.recompute)  # refuses a mode that does not exist
+        if self.recompute is None and self.offload is None:
+            raise PlanError("BlockOverride() changes nothing. Give recompute= or offload=.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What is chosen for a run. Frozen, printable, and the same in a file: `Strategy.read("run.toml")`.
+
+    mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None is whatever mesh the model is put on. plan: what each module does; None
+    asks `auto_plan`. memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state.
+    zero: the ZeRO stage on dp_shard: 3, or with pp 1, since many microbatches are in flight between gathering parameters and
+    reducing gradients. sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens
+    are split and attention comes together. experts: capacity, copies of busy experts, another dispatcher. pipeline: with pp,
+    the schedule and the stages. microbatches: gradient accumulation, in how many parts a step's rows are run; None leaves it
+    to each step. compile: torch.compile each block; a string is the backend's name. overrides: pattern of blocks -> what
+    those do otherwise, as `{"layers.0": BlockOverride(recompute="full")}`.
+    Raises: PlanError and MeshError for values that no model and no world could have.
+    """
+
+    mesh: MeshSpec | str | None = None
+    plan: Plan | None = None
+    memory: MemoryPolicy = field(default_factory=MemoryPolicy)
+    zero: int | None = None
+    sequence: bool = False
+    context: ContextPolicy = field(default_factory=ContextPolicy)
+    experts: ExpertPolicy = field(default_factory=ExpertPolicy)
+    pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
+    microbatches: int | None = None
+    compile: bool | str = False
+    overrides: Mapping[str, BlockOverride] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, str):
+            object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
+        count = self.microbatches
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise PlanError(f"Strategy(microbatches={count!r}): a step has a whole number of microbatches, at least 1.")
+
+    @staticmethod
+    def of(strategy: Strategy | None, choices: Mapping[str, Any]) -> Strategy:
+        """The strategy a verb was given, or the one its keyword arguments make: `parallelize(model, mesh, zero=2)`.
+
+        A choice that is None is left at its default. Raises: PlanError for both at once, and for a name that is no choice.
+        """
+        names = [each.name for each in dataclasses.fields(Strategy)]
+        for name in choices:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"Did you mean {near[0]!r}? " if near else ""
+                raise PlanError(f"there is no choice {name!r}. {hint}A strategy has {', '.join(names)}.")
+        given = {name: choice for name, choice in choices.items() if choice is not None}
+        if strategy is None:
+            return Strategy(**given)
+        if given:
+            raise PlanError(
+                f"a strategy and {', '.join(given)} as well: two places for one choice. Use dataclasses.replace(strategy, "
+                f"{next(iter(given))}=...)."
+            )
+        return strategy
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The choices that are not the default."""
+        plain = Strategy()
+        return {
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if getattr(self, each.name) != getattr(plain, each.name)
+        }
+
+    def mesh_for(self, world_size: int | None = None) -> MeshSpec:
+        """The mesh on so many ranks; default: what its axes multiply to. Raises: MeshError where they do not fit."""
+        spec = MeshSpec() if self.mesh is None else self.mesh
+        assert isinstance(spec, MeshSpec)
+        return spec.resolve(world_size if world_size is not None else spec.world_size)
+
+    def to_toml(self) -> str:
+        """The choices that are not the default, as TOML. Raises: PlanError for a function, which is no data."""
+        return toml_text(to_table(self))
+
+    @staticmethod
+    def from_toml(text: str, *, source: str = "strategy") -> Strategy:
+        """source: for errors, the file's name. Raises: PlanError for what is no TOML, or no choice."""
+        return from_table(Strategy, text, source=source)
+
+    @staticmethod
+    def read(path: str | Path) -> Strategy:
+        """Raises: PlanError, also for a file that is not there."""
+        if not Path(path).is_file():
+            raise PlanError(f"Strategy.read: there is no file {path}. Write one with Strategy(...).write(path).")
+        return Strategy.from_toml(Path(path).read_text(encoding="utf-8"), source=str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Raises: PlanError as `to_toml` does."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")

@@ -1,0 +1,136 @@
+"""Records of choices to and from TOML: a record is a table, what is at its default is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+import torch
+
+from meshkit.errors import PlanError
+from meshkit.plan import Style
+
+Record = TypeVar("Record")
+
+
+def toml_text(table: dict[str, Any]) -> str:
+    return tomli_w.dumps(table)
+
+
+def to_table(record: Any) -> dict[str, Any]:
+    """A frozen dataclass as a dict of what TOML can hold. Raises: PlanError for a function, which is no data."""
+    return {
+        each.name: _written(getattr(record, each.name), f"{type(record).__name__}.{each.name}")
+        for each in dataclasses.fields(record)
+        if getattr(record, each.name) != _default(each)
+    }
+
+
+def _default(each: dataclasses.Field[Any]) -> Any:
+    return each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+
+
+def _written(value: Any, where: str) -> Any:
+    if isinstance(value, Style):
+        table = to_table(value)
+        return table["kind"] if set(table) == {"kind"} else table
+    if type(value).__name__ == "MeshSpec":
+        return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(value).items() if size != 1)
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _written(item, f"{where}[{name!r}]") for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_written(item, where) for item in value]
+    if where == "PipelinePolicy.schedule":
+        raise PlanError(
+            f"{where}={value!r} cannot be written to a file. Name a schedule, or write its table with "
+            "mk.schedules.write_csv and give the file's path."
+        )
+    if not dataclasses.is_dataclass(value):
+        raise PlanError(
+            f"{where}={value!r} cannot be written to a file: only data can. Set it in the script that reads it."
+        )
+    return to_table(value)
+
+
+def from_table(kind: type[Record], text: str, *, source: str) -> Record:
+    """Raises: PlanError naming `source` and the place in it."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{source}: this is no TOML: {error}.") from error
+    record: Record = _record(kind, table, source)
+    return record
+
+
+def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    types_of = typing.get_type_hints(kind)
+    for name in table:
+        if name not in types_of:
+            near = difflib.get_close_matches(name, types_of, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise PlanError(f"{where}: {kind.__name__} has no {name!r}. {hint}It has {', '.join(types_of)}.")
+    needed = [each.name for each in dataclasses.fields(kind) if _default(each) is dataclasses.MISSING]
+    if lacking := [name for name in needed if name not in table]:
+        raise PlanError(f"{where}: {kind.__name__} needs {', '.join(lacking)}.")
+    return kind(**{name: _read(types_of[name], value, f"{where}: {name}") for name, value in table.items()})
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """The value as the annotation wants it."""
+    options = list(_options(kind))
+    records: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
+    if Style in options:
+        return _record(Style, {"kind": value} if isinstance(value, str) else value, where)
+    if isinstance(value, Mapping):
+        for option in options:
+            if typing.get_origin(option) is not None and issubclass(typing.get_origin(option), Mapping):
+                _, item = typing.get_args(option)
+                return {name: _read(item, each, f"{where}[{name!r}]") for name, each in value.items()}
+        if records:
+            return _record(_best(records, value), value, where)
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and torch.dtype in options:
+        dtype = getattr(torch, value, None)
+        if not isinstance(dtype, torch.dtype):
+            raise PlanError(f"{where}: {value!r} is no dtype. Write, for example, bfloat16.")
+        return dtype
+    if isinstance(value, str) and Path in options:
+        return Path(value)
+    wanted = tuple(option for option in options if option in (bool, int, float, str))
+    fits = isinstance(value, wanted) or (float in wanted and isinstance(value, int))
+    strict = bool not in wanted and isinstance(value, bool)
+    if wanted and (not fits or strict):
+        raise PlanError(f"{where}: {value!r} should be {' or '.join(option.__name__ for option in wanted)}.")
+    if not wanted and records:
+        raise PlanError(f"{where}: {value!r} should be a table of {records[0].__name__}.")
+    return value
+
+
+def _best(records: list[Any], table: Mapping[str, Any]) -> Any:
+    """The record whose names these are: `{bytes = ..., rows = ...}` is a Budget, `{mode = ...}` a Recompute."""
+    return max(records, key=lambda kind: len(set(table) & {each.name for each in dataclasses.fields(kind)}))
+
+
+def _options(kind: Any) -> Iterator[Any]:
+    """The members of a union; a literal counts as its values' types."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        for option in typing.get_args(kind):
+            yield from _options(option)
+    elif typing.get_origin(kind) is typing.Literal:
+        yield from {type(value) for value in typing.get_args(kind)}
+    else:
+        yield kind
