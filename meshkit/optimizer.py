@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshkit.memory.optimizer import FewBitsAdamW, OffloadedAdamW, OwnPartsAdamW
-from meshkit.memory.policy import OptimizerPolicy
 from meshkit.step import Run
+from meshkit.strategy import OptimizerPolicy
 from meshkit.whole import copies_of
 
 

@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     program = read_program(model).frozen()
     resolved = resolve(program, Strategy.of(strategy, choices), mesh.spec, device_type=mesh.device.type)
     move(model, mesh.device)
-    refuse_different_values(model, mesh)
+    refuse_different_values(model, mesh.group)
     _change_linears(model, resolved)
 
     plan, sequence = resolved.plan, resolved.sequence

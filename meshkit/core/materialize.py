@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
-from meshkit.mesh import Mesh
 from meshkit.sharding import local_tensor
 
 
@@ -22,14 +21,14 @@ def move(model: nn.Module, device: torch.device) -> None:
             param.data = param.data.to(device)
 
 
-def refuse_different_values(model: nn.Module, mesh: Mesh) -> None:
+def refuse_different_values(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Sharding keeps this rank's slice of this rank's values: they must be one model. Wire: one all-reduce of sums."""
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    if not real or mesh.spec.world_size == 1:
+    if not real or group.size() == 1:
         return
     sums = torch.stack([param.detach().double().abs().sum() for param in real.values()])
     extremes = torch.stack([sums, -sums])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     for name, high, low in zip(real, extremes[0], -extremes[1], strict=True):
         if high != low:
             raise PlanError(

@@ -10,8 +10,9 @@ from torch import nn
 from meshkit.explain._held import Held, Part
 from meshkit.explain._ledger import Ledger
 from meshkit.models.experts import MoE
-from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic, even_routing
+from meshkit.parallel.expert import dispatch_traffic, even_routing
 from meshkit.sharding import even_part
+from meshkit.strategy import ExpertPolicy
 
 
 def add_experts(ledger: Ledger, held: Held, part: Part) -> None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from meshkit import _torch
-from meshkit.memory.policy import Rates
+from meshkit.strategy import Rates
 
 
 class Kept(TorchDispatchMode):

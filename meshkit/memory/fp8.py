@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshkit.errors import PlanError
-from meshkit.memory.policy import Fp8
+from meshkit.strategy import Fp8
 
 MULTIPLE = 16  # of both dims of a matrix that the hardware multiplies in fp8
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}

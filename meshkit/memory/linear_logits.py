@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshkit import _torch
 from meshkit.errors import PlanError, StepError
-from meshkit.memory.policy import ChunkedLoss
 from meshkit.plan import Plan, match_table
 from meshkit.sharding import chunk
+from meshkit.strategy import ChunkedLoss
 from meshkit.swap import swap_class
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from meshkit import _torch
 from meshkit.errors import PlanError
 from meshkit.memory.activation import feed_forwards, recompute_activations
-from meshkit.memory.policy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
 from meshkit.memory.regather import GATHER_REGION, regions
+from meshkit.strategy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
 from meshkit.swap import swap_class
 
 Policy = Callable[..., CheckpointPolicy | bool]

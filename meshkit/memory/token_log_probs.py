@@ -18,8 +18,8 @@ from meshkit.errors import PlanError
 from meshkit.memory.chunked_loss import Gradients, chunks_of, slices_of
 from meshkit.memory.linear_logits import LinearLogits, whole_weight
 from meshkit.memory.loss import refuse_other_labels, vocabulary_part
-from meshkit.memory.policy import ChunkedLoss
 from meshkit.memory.vocabulary import Labels, find_labels, subtract_peak_, sum_over, wide_dtype
+from meshkit.strategy import ChunkedLoss
 
 WEIGHTLESS = -1e4  # its exp is 0, in fp64 too: where a logit is -inf, so that 0 times it is 0
 

@@ -23,13 +23,13 @@ from meshkit.memory._knapsack import Option
 from meshkit.memory._work import Kept, Work
 from meshkit.memory.budget import Choice, Offer, choose
 from meshkit.memory.offload import BLOCKS_LEAVING, Moved
-from meshkit.memory.policy import ActivationOffload, Budget, MemoryPolicy, Recompute
 from meshkit.memory.recompute import Treatment, may_move, treat
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut, check
 from meshkit.parallel.tensor import SEQUENCE_DIM, alone
 from meshkit.parallel.tensor_layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan
+from meshkit.strategy import ActivationOffload, Budget, MemoryPolicy, Recompute
 
 MODES = (Recompute(mode="none"), Recompute(mode="activation"), Recompute(mode="selective"), Recompute(mode="full"))
 Call = tuple[tuple[Any, ...], dict[str, Any]]

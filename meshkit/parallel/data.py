@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshkit import _torch
 from meshkit.errors import PlanError
-from meshkit.memory.policy import Precision
+from meshkit.strategy import Precision
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ._memory import Precision as Precision
 from ._memory import Rates as Rates
 from ._memory import Recompute as Recompute
 from ._memory import RecomputeMode as RecomputeMode
+from ._memory import States as States
 from ._pipeline import PipelinePolicy as PipelinePolicy
 from ._strategy import BlockOverride as BlockOverride
 from ._strategy import Strategy as Strategy

@@ -16,9 +16,9 @@ import meshkit as mk
 from meshkit.auxiliary import collect
 from meshkit.explain import Message, explain
 from meshkit.memory.gradient import gradient_of
-from meshkit.parallel.expert import ExpertPolicy, dispatch_traffic
+from meshkit.parallel.expert import dispatch_traffic
 from meshkit.sharding import full_tensor
-from meshkit.strategy import Strategy
+from meshkit.strategy import ExpertPolicy, Strategy
 from meshkit.whole import copies_of
 from tests.gate.cell import ROUTED, Cell
 from tests.gate.models import build

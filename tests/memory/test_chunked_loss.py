@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshkit as mk
 from meshkit.memory.chunked_loss import liger_cross_entropy
 from meshkit.memory.linear_logits import chunk_head, plan_head
-from meshkit.memory.policy import ChunkedLoss
 from meshkit.observe import Peak
 from meshkit.plan import vocab
+from meshkit.strategy import ChunkedLoss
 
 TOL_FP64 = 1e-10  # only the order of sums over chunks differs
 BF16_RATIO = 2.0  # at most twice the error of whole logits

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.memory.optimizer import OffloadedAdamW
-from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy
 from meshkit.sharding import local_tensor
+from meshkit.strategy import OptimizerOffload, OptimizerPolicy
 from tests.memory.test_optimizer_offload import backward, net, resume, save_half_way
 from tests.parity.cases import MAX_NORM, Cell, batches, own_rows, start
 from tests.world import pool

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshkit as mk
 from meshkit.memory.optimizer import OffloadedAdamW, choose_resident, resident_share
 from meshkit.memory.optimizer._host import place_tensors
-from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy
 from meshkit.sharding import full_tensor, local_tensor
 from meshkit.step import grad_norm
+from meshkit.strategy import OptimizerOffload, OptimizerPolicy
 from tests.depth import thin
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, own_rows, start
 from tests.world import pool

@@ -16,8 +16,8 @@ import meshkit as mk
 from meshkit import counter
 from meshkit.memory.optimizer import FewBitsAdamW
 from meshkit.memory.optimizer._few_bits import BLOCKS, FewBits, block_of
-from meshkit.memory.policy import OptimizerPolicy, States
 from meshkit.sharding import full_tensor
+from meshkit.strategy import OptimizerPolicy, States
 from tests.depth import thin
 from tests.memory.test_optimizer_offload import resume, save_half_way
 from tests.parity.cases import MAX_NORM, Cell, batches, own_rows, start

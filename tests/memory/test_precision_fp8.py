@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.memory.fp8 import chosen_linears, plan_fp8
-from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy
 from meshkit.sharding import full_tensor
+from meshkit.strategy import OptimizerOffload, OptimizerPolicy
 from tests.memory.test_optimizer_offload import resume, save_half_way
 from tests.parity.cases import Cell, batches, build, own_rows, reference, start
 from tests.world import RankError, pool

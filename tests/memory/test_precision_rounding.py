@@ -10,9 +10,9 @@ import meshkit as mk
 from meshkit.counter import random_bits
 from meshkit.memory.optimizer import FewBitsAdamW
 from meshkit.memory.optimizer._rounding import round_stochastically
-from meshkit.memory.policy import OptimizerPolicy
 from meshkit.sharding import full_tensor, local_tensor
 from meshkit.step import Run
+from meshkit.strategy import OptimizerPolicy
 from tests.parity.cases import Cell, mesh_for, start
 from tests.world import RankError, pool
 

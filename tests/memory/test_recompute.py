@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import meshkit as mk
-from meshkit.memory.policy import Recompute
 from meshkit.memory.recompute import spread
 from meshkit.models.moe import Mixtral, MixtralConfig
+from meshkit.strategy import Recompute
 from tests.depth import thin
 from tests.parity.cases import Cell, build, run_cell
 from tests.parity.test_bytes import observe_step

@@ -13,8 +13,8 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.explain import Message
-from meshkit.memory.policy import Recompute
 from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.strategy import Recompute
 from tests.depth import thin
 from tests.memory.live import held_bytes
 from tests.own_part import difference

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import meshkit as mk
-from meshkit.memory.policy import Recompute
 from meshkit.models.llama import dense_layer
+from meshkit.strategy import Recompute
 
 CONFIG, TOKENS = mk.models.LLAMA3_8B, 256
 G = Fraction(CONFIG.num_key_value_heads, CONFIG.num_attention_heads)

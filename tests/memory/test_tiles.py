@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import meshkit as mk
-from meshkit.memory.policy import Recompute
 from meshkit.memory.tiles import part_sizes, tile
 from meshkit.models.layers import GatedMLP
 from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.strategy import Recompute
 from tests.depth import thin
 from tests.memory.live import Live
 from tests.parity.cases import Cell, Moe, build, run_cell

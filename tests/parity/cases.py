@@ -19,7 +19,7 @@ from meshkit.models.llama import Attention, Decoder, DecoderLayer, Llama, LlamaC
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.models.moe_plan import decoder_plan
 from meshkit.models.router import RouterConfig
-from meshkit.parallel.expert import ExpertPolicy
+from meshkit.strategy import ExpertPolicy
 from meshkit.whole import copies_of
 from tests.own_part import computed_once, difference
 

@@ -17,7 +17,8 @@ from meshkit.explain import Message, explain
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama_plan import LLAMA_PLAN
 from meshkit.observe import observe
-from meshkit.parallel.expert import AllToAll, ExpertPolicy, Sent, dispatch_traffic
+from meshkit.parallel.expert import AllToAll, Sent, dispatch_traffic
+from meshkit.strategy import ExpertPolicy
 from tests.depth import thin
 from tests.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool

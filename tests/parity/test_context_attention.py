@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshkit.mask import FAR, Band, Mask
-from meshkit.parallel.context import ContextPolicy, Shape, SplitMask, choose
+from meshkit.parallel.context import Shape, SplitMask, choose
+from meshkit.strategy import ContextPolicy
 from tests.depth import draws
 from tests.parity.cases import mesh_for
 from tests.world import pool

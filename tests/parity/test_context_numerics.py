@@ -11,7 +11,8 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.mask import Mask
-from meshkit.parallel.context import ContextPolicy, SplitMask
+from meshkit.parallel.context import SplitMask
+from meshkit.strategy import ContextPolicy
 from tests.depth import thin
 from tests.parity.cases import mesh_for
 from tests.parity.test_context_attention import Case, check, inputs, oracle, own, split_mask

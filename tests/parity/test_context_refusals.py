@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
-from meshkit.parallel.context import ContextPolicy, Shape, SplitMask, choose
+from meshkit.parallel.context import Shape, SplitMask, choose
 from meshkit.parallel.context._apply import _dot_product_attention
+from meshkit.strategy import ContextPolicy
 from tests.parity.cases import Cell, build, mesh_for
 from tests.recipes.launch import run as launch
 from tests.world import RankError, pool, run_ranks

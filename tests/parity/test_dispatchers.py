@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshkit as mk
-from meshkit.parallel.expert import AllToAll, Capacity, Dispatcher, ExpertPolicy, OneRank, _exchange
+from meshkit.parallel.expert import AllToAll, Dispatcher, OneRank, _exchange
 from meshkit.parallel.expert._capacity import keep_within
 from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
 from meshkit.routing import Routing
 from meshkit.sharding import chunk
+from meshkit.strategy import Capacity, ExpertPolicy
 from tests.parity.cases import Cell, Moe, batches, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 

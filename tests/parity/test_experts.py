@@ -19,8 +19,9 @@ from meshkit.errors import PlanError
 from meshkit.explain import Message
 from meshkit.mesh import MeshSpec
 from meshkit.observe import observe
-from meshkit.parallel.expert import Capacity, ExpertPolicy, OneRank
+from meshkit.parallel.expert import OneRank
 from meshkit.parallel.expert._hot import hot_of
+from meshkit.strategy import Capacity, ExpertPolicy
 from tests.depth import covering, deal, deep, draws, thin
 from tests.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.parity.test_parity import check

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.memory.gradient import gradient_of
-from meshkit.memory.policy import OptimizerOffload, OptimizerPolicy, Recompute
 from meshkit.sharding import local_tensor
+from meshkit.strategy import OptimizerOffload, OptimizerPolicy, Recompute
 from tests.depth import draws
 from tests.parity.cases import MAX_NORM, Cell, Moe, batches, build, own_rows, plan_of, run_cell, start
 from tests.parity.test_bytes import observe_step

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshkit.mask import Mask
-from meshkit.parallel.context import ContextPolicy, Layout, Shape, choose, traffic
+from meshkit.parallel.context import Layout, Shape, choose, traffic
 from meshkit.parallel.context._assign import received
 from meshkit.parallel.context._traffic import total
+from meshkit.strategy import ContextPolicy
 from tests.unit.test_mask import masks
 
 draws = settings(deadline=None)  # a busy machine

@@ -14,8 +14,8 @@ from meshkit.memory.offload._offload import Offload
 from meshkit.memory.offload._streams import Streams, streams_of
 from meshkit.memory.offload._valueless import ValuelessStreams
 from meshkit.memory.place import estimate_under_way
-from meshkit.memory.policy import ActivationOffload
 from meshkit.mesh import device_of
+from meshkit.strategy import ActivationOffload
 from meshkit.swap import swap_class
 
 

@@ -26,8 +26,8 @@ from meshkit.memory.offload._reading import OffloadStep
 from meshkit.memory.offload._streams import Streams
 from meshkit.memory.offload._tier import Tier
 from meshkit.memory.place import estimate_under_way
-from meshkit.memory.policy import ActivationOffload
 from meshkit.sharding import local_tensor
+from meshkit.strategy import ActivationOffload
 
 BLOCKS_LEAVING = (
     2  # whose tensors may still be on the device on their way out: the one that computes and the one before

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshkit import _torch
 from meshkit.memory.offload._offload import BLOCKS_LEAVING
-from meshkit.memory.policy import ActivationOffload
+from meshkit.strategy import ActivationOffload
 
 
 class Moved(saved_tensors_hooks):

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from meshkit.memory.policy import States
+from meshkit.strategy import States
 
 BLOCKS: dict[States, int] = {"8bit": 256, "4bit": 128, "fp8": 256}
 SMALLEST_BLOCK = 16

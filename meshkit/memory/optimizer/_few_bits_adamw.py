@@ -15,8 +15,8 @@ from meshkit.errors import PlanError
 from meshkit.memory.optimizer._few_bits import SMALLEST_BLOCK, FewBits, block_of
 from meshkit.memory.optimizer._rounding import round_stochastically
 from meshkit.memory.optimizer._shared import loss_of, paired_states
-from meshkit.memory.policy import States
 from meshkit.sharding import local_slices, local_tensor
+from meshkit.strategy import States
 
 SMALLEST = 4096  # elements of a whole matrix whose moments are worth few bits (as bitsandbytes has it)
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether it has a sign

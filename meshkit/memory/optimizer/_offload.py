@@ -27,8 +27,8 @@ from meshkit.memory.optimizer._host import Carrier, host_tensors
 from meshkit.memory.optimizer._resident import choose_resident
 from meshkit.memory.optimizer._shared import loss_of, paired_states, placed
 from meshkit.memory.place import estimate_under_way, made_on_host
-from meshkit.memory.policy import OptimizerOffload
 from meshkit.sharding import local_tensor
+from meshkit.strategy import OptimizerOffload
 
 # Updated at a time: the copy back of one part runs beside the update of the next, and finds its masters in the cache.
 UPDATE_ELEMENTS = 1 << 20

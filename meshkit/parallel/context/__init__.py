@@ -8,7 +8,6 @@ from ._apply import model_window as model_window
 from ._apply import plan_context as plan_context
 from ._apply import split_batch as split_batch
 from ._choose import Choice as Choice
-from meshkit.strategy import ContextPolicy as ContextPolicy
 from ._choose import choose as choose
 from ._choose import choose_for_rows as choose_for_rows
 from ._layout import Layout as Layout

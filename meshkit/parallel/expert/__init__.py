@@ -11,7 +11,6 @@ from ._balance import step_counts as step_counts
 from ._balance import step_dropped as step_dropped
 from ._balance import step_losses as step_losses
 from ._balance import update_biases as update_biases
-from meshkit.strategy import Capacity as Capacity
 from ._dispatch import AllToAll as AllToAll
 from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
@@ -19,6 +18,5 @@ from ._dispatch import OneRank as OneRank
 from ._dispatch import Sent as Sent
 from ._hot import HotExperts as HotExperts
 from ._hot import note_counts as note_counts
-from meshkit.strategy import ExpertPolicy as ExpertPolicy
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing
