@@ -18,7 +18,6 @@ import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.launch import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    mk.run_main(main)

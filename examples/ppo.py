@@ -19,370 +19,199 @@ that were pending, on whatever meshes it is started. Reversal goes from about a 
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 import tyro
 
 import meshkit as mk
-from meshkit.algos.dataflow import (
-    PROMPTED,
-    ROLLOUT,
-    Call,
-    Flow,
-    Sample,
-    Sync,
-    log_prob_call,
-    reward_call,
-    rollout_call,
-    rollout_of,
+from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
+from meshkit.data import PromptLoader, take_segments
+from meshkit.recipes import (
+    PolicyFlags,
+    SamplerFlags,
+    Session,
+    actor_and_sampler,
+    engine_of,
+    export_model,
+    first_policy,
+    greedy_score,
+    policy_tasks,
+    print0,
+    run_from,
+    show_rollouts,
 )
-from meshkit.algos.policy import (
-    GAE,
-    PRESETS,
-    PolicyLoss,
-    critic_values,
-    pack_rollouts,
-    policy_count,
-    policy_metrics,
-    policy_objective,
-    policy_sums,
-    step_advantages,
-    value_metrics,
-    value_objective,
-    value_sums,
-)
-from meshkit.algos.reallocate import prepare_reallocation
-from meshkit.algos.rewards import Scores, model_scores, score_on_mesh
-from meshkit.algos.rollout import REFERENCE, Engine, Rollout, Sampling, VllmEngine, generate, label_log_probs
-from meshkit.data import REFERENCE_ALPHABET, PromptLoader, character_tokenizer, load_tokenizer, take_segments
-from meshkit.errors import PlanError
-from meshkit.launch import run_main
-from meshkit.metrics import Logger, Meter, Progress, show_samples
-from meshkit.models import (
-    RewardModel,
-    build_model,
-    config_from_pretrained,
-    load_pretrained,
-    meta_parameters,
-    model_plan,
-    reward_plan,
-)
-from meshkit.recipes.evaluation import SAMPLE_NAMES, greedy_score, sample_rows
-from meshkit.recipes.export import export_model
-from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model, warm_up_policy
-from meshkit.schedule_lr import lr_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    mesh: str = "dp_shard=-1"
-    """axes and sizes of actor, critic and reference, as "dp_shard=2 tp=2"; -1 is the ranks that are left"""
-    sampler_mesh: str | None = None
-    """of a copy of the actor that writes the answers; default: the actor itself writes"""
-    sampler_ranks: int = 0
-    """so many ranks, the last ones, are the sampler's alone; 0: it shares all of them"""
-    staleness: int = 0
-    """so many steps the sampler runs ahead, with weights that are as much older"""
-    pretrained: Path | None = None
-    """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
-    task: Literal["addition", "reversal", "countdown"] = "addition"
-    """without --data"""
-    data: tuple[Path, ...] = ()
-    """JSONL, Parquet or Arrow files with prompts and what the reward reads; needs --pretrained"""
-    held_out: float = 0.05
-    """part of the rows that is only evaluated on"""
-    reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
-    """default: the task's; "exact" with --data"""
+class Config(PolicyFlags, SamplerFlags):
     reward_model: Path | None = None
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
-    reward_timeout_s: float = 10.0
-    """of each answer"""
-    out: Path = Path("runs/ppo")
-    """checkpoints, logs and the final model"""
-
     preset: str = "PPO"
-    """a loss of meshkit.algos.policy with GAE"""
-    kl: float = 0.0
-    """weight of the KL to the model at the beginning; 0 needs no reference"""
-    prompts: int = 128
-    """of one step, over all ranks"""
-    samples: int = 4
-    """answers to each"""
     epochs: int = 2
     """times that a step's answers are learnt from"""
     minibatches: int = 1
     """optimizer steps of each of them"""
     decay: float = 0.95
     """lambda of GAE"""
-    temperature: float = 1.0
-    max_new_tokens: int | None = None
-    """default: the task's, 256 with --data"""
-    engine: Literal["meshkit", "vllm"] = "meshkit"
-    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
-    vllm_memory: float = 0.3
-    """the part of a GPU that vllm may take"""
-    seq_len: int = 64
-    """tokens of a row, in which answers are packed"""
-    microbatches: int = 1
-    """parts a rank runs its rows in, one after the other"""
-    sft_steps: int | None = None
-    """without --pretrained: steps on right answers before; default: the task's"""
-    steps: int = 150
-    lr: float = 5e-4
-    lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup_steps: int = 10
     critic_lr: float = 1e-3
     """constant"""
     critic_warmup: int = 5
     """steps in which only the critic learns"""
-    clip: float = 1.0
-    seed: int = 0
-
-    recompute: Literal["none", "activation", "selective", "full"] = "none"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    schedule: str = "1f1b"
-    """with pp: a name of `python -m meshkit draw`"""
+    sequence: bool = False
+    prompts: int = 128
+    samples: int = 4
+    out: Path = Path("runs/ppo")
+    seq_len: int = 64
+    steps: int = 150
+    lr: float = 5e-4
+    warmup_steps: int = 10
     eval_every: int = 20
-    eval_prompts: int = 512
-    save_every: int = 50
 
 
-def in_parts(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) -> mk.Run:
+def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) -> mk.Run:
     """A model in parts, without values; with `scores` one that gives a number for each token."""
-    with meta_parameters():
-        model = RewardModel(shape) if scores else build_model(shape)
-    plan = reward_plan(shape) if scores else model_plan(shape)
-    precision = mk.Precision() if config.precision == "bf16" else None
-    memory = mk.MemoryPolicy(recompute=config.recompute, precision=precision)
-    return mk.parallelize(
-        model, mesh, plan=plan, memory=memory, pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule)
-    )
-
-
-def load(config: Config, mesh: mk.Mesh, folder: Path, *, scores: bool = False, fresh: tuple[str, ...] = ()) -> mk.Run:
-    """The model of a folder; parameters that are `fresh` begin from nothing."""
-    run = in_parts(config, mesh, config_from_pretrained(folder), scores=scores)
-    if fresh:
-        mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-    load_pretrained(run.model, folder, fresh=fresh)
-    return run
+    with mk.models.meta_parameters():
+        model = mk.models.RewardModel(shape) if scores else mk.models.build_model(shape)
+    plan = mk.models.reward_plan(shape) if scores else mk.models.model_plan(shape)
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
     config = tyro.cli(Config)
-    loss = policy_of(config)
-    if config.engine == "vllm":
-        VllmEngine.refuse_absence()  # before a model is trained to begin with
+    loss = config.policy_loss(critic=True)
+    loss = dataclasses.replace(loss, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
 
     # ---------------------------------------------------------------------------------------------- who: the meshes
-    world = mk.init_mesh()
-    learners = range(world.spec.world_size - config.sampler_ranks)
-    meshes = {"actor": mk.init_mesh(config.mesh, ranks=learners)}
-    meshes["sampler"] = meshes["actor"]
-    if config.sampler_mesh is not None:
-        apart = range(learners.stop, world.spec.world_size) if config.sampler_ranks else learners
-        meshes["sampler"] = mk.init_mesh(config.sampler_mesh, ranks=apart)
+    world, meshes = mk.init_mesh(), actor_and_sampler(config)
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
-    speaks = world.rank == 0
-    say = print if speaks else lambda *_: None
     for name, mesh in meshes.items():
-        say(f"{name}  {mesh.describe()}")
+        print0(f"{name}  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    tasks = load_tasks(
-        config.task,
-        config.data,
-        held_out=config.held_out,
-        evaluated=config.eval_prompts,
-        seed=config.seed,
-        reward=config.reward,
-        reward_timeout_s=config.reward_timeout_s,
-        max_new_tokens=config.max_new_tokens,
-    )
-    tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
-    sampling = Sampling(
-        max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
-    )
+    tasks, tokenizer, sampling = policy_tasks(config)
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
-    say(f"data  {tasks}")
+    print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the models
     start = config.pretrained or config.out / "sft-model"
-    actor = critic = reference = judge = sampler = None  # a rank has those of its meshes
+    actor = critic = reference = judge = None  # on ranks that do not learn
+    optimizer = critic_optimizer = scheduler = None
     if actor_mesh.here:
-        if not start.exists():
-            task, first = REFERENCE_TASKS[config.task], in_parts(config, actor_mesh, small_model(tokenizer.vocab_size))
-            steps = task.sft_steps if config.sft_steps is None else config.sft_steps
-            how = {"steps": steps, "seed": config.seed, "seq_len": config.seq_len, "speaks": speaks}
-            warm_up_policy(first, mk.adamw(first, lr=task.sft_lr), tasks.train, tokenizer, start, **how)
-        actor = load(config, actor_mesh, start)
-        critic = load(config, actor_mesh, start, scores=True, fresh=("score.weight",))
-        reference = load(config, actor_mesh, start) if config.kl else None
-        judge = load(config, actor_mesh, config.reward_model, scores=True) if config.reward_model else None
-        optimizer, critic_optimizer = mk.adamw(actor, lr=config.lr), mk.adamw(critic, lr=config.critic_lr)
-        how = {"kind": config.lr_kind, "warmup_steps": config.warmup_steps, "min_factor": 0.1}
-        scheduler = lr_schedule(optimizer, total_steps=config.steps, **how)
-        actor_sums, critic_sums = policy_sums(actor_mesh), value_sums(actor_mesh)
-        guard = mk.NonFiniteGuard()
+        in_parts, scoring = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
+        first_policy(config, in_parts, tasks, tokenizer)
+        actor = run_from(start, in_parts)
+        critic = run_from(start, scoring, fresh=("score.weight",), seed=config.seed)
+        reference = run_from(start, in_parts) if config.kl else None
+        judge = run_from(config.reward_model, scoring) if config.reward_model else None
+        optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
+        critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
+        scheduler = config.lr_schedule(optimizer)
+        actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
     dist.barrier()  # the folder is there
-    syncs = []
-    if config.sampler_mesh is None:
-        sampler = actor
-    else:
-        sampler = load(config, sampler_mesh, start) if sampler_mesh.here else None
-        weights = prepare_reallocation(actor, sampler)
-        say(weights.plan)
-        syncs = [Sync(name="weights", source="actor", destination="sampler", function=weights)]
-
-    engine: Engine | None = None
-    if sampler is not None and config.engine == "vllm":
-        engine = VllmEngine(sampler, gpu_memory_utilization=config.vllm_memory)
-    elif sampler is not None:
-        engine = partial(generate, sampler)
+    sampler, syncs = actor, []
+    if config.sampler_mesh is not None:
+        sampler = run_from(start, partial(build, config, sampler_mesh)) if sampler_mesh.here else None
+        weights = reallocate.prepare_reallocation(actor, sampler)
+        print0(weights.plan)
+        syncs = [dataflow.Sync(name="weights", source="actor", destination="sampler", function=weights)]
+    engine = engine_of(config, sampler) if sampler is not None else None
 
     # ---------------------------------------------------------------------------------------------- what they do
-    scalars: dict[str, float] = {}
-
-    def scores(rollouts: list[Rollout]) -> Scores:
+    def scores(rollouts: list[rollout.Rollout]) -> rewards.Scores:
         if judge is not None:
-            return model_scores(judge, [rollout.tokens for rollout in rollouts], seq_len=config.seq_len)
-        return score_on_mesh(meshes[judges], rollouts, tasks.score).own
+            return rewards.model_scores(judge, [each.tokens for each in rollouts], seq_len=config.seq_len)
+        return rewards.score_on_mesh(meshes[judges], rollouts, tasks.score, fail_fast=config.fail_fast).own
 
-    def learn(samples: list[Sample]) -> None:
+    def learn(samples: list[dataflow.Sample]) -> None:
         """Advantages over the whole step; then each minibatch teaches the critic, and after its warm-up the actor."""
-        rollouts = [rollout_of(sample, looked_at) for sample in samples]
-        batch = pack_rollouts(rollouts, seq_len=config.seq_len, values=looked_at, pad_multiple=actor_mesh.row_multiple)
-        advantages = step_advantages(actor_mesh, batch, loss)
+        rollouts = [dataflow.rollout_of(sample, looked_at) for sample in samples]
+        batch = policy.pack_rollouts(
+            rollouts, seq_len=config.seq_len, values=looked_at, pad_multiple=actor_mesh.row_multiple
+        )
+        advantages = policy.step_advantages(actor_mesh, batch, loss)
         batch |= advantages.values
-        scalars.update(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
+        session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
         whose = batch["groups"] % config.minibatches  # whole prompts, so that every mesh has the same minibatches
         for part in [*range(config.minibatches)] * config.epochs:
             own = take_segments(batch, batch["segment_ids"][(batch["ends"] > 0) & (whose == part)].tolist())
-            objective = value_objective(actor_mesh, own, metrics=critic_sums)
-            found = critic.forward_backward(own, microbatches=config.microbatches, loss=objective)
-            scalars["value_loss"] = found.item()
-            if guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
+            objective = policy.value_objective(actor_mesh, own, metrics=critic_sums)
+            session.log(value_loss=critic.forward_backward(own, microbatches=config.microbatches, loss=objective))
+            if session.guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
             if flow.iteration < config.critic_warmup:
                 continue
-            objective = policy_objective(actor_mesh, own, loss, temperature=config.temperature, metrics=actor_sums)
-            count = policy_count(loss)
-            found = actor.forward_backward(own, microbatches=config.microbatches, loss=objective, count=count)
+            objective = policy.policy_objective(
+                actor_mesh, own, loss, temperature=config.temperature, metrics=actor_sums
+            )
+            how = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+            with session.trace_pipeline(actor):
+                loss_value = actor.forward_backward(own, **how)
             norm = mk.clip_grad_norm(actor, config.clip)
-            scalars.update(loss=found.item(), grad_norm=norm.item(), lr=scheduler.get_last_lr()[0])
-            if guard.allows(actor, norm, step=flow.iteration + 1):
+            session.log(loss=loss_value, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+            if session.guard.allows(actor, norm, step=flow.iteration + 1):
                 optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
-        scalars.update({f"policy/{name}": value for name, value in policy_metrics(actor_sums).items()})
-        scalars.update({f"critic/{name}": value for name, value in value_metrics(critic_sums).items()})
+        session.log(**{f"policy/{name}": value for name, value in policy.policy_metrics(actor_sums).items()})
+        session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 
-    log_probs = partial(label_log_probs, temperature=config.temperature)
-    look = partial(log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
-    looks = [look("old_log_probs", actor, log_probs), look("old_values", critic, critic_values)]
-    looks += [look(REFERENCE, reference, log_probs)] if config.kl else []
+    log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
+    look = partial(dataflow.log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
+    looks = [look("old_log_probs", actor, log_probs), look("old_values", critic, policy.critic_values)]
+    looks += [look(rollout.REFERENCE, reference, log_probs)] if config.kl else []
     looked_at, judges = [call.name for call in looks], "actor" if config.reward_model else "sampler"
+    needs = (*dataflow.ROLLOUT, "reward", *looked_at)
     write = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
-    flow = Flow(
+    flow = dataflow.Flow(
         meshes,
         [
-            rollout_call(engine, tokenizer, on="sampler", **write),
-            reward_call(scores, on=judges),
+            dataflow.rollout_call(engine, tokenizer, on="sampler", **write),
+            dataflow.reward_call(scores, on=judges),
             *looks,
-            Call(name="learn", on="actor", function=learn, needs=(*ROLLOUT, "reward", *looked_at), stage="train"),
+            dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
         ],
         source=lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
-        fields=PROMPTED,
+        fields=dataflow.PROMPTED,
         total=config.steps,
         syncs=syncs,
         staleness=config.staleness,
     )
-    say(flow.describe())
+    print0(flow.describe())
 
     def held_out_score() -> float:
-        """Of the sampler's greedy answers; the same on every rank of the world."""
-        found = [0.0]
-        if sampler_mesh.here:
-            found = [greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=engine)]
-        dist.broadcast_object_list(found, src=sampler_mesh.ranks[0])
-        return found[0]
-
-    # ---------------------------------------------------------------------------------------------- where we stopped
-    saves = {name: mk.Checkpointer(config.out / "checkpoints" / name, keep=2) for name in ("actor", "critic")}
-    saved = [max(set(saves["actor"].steps()) & set(saves["critic"].steps()), default=0)]
-    dist.broadcast_object_list(saved, src=0)
-    if saved[0]:
-        if actor_mesh.here:
-            saves["actor"].load(actor, optimizer, scheduler=scheduler, step=saved[0], config=config)
-            saves["critic"].load(critic, critic_optimizer, step=saved[0], config=config)
-        flow.load_state_dict(saves["actor"].extra(saved[0]))
-        for sync in syncs:
-            sync.function()
-    if flow.iteration >= config.steps:
-        say(f"{config.out} has its {config.steps} steps; give more --steps to go on, or another --out to begin anew")
-        return
-    say(f"resume from step {saved[0]}" if saved[0] else f"held out before the first step: {held_out_score():.3f}")
+        how = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
+        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **how)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    with (
-        mk.SaveOnSignal() as signals,
-        Progress(total_steps=config.steps, start_step=saved[0], enabled=speaks) as progress,
-        Logger(config.out, start_step=saved[0], enabled=speaks, also=[progress.update]) as logger,
-    ):
-        meter = Meter(total_steps=config.steps, start_step=saved[0], devices=world.spec.world_size, device=world.device)
-        leaving = False
-        while flow.iteration < config.steps and not leaving:
-            scalars.clear()
+    parts = {"actor": (actor, optimizer, scheduler), "critic": (critic, critic_optimizer, None)}
+    with Session(world, config, parts=parts, loader=flow) as session:
+        if session.start == 0:
+            print0(f"held out before the first step: {held_out_score():.3f}")
+        for sync in syncs if session.start else ():
+            sync.function()  # the sampler gets what was resumed
+        for step in session.steps():
             samples = flow.step()
-            step = flow.iteration
-            scalars.update({f"seconds/{name}": took for name, took in flow.seconds.items()})
-            reading = meter.step(int(scalars.get("tokens", 0)))  # of all ranks; those that do not learn log nothing
-            with meter.paused():
-                if step % config.eval_every == 0 or step == config.steps:
-                    scalars["held_out"] = held_out_score()
-                    say(f"step {step}: held out {scalars['held_out']:.3f}, reward {scalars.get('reward', 0):.3f}")
-                    if speaks:
-                        rows = sample_rows(map(rollout_of, samples))
-                        show_samples(step, SAMPLE_NAMES, rows, logger)
-                logger.log(step, {**scalars, **reading.scalars()})
-                leaving = signals.should_stop(world)
-                if step % config.save_every == 0 or step == config.steps or leaving:
-                    state = flow.state_dict()
-                    if actor_mesh.here:
-                        saves["actor"].save(step, actor, optimizer, scheduler=scheduler, config=config, extra=state)
-                        saves["critic"].save(step, critic, critic_optimizer, config=config)
-        for checkpoints in saves.values():
-            checkpoints.wait()
+            session.log(**{f"seconds/{name}": seconds for name, seconds in flow.seconds.items()})
+            session.stop_clock(tokens=int(session.scalars.get("tokens", 0)))  # ranks that do not learn have none
+            if session.evaluates(step):
+                session.log(held_out=held_out_score())
+                reward = session.scalars.get("reward", 0.0)
+                print0(f"step {step}: held out {session.scalars['held_out']:.3f}, reward {reward:.3f}")
+                show_rollouts(step, map(dataflow.rollout_of, samples), session.logger)
+    if not session.finished:
+        return
 
     # ---------------------------------------------------------------------------------------------- what came of it
-    if flow.iteration < config.steps:
-        say(f"{signals.received or 'a signal on another rank'}: saved step {step}; start again to go on")
-        return
     export = config.out / f"model-{config.steps}"
     if actor_mesh.here:
         export_model(actor, export, tokenizer)
-    say(f"\nheld out, {len(tasks.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
-
-
-# ---------------------------------------------------------------------------------------------- parts of the above
-def policy_of(config: Config) -> PolicyLoss:
-    """The preset, with the KL and the lambda that were asked for."""
-    if config.sampler_ranks and config.sampler_mesh is None:
-        raise PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
-    loss = PRESETS.get(config.preset)
-    if loss is None or not isinstance(loss.advantage, GAE):
-        fitting = ", ".join(name for name, preset in PRESETS.items() if isinstance(preset.advantage, GAE))
-        raise PlanError(f"--preset {config.preset} is not a loss with a critic. Choose from {fitting}.")
-    kl = dataclasses.replace(loss.kl, coefficient=config.kl)
-    return dataclasses.replace(loss, kl=kl, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
+    print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

@@ -17,8 +17,8 @@ Source: STaR, Zelikman et al. 2022 (2203.14465); Llama 2, Touvron et al. 2023 (2
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,44 +27,33 @@ import torch
 import tyro
 
 import meshkit as mk
-from meshkit.algos.policy import select_above, select_best
-from meshkit.algos.rewards import score_on_mesh
-from meshkit.algos.rollout import Rollout, Sampling, encode_prompts, generate
-from meshkit.algos.sft import sft_steps
+from meshkit.algos import policy, rewards, rollout, sft
 from meshkit.collectives import gather_over_data
-from meshkit.data import REFERENCE_ALPHABET, Example, PromptLoader, character_tokenizer, load_tokenizer
-from meshkit.launch import run_main
-from meshkit.metrics import Logger, Meter, Progress, show_samples
-from meshkit.models import build_model, config_from_pretrained, load_pretrained, meta_parameters, model_plan
-from meshkit.recipes.evaluation import SAMPLE_NAMES, greedy_score, sample_rows
-from meshkit.recipes.export import export_model
-from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model, warm_up_policy
+from meshkit.data import Example, PromptLoader
+from meshkit.recipes import (
+    ParallelFlags,
+    RolloutFlags,
+    Session,
+    engine_of,
+    export_model,
+    first_policy,
+    greedy_score,
+    policy_tasks,
+    print0,
+    run_from,
+    show_rollouts,
+    small_model,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    mesh: str = "dp_shard=-1"
-    """axes and sizes, as "dp_shard=2 tp=2"; -1 is the ranks that are left"""
-    pretrained: Path | None = None
-    """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
+class Config(ParallelFlags, RolloutFlags):
     task: Literal["addition", "reversal", "countdown"] = "reversal"
-    """without --data"""
-    data: tuple[Path, ...] = ()
-    """JSONL, Parquet or Arrow files with prompts and what the reward reads; needs --pretrained"""
-    held_out: float = 0.05
-    """part of the rows that is only evaluated on"""
-    reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
-    """default: the task's; "exact" with --data"""
-    reward_timeout_s: float = 10.0
-    """of each answer"""
     out: Path = Path("runs/rejection_sampling")
-    """checkpoints, logs and the final model"""
-
     rounds: int = 40
+    """of writing and learning; --prompts, --eval-every, --save-every and --warmup-steps are of a round, or rounds"""
     prompts: int = 256
-    """of one round, over all ranks"""
     samples: int = 4
-    """answers to each"""
     best: int = 1
     """answers kept of each prompt, at most"""
     threshold: float = 1.0
@@ -73,52 +62,20 @@ class Config:
     """times that the answers of a round are learnt"""
     global_batch: int = 32
     """answers of one optimizer step, over all ranks"""
-    temperature: float = 1.0
-    max_new_tokens: int | None = None
-    """default: the task's, 256 with --data"""
     seq_len: int = 64
-    """tokens of a row, in which answers are packed"""
-    microbatches: int = 1
-    """parts a rank runs its rows in, one after the other"""
-    sft_steps: int | None = None
-    """without --pretrained: steps on right answers before; default: the task's"""
     lr: float = 5e-4
     warmup_steps: int = 2
-    """of each round"""
     weight_decay: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-
-    zero: Literal[1, 2, 3] | None = None
-    """sharding over dp_shard; default 3, with pp 1"""
-    sequence: bool = True
-    """with tp: shard activations along the sequence between regions"""
-    recompute: Literal["none", "activation", "selective", "full"] = "none"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    schedule: str = "1f1b"
-    """with pp: a name of `python -m meshkit draw`"""
     eval_every: int = 5
-    """rounds"""
-    eval_prompts: int = 512
     save_every: int = 10
-    """rounds"""
 
 
 def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
     """The model in parts, without values; `python -m meshkit estimate` runs it too, with the small model's shape."""
-    shape = shape or (config_from_pretrained(config.pretrained) if config.pretrained else small_model())
-    with meta_parameters():
-        model = build_model(shape)
-    precision = mk.Precision() if config.precision == "bf16" else None
-    return mk.parallelize(
-        model,
-        mesh,
-        plan=model_plan(shape),
-        memory=mk.MemoryPolicy(recompute=config.recompute, precision=precision),
-        zero=config.zero,
-        sequence=config.sequence,
-        pipeline=mk.strategy.PipelinePolicy(schedule=config.schedule),
-    )
+    shape = shape or config.shape(small_model())
+    with mk.models.meta_parameters():
+        model = mk.models.build_model(shape)
+    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
 
 
 def main() -> None:
@@ -126,118 +83,77 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)
-    speaks = mesh.rank == 0
-    say = print if speaks else lambda *_: None
-    say(f"mesh  {mesh.describe()}")
+    print0(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- what is asked
-    tasks = load_tasks(
-        config.task,
-        config.data,
-        held_out=config.held_out,
-        evaluated=config.eval_prompts,
-        seed=config.seed,
-        reward=config.reward,
-        reward_timeout_s=config.reward_timeout_s,
-        max_new_tokens=config.max_new_tokens,
-    )
-    tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
-    sampling = Sampling(
-        max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=(tokenizer.eos_id,)
-    )
+    tasks, tokenizer, sampling = policy_tasks(config)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
-    say(f"data  {tasks}")
+    print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- something to begin with
-    first = config.pretrained or config.out / "sft-model"
-    if not first.exists():
-        task, run = REFERENCE_TASKS[config.task], build(config, mesh, small_model(tokenizer.vocab_size))
-        steps = task.sft_steps if config.sft_steps is None else config.sft_steps
-        how = {"steps": steps, "seed": config.seed, "seq_len": config.seq_len, "speaks": speaks}
-        warm_up_policy(run, mk.adamw(run, lr=task.sft_lr), tasks.train, tokenizer, first, **how)
-    run = build(config, mesh, config_from_pretrained(first))
-    load_pretrained(run.model, first)
+    in_parts = partial(build, config, mesh)
+    run = run_from(first_policy(config, in_parts, tasks, tokenizer), in_parts)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
-    say(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
+    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
+    write = engine_of(config, run)
 
     def held_out_score() -> float:
-        return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling)
-
-    # ---------------------------------------------------------------------------------------------- where we stopped
-    checkpoints = mk.Checkpointer(config.out / "checkpoints", keep=2)
-    start = checkpoints.resume(run, optimizer, loader=prompts, config=config)
-    if start >= config.rounds:
-        say(f"{config.out} has its {start} rounds; give more --rounds to go on, or another --out to begin anew")
-        return
-    say(f"resume from round {start}" if start else f"held out before the first round: {held_out_score():.3f}")
+        return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=write)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    with (
-        checkpoints,
-        mk.SaveOnSignal() as signals,
-        Progress(total_steps=config.rounds, start_step=start, enabled=speaks) as progress,
-        Logger(config.out, start_step=start, enabled=speaks, also=[progress.update]) as logger,
-    ):
-        meter = Meter(total_steps=config.rounds, start_step=start, devices=mesh.spec.world_size, device=mesh.device)
-        for round in range(start + 1, config.rounds + 1):
+    with Session(run, config, optimizer=optimizer, loader=prompts, unit="round") as session:
+        if session.start == 0:
+            print0(f"held out before the first round: {held_out_score():.3f}")
+        for step in session.steps():
             # What the model writes, what that is worth, and which of it all ranks keep.
-            asked = encode_prompts(next(prompts), tokenizer)
-            written = generate(
-                run, asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode
+            asked = rollout.encode_prompts(next(prompts), tokenizer)
+            written = write(asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
+            scores = rewards.score_on_mesh(mesh, written, tasks.score, fail_fast=config.fail_fast)
+            scored = torch.tensor([each.reward for each in scores.rollouts], dtype=torch.float64)
+            groups = torch.tensor([each.key for each in scores.rollouts], dtype=torch.int64)
+            chosen = policy.select_best(scored, groups, best=config.best) & policy.select_above(
+                scored, config.threshold
             )
-            scores = score_on_mesh(mesh, written, tasks.score)
-            rewards = torch.tensor([rollout.reward for rollout in scores.rollouts], dtype=torch.float64)
-            groups = torch.tensor([rollout.key for rollout in scores.rollouts], dtype=torch.int64)
-            chosen = select_best(rewards, groups, best=config.best) & select_above(rewards, config.threshold)
             own = [lesson(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep]
             kept = [example for part in gather_over_data(mesh, own) for example in part]
 
             # What it learns from that.
-            scalars = {"reward": scores.mean, "kept": len(kept), "answer_tokens": scores.tokens / scores.answers}
-            scalars |= {f"unscored/{kind}": count for kind, count in scores.unscored.items()}
+            session.log(kept=len(kept), **scores.scalars())
             if kept:
-                sft_steps(
+                sft.sft_steps(
                     run,
                     optimizer,
                     kept,
                     steps=-(-len(kept) * config.epochs // config.global_batch),
                     global_batch=config.global_batch,
                     seq_len=config.seq_len,
-                    seed=config.seed + round,
+                    seed=config.seed + step,
                     microbatches=config.microbatches,
                     clip=config.clip,
                     warmup_steps=config.warmup_steps,
-                    each=lambda _, learnt, into=scalars: into.update(learnt),
+                    each=lambda _, scalars: session.log(**scalars),
                 )
-            reading = meter.step(scores.tokens)
-            with meter.paused():
-                if scores.first_unscored is not None:
-                    say(f"round {round}: {sum(scores.unscored.values())} without a score, {scores.first_unscored}")
-                if round % config.eval_every == 0 or round == config.rounds:
-                    scalars["held_out"] = held_out_score()
-                    say(f"round {round}: held out {scalars['held_out']:.3f}, reward {scores.mean:.3f}")
-                    if speaks:
-                        show_samples(round, SAMPLE_NAMES, sample_rows(scores.rollouts), logger)
-                logger.log(round, {**scalars, **reading.scalars()})
-                leaving = signals.should_stop(mesh)
-                if round % config.save_every == 0 or round == config.rounds or leaving:
-                    checkpoints.save(round, run, optimizer, loader=prompts, config=config)
-            if leaving and round < config.rounds:
-                say(f"{signals.received or 'a signal on another rank'}: saved round {round}; start again to go on")
-                return
+            session.stop_clock(tokens=scores.tokens)
+            if scores.first_unscored is not None:
+                print0(f"round {step}: {sum(scores.unscored.values())} without a score, {scores.first_unscored}")
+            if session.evaluates(step):
+                session.log(held_out=held_out_score())
+                print0(f"round {step}: held out {session.scalars['held_out']:.3f}, reward {scores.mean:.3f}")
+                show_rollouts(step, scores.rollouts, session.logger)
+    if not session.finished:
+        return
 
     # ---------------------------------------------------------------------------------------------- what came of it
     export = config.out / f"model-{config.rounds}"
     export_model(run, export, tokenizer)
-    say(f"\nheld out, {len(tasks.held_out)} prompts: {scalars['held_out']:.3f}; model in {export}")
+    print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-def lesson(rollout: Rollout) -> Example:
+def lesson(written: rollout.Rollout) -> Example:
     """The rollout as if it were data: only what the model wrote is learnt, its end too."""
-    return Example(ids=rollout.tokens, learn=np.arange(len(rollout.tokens)) >= len(rollout.prompt_ids))
+    return Example(ids=written.tokens, learn=np.arange(len(written.tokens)) >= len(written.prompt_ids))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_main(main)
+    mk.run_main(main)

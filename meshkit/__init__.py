@@ -20,6 +20,7 @@ from meshkit.estimate import estimate as estimate
 from meshkit.explain import explain as explain
 from meshkit.finite import NonFiniteGuard as NonFiniteGuard
 from meshkit.initialize import init_weights as init_weights
+from meshkit.launch import run_main as run_main
 from meshkit.lora import init_lora as init_lora
 from meshkit.lora import lora as lora
 from meshkit.lora import lora_disabled as lora_disabled

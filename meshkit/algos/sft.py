@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshkit.algos.preference import masked_logps
+from meshkit.algos.rollout import label_log_probs
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.data import Example, ExampleLoader
+from meshkit.memory.loss import IGNORED
 from meshkit.metrics import Logger, Progress
 from meshkit.schedule_lr import lr_schedule
 from meshkit.step import Run, clip_grad_norm
@@ -32,6 +34,11 @@ def dft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """
     logps_NT = masked_logps(logps_NT, mask_NT)
     return -logps_NT.detach().exp() * logps_NT
+
+
+def dft_loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
+    """`dft_losses` summed over the learnt tokens, for `Run.forward_backward`."""
+    return dft_losses(label_log_probs(model, part), part["labels"] != IGNORED).sum()
 
 
 def sft_steps(

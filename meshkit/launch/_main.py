@@ -20,9 +20,11 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
     A MeshkitError is shown without a traceback. Most mistakes are made by every rank at once: the first to come speaks for
     those with the same text. A rank that only lost the others says who has ended, failed or stays away, and where that one
     was: as soon as a connection closes, when a collective times out, and when torchrun ends it with SIGTERM.
+    Processes that the recipe starts have one thread each, as ranks that torchrun starts, unless OMP_NUM_THREADS says more.
     stall_s: how long a rank waits in one place before it says for whom; it goes on waiting, until the timeout of the mesh.
     Wire: each rank tells the world's store where it is, 300 bytes a second (less often beyond 500 ranks), by a thread.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     watch = Watch(stall_s=stall_s)
     try:
         main()

@@ -1,1 +1,38 @@
-"""What recipes share: tasks and their rewards, evaluation, export of models. No maths of a step, no hooks on a loop."""
+"""What recipes share: flags, the session that owns files and clocks, tasks, evaluation, export. No maths, no hooks."""
+
+from .evaluation import bits_per_byte as bits_per_byte
+from .evaluation import greedy_score as greedy_score
+from .evaluation import nats_per_token as nats_per_token
+from .evaluation import pair_means as pair_means
+from .evaluation import show_rollouts as show_rollouts
+from .export import export_model as export_model
+from .flags import InstructionFlags as InstructionFlags
+from .flags import LearnFlags as LearnFlags
+from .flags import LoraFlags as LoraFlags
+from .flags import ModelFlags as ModelFlags
+from .flags import PairFlags as PairFlags
+from .flags import ParallelFlags as ParallelFlags
+from .flags import PolicyFlags as PolicyFlags
+from .flags import PretrainFlags as PretrainFlags
+from .flags import RolloutFlags as RolloutFlags
+from .flags import RunFlags as RunFlags
+from .flags import SamplerFlags as SamplerFlags
+from .flags import StepFlags as StepFlags
+from .flags import TextFlags as TextFlags
+from .flags import TrainFlags as TrainFlags
+from .inputs import SMALL_PREFERENCE_MODEL as SMALL_PREFERENCE_MODEL
+from .inputs import chat_encoder as chat_encoder
+from .inputs import instruction_examples as instruction_examples
+from .inputs import instruction_rows as instruction_rows
+from .inputs import preference_rows as preference_rows
+from .inputs import text_encoder as text_encoder
+from .inputs import text_tokens as text_tokens
+from .policy import actor_and_sampler as actor_and_sampler
+from .policy import engine_of as engine_of
+from .policy import first_policy as first_policy
+from .policy import policy_tasks as policy_tasks
+from .policy import run_from as run_from
+from .sample import write_sample as write_sample
+from .session import Session as Session
+from .session import print0 as print0
+from .tasks import small_model as small_model

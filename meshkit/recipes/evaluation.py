@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.algos.preference import count_pairs
@@ -15,7 +16,8 @@ from meshkit.algos.rewards import Scorer, score_on_mesh
 from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, generate
 from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
 from meshkit.memory.loss import IGNORED
-from meshkit.metrics import MetricSums
+from meshkit.mesh import Mesh
+from meshkit.metrics import Logger, MetricSums, show_samples
 from meshkit.step import Batch, Loss, Run
 
 SAMPLE_NAMES = ("prompt", "answer", "", "score")
@@ -81,24 +83,30 @@ def pair_means(
 
 
 def greedy_score(
-    run: Run,
+    run: Run | None,
     rows: Sequence[Record],
     tokenizer: Tokenizer,
     scorer: Scorer,
     *,
     sampling: Sampling,
     engine: Engine | None = None,
+    mesh: Mesh | None = None,
 ) -> float:
     """The mean score of the most probable answers to all the rows, shared out over the data ranks.
 
-    sampling: of any temperature. engine: who writes, default `generate`. Every rank must call it. Wire: the
-    engine's, `score_on_mesh`.
+    sampling: of any temperature. engine: who writes, default `generate`. Every rank of the run must call it; with mesh, the
+    run's, all ranks of the world, of which those that have no run are told. Wire: the engine's, `score_on_mesh`.
     """
-    own = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
-    write = engine or partial(generate, run)
-    greedy = replace(sampling, temperature=0.0)
-    rollouts = write(encode_prompts(own, tokenizer), sampling=greedy, decode=tokenizer.decode)
-    return score_on_mesh(run.mesh, rollouts, scorer).mean
+    score = [math.nan]
+    if run is not None:
+        own = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
+        write = engine or partial(generate, run)
+        greedy = replace(sampling, temperature=0.0)
+        rollouts = write(encode_prompts(own, tokenizer), sampling=greedy, decode=tokenizer.decode)
+        score = [score_on_mesh(run.mesh, rollouts, scorer).mean]
+    if mesh is not None:
+        dist.broadcast_object_list(score, src=mesh.ranks[0])
+    return score[0]
 
 
 def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:
@@ -107,3 +115,9 @@ def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:
         (each.fields["prompt"], each.text, "cut" if each.truncated else "", f"{float(each.reward):.2f}")
         for each in rollouts
     ]
+
+
+def show_rollouts(step: int, rollouts: Iterable[Rollout], logger: Logger) -> None:
+    """A table of them, on rank 0's terminal and in TensorBoard. The other ranks need not call it."""
+    if dist.get_rank() == 0:
+        show_samples(step, SAMPLE_NAMES, sample_rows(rollouts), logger)

@@ -156,7 +156,7 @@ def taught(spec: str) -> list[float]:
 
 def alone() -> list[float]:
     """One example after the other through a plain loop: a batch is all five, so order and packing do not matter."""
-    model = build(mk.init_mesh("dp_shard=1")).full_model
+    model = build(mk.init_mesh("dp_shard=1")).model
     model.eval()
     total = count = 0.0
     for example in lessons():

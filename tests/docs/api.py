@@ -25,9 +25,7 @@ ALSO = (
     "meshkit.algos.sft",
     "meshkit.algos.reallocate",
     "meshkit.algos.dataflow",
-    "meshkit.recipes.evaluation",
-    "meshkit.recipes.export",
-    "meshkit.recipes.tasks",
+    "meshkit.recipes",
 )
 
 

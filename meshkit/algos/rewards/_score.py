@@ -123,6 +123,11 @@ class MeshScores:
     first_unscored: str | None
     """of the lowest data rank that has one"""
 
+    def scalars(self) -> dict[str, float]:
+        """For a logger: reward, tokens of an answer, and of answers without a score how many, by kind."""
+        unscored = {f"unscored/{kind}": count for kind, count in self.unscored.items()}
+        return {"reward": self.mean, "answer_tokens": self.tokens / max(self.answers, 1), **unscored}
+
     @staticmethod
     def joined(parts: Sequence[MeshScores]) -> MeshScores:
         """Of several calls in one step, in order. No communication."""

@@ -1,0 +1,328 @@
+"""Command-line flags (the configuration) of recipes, each documented here once; a recipe's `Config` inherits those it reads.
+
+A recipe changes a default by naming the field again; tyro shows the text of this file with it. What a flag comes to is a
+method here, so that nothing is decided in ten recipes: `parallel` is what `mk.parallelize` takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
+from meshkit.data import Truncation, WrongBody
+from meshkit.errors import PlanError
+from meshkit.lora import lora
+from meshkit.models import config_from_pretrained
+from meshkit.plan import Plan
+from meshkit.schedule_lr import lr_schedule
+from meshkit.strategy import (
+    ActivationOffload,
+    ChunkedLoss,
+    MemoryPolicy,
+    OptimizerOffload,
+    OptimizerPolicy,
+    PipelinePolicy,
+    Precision,
+    Strategy,
+)
+
+# ------------------------------------------------------------------------------------------------ the run and its steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """Files and clocks: what `Session` reads."""
+
+    out: Path = Path("runs/recipe")
+    """checkpoints, logs, traces and the final model"""
+    eval_every: int = 50
+    save_every: int = 50
+    keep: int = 2
+    """checkpoints, the newest ones; older ones are deleted"""
+    profile: bool = False
+    """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnFlags(RunFlags):
+    """What an optimizer step is."""
+
+    seq_len: int = 256
+    """tokens of a row"""
+    microbatches: int = 1
+    """gradient accumulation: parts a rank runs its rows in, one after the other"""
+    lr: float = 3e-3
+    warmup_steps: int = 15
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """the largest norm of a step's gradients"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags(LearnFlags):
+    """How many steps, and the learning rate over them."""
+
+    steps: int = 160
+    lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    max_skips: int = 0
+    """steps in a row whose gradients may be not finite; they are skipped"""
+
+    def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
+        """Warm-up, then down to a tenth of --lr, as --lr-kind says."""
+        return lr_schedule(
+            optimizer, kind=self.lr_kind, warmup_steps=self.warmup_steps, total_steps=self.steps, min_factor=0.1
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(StepFlags):
+    """Steps on data that is there before the run."""
+
+    global_batch: int = 16
+    """sequences, or rows of packed examples, of one optimizer step, over all ranks"""
+
+
+# ------------------------------------------------------------------------------------------------ the model on its mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFlags:
+    """Where a model lies and what is kept of it: the choices of `mk.parallelize`."""
+
+    mesh: str = "dp_shard=-1"
+    """axes and sizes, as "dp_replicate=2 dp_shard=2 tp=2 cp=2", with experts "ep=4 etp=2"; -1 is the ranks that are left"""
+    zero: Literal[1, 2, 3] | None = None
+    """sharding over dp_shard; default 3, with pp 1"""
+    sequence: bool = True
+    """with tp: shard activations along the sequence between regions"""
+    schedule: str = "1f1b"
+    """with pp: a name of `python -m meshkit draw`, or a CSV file with a table of yours"""
+    recompute: Literal["none", "activation", "selective", "full"] = "none"
+    """activation checkpointing: what blocks compute again in backward"""
+    loss_chunk: int | None = None
+    """tokens whose logits exist at a time; default: all of them"""
+    offload: Literal["none", "host", "disk"] = "none"
+    """where what blocks keep for backward waits"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    optimizer_offload: bool = False
+    """masters and optimizer state live on the host, and are updated there"""
+    adam_states: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
+    """how Adam's moments are stored"""
+    compile: bool = False
+
+    def parallel(self, **choices: Any) -> Strategy:
+        """What `mk.parallelize` takes: these flags, and `choices` that no flag makes, such as the plan."""
+        return Strategy(
+            memory=MemoryPolicy(
+                recompute=self.recompute,
+                offload=ActivationOffload(to=self.offload) if self.offload != "none" else None,
+                loss=ChunkedLoss(tokens=self.loss_chunk) if self.loss_chunk is not None else None,
+                precision=Precision() if self.precision == "bf16" else None,
+                optimizer=OptimizerPolicy(
+                    states=self.adam_states, offload=OptimizerOffload() if self.optimizer_offload else None
+                ),
+            ),
+            zero=self.zero,
+            sequence=self.sequence,
+            pipeline=PipelinePolicy(schedule=self.schedule),
+            compile=self.compile,
+            **choices,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Where a model begins."""
+
+    pretrained: Path | None = None
+    """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, from nothing"""
+
+    def shape(self, default: Any, vocab_size: int | None = None) -> Any:
+        """The configuration of the model: of --pretrained as it is, of the default with the tokenizer's vocabulary."""
+        if self.pretrained is not None:
+            return config_from_pretrained(self.pretrained)
+        return dataclasses.replace(default, vocab_size=vocab_size or default.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFlags(ModelFlags):
+    """Adapters (LoRA, QLoRA) instead of all weights."""
+
+    lora_rank: int | None = None
+    """train adapters of this rank on a frozen model, and write them alone, as a folder of PEFT's"""
+    lora_alpha: float | None = None
+    """default: twice the rank"""
+    lora_dropout: float = 0.0
+    """of the adapters' inputs"""
+    lora_base: Literal["nf4", "int8"] | None = None
+    """hold the frozen weights in so few bits (QLoRA)"""
+
+    def adapted(self, model: nn.Module, plan: Plan, *, seed: int) -> Plan:
+        """Give the model its adapters, in place, and return the plan of both; without --lora-rank nothing changes."""
+        if self.lora_rank is None:
+            return plan
+        few: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
+        return lora(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
+
+    def refuse_lora_without_rank(self) -> None:
+        """Raises: PlanError for choices of adapters that there are none of."""
+        if self.lora_rank is None and (self.lora_base or self.lora_dropout):
+            raise PlanError("lora_base and lora_dropout are of adapters, and there are none without lora_rank.")
+
+
+# ------------------------------------------------------------------------------------------------ the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFlags(ModelFlags):
+    """Text for a language model, and how it is evaluated on what was held out."""
+
+    data: tuple[str, ...] = ()
+    """text, JSONL or Parquet files, folders or patterns; empty: Python's standard library"""
+    tokenizer: Path | None = None
+    """folder with a tokenizer.json; default: that of --pretrained, or one trained on the data, once"""
+    cache: Path = Path("~/.cache/meshkit")
+    """tokenizers and tokens made from the data"""
+    eval_batches: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainFlags(TextFlags):
+    """Pretraining on short documents, and a sample of what the model writes in the end."""
+
+    documents: bool = True
+    """attention and positions stop at the end of a document"""
+    explain: bool = False
+    """print what each rank holds and sends"""
+    prompt: str = "import os\n\n\ndef "
+    """of the sample"""
+    sample_tokens: int = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionFlags(ModelFlags):
+    """Chats and instructions, of which the answers are learnt."""
+
+    data: tuple[str, ...] = ()
+    """JSONL or Parquet files, or folders of `datasets`; empty: Python's standard library"""
+    eval_data: tuple[str, ...] = ()
+    """rows that are only evaluated on; empty: a part of --data"""
+    held_out: float = 0.1
+    """that part"""
+    tokenizer: Path | None = None
+    """folder with a tokenizer.json and a chat template; default: that of --pretrained, or one trained on the data"""
+    turns: Literal["all", "last"] = "all"
+    """which answers of a chat are learnt"""
+    end_of_turn: Literal["template", "learn", "ignore"] = "template"
+    """whether the token that ends an answer is learnt; "template": as the chat template marks it"""
+    truncate: Truncation = "drop"
+    """what becomes of rows longer than seq_len"""
+    allow: tuple[str, ...] = ()
+    """problems of the data that do not stop the run; an error names them"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFlags(ModelFlags):
+    """Preferences: a prompt, a chosen and a rejected answer."""
+
+    data: tuple[Path, ...] = ()
+    """JSONL, Parquet or Arrow files, or folders of them; empty: functions of Python's standard library"""
+    split: str | None = None
+    """which one, of a saved data set with several"""
+    held_out: float = 0.1
+    """part of the rows that is only evaluated on"""
+    tokenizer: Path | None = None
+    """folder with a tokenizer and, for messages, its chat template; default: --pretrained's, or one trained here, once"""
+    kinds: tuple[WrongBody, ...] = ("scrambled", "reversed", "repeated")
+    """without --data: how bodies are made wrong; mismatched is the body of another function"""
+    limit_bytes: int = 400
+    """without --data: longer functions are left out"""
+    truncate: Truncation = "drop"
+    """what becomes of a pair longer than seq_len"""
+    cache: Path = Path("~/.cache/meshkit")
+    """the tokenizer made from the data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFlags(LearnFlags, ModelFlags):
+    """Reinforcement learning: what is asked, who answers, and what an answer is worth."""
+
+    pretrained: Path | None = None
+    """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
+    task: Literal["addition", "reversal", "countdown"] = "addition"
+    """without --data"""
+    data: tuple[Path, ...] = ()
+    """JSONL, Parquet or Arrow files with prompts and what the reward reads; needs --pretrained"""
+    held_out: float = 0.05
+    """part of the rows that is only evaluated on"""
+    reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
+    """default: the task's; "exact" with --data"""
+    reward_timeout_s: float = 10.0
+    """of each answer"""
+    fail_fast: bool = False
+    """stop if an answer cannot be scored; else such answers are left out, counted and shown"""
+    prompts: int = 32
+    """of one step, over all ranks"""
+    samples: int = 16
+    """answers to each"""
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
+    engine: Literal["meshkit", "vllm"] = "meshkit"
+    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
+    vllm_memory: float = 0.3
+    """the part of a GPU that vllm may take"""
+    sft_steps: int | None = None
+    """without --pretrained: steps on right answers before; default: the task's"""
+    sft_lr: float | None = None
+    """of those steps; default: the task's"""
+    eval_prompts: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFlags(StepFlags, RolloutFlags):
+    """Policy gradients on rollouts."""
+
+    preset: str = "GRPO"
+    """a loss of meshkit.algos.policy; the recipe says which it can"""
+    kl: float = 0.0
+    """weight of the KL to the model at the beginning, in place of the preset's own; 0 needs no reference"""
+
+    def policy_loss(self, *, critic: bool) -> PolicyLoss:
+        """The preset, with the KL that was asked for. critic: whether the recipe has one.
+
+        Raises: PlanError for a name that is not known, and for a loss that needs what the recipe has not.
+        """
+        has_critic = {name: isinstance(loss.advantage, GAE) for name, loss in PRESETS.items()}
+        if critic and not has_critic.get(self.preset):
+            fitting = ", ".join(name for name, has in has_critic.items() if has)
+            raise PlanError(f"--preset {self.preset} is not a loss with a critic. Choose from {fitting}.")
+        if self.preset not in PRESETS:
+            raise PlanError(f"--preset {self.preset} is not known. Choose from {', '.join(PRESETS)}.")
+        if has_critic[self.preset] and not critic:
+            raise PlanError(f"--preset {self.preset} needs a critic, which this recipe has not. Choose another.")
+        loss = PRESETS[self.preset]
+        if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
+            needs = "greedy answers as a baseline"
+            raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
+        return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerFlags(ParallelFlags):
+    """Rollouts written by a copy of the policy, in a layout or on ranks of its own. --mesh is then the learners'."""
+
+    sampler_mesh: str | None = None
+    """of a copy of the actor that writes the answers; default: the actor itself writes"""
+    sampler_ranks: int = 0
+    """so many ranks, the last ones, are the sampler's alone; 0: it shares all of them"""
+    staleness: int = 0
+    """so many steps the sampler runs ahead, with weights that are as much older"""

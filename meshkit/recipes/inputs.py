@@ -1,0 +1,120 @@
+"""Tokens, tokenizers, chats and preference pairs, as a recipe's flags ask for them. Every rank must call these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshkit.data import (
+    Chat,
+    Example,
+    Record,
+    Splits,
+    TaskSplits,
+    Tokenizer,
+    encode_instruction,
+    encode_records,
+    find_corpus,
+    fit,
+    instruction_tasks,
+    load_chat,
+    load_encoder,
+    load_tokenizer,
+    preference_tasks,
+    prepare,
+    prepare_tokenizer,
+    read_records,
+    save_chat_tokenizer,
+    split_records,
+    standard_library,
+)
+from meshkit.models import LlamaConfig
+from meshkit.world import main_rank_first
+
+from .flags import InstructionFlags, PairFlags, TextFlags
+
+SMALL_PREFERENCE_MODEL = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+)
+"""of recipes that learn preferences without --pretrained"""
+
+
+def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Splits]:
+    """The tokenizer and the tokens of --data; what is not in the cache rank 0 makes while the others wait.
+
+    vocab_size: of a tokenizer that is trained here.
+    """
+    shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+    corpus = find_corpus(config.data) if config.data else standard_library()
+    folder = config.tokenizer or config.pretrained
+    with main_rank_first():
+        if folder is not None:
+            tokenizer = load_tokenizer(folder)
+        else:
+            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=shows)
+        return tokenizer, prepare(corpus, tokenizer, cache, progress=shows)
+
+
+def instruction_rows(config: InstructionFlags) -> TaskSplits:
+    """Chats and instructions of --data and --eval-data, or those made of Python's standard library."""
+    if not config.data:
+        return instruction_tasks(held_out=config.held_out)
+    if config.eval_data:
+        return TaskSplits(train=list(read_records(config.data)), held_out=list(read_records(config.eval_data)))
+    return split_records(read_records(config.data), held_out=config.held_out)
+
+
+def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, vocab_size: int) -> tuple[Chat, Path]:
+    """(tokenizer with its chat template, the folder it is from).
+
+    folder: where one is trained on the rows, once, if neither --tokenizer nor --pretrained names another.
+    """
+    given = config.tokenizer or config.pretrained
+    with main_rank_first():
+        if given is None and not (folder / "tokenizer.json").exists():
+            save_chat_tokenizer(rows, folder, vocab_size=vocab_size)
+    return load_chat(given or folder), given or folder
+
+
+def instruction_examples(config: InstructionFlags, rows: list[Record], chat: Chat, *, seq_len: int) -> list[Example]:
+    """The rows in tokens, with what is learnt of each; --truncate says what becomes of long ones."""
+
+    def encode(row: Record) -> Example:
+        return encode_instruction(row, chat, turns=config.turns, end_of_turn=config.end_of_turn)
+
+    examples: list[Example] = fit(encode_records(rows, encode), seq_len=seq_len, truncate=config.truncate)  # type: ignore[assignment]
+    return examples
+
+
+def preference_rows(config: PairFlags, *, seed: int, every: bool = False) -> TaskSplits:
+    """Rows with a chosen and a rejected answer, of --data or of Python's standard library.
+
+    every: without --data, each function with all its wrong bodies.
+    """
+    if config.data:
+        return split_records(read_records(config.data, split=config.split), held_out=config.held_out)
+    return preference_tasks(
+        kinds=config.kinds, every=every, held_out=config.held_out, limit_bytes=config.limit_bytes, seed=seed
+    )
+
+
+def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenizer, Tokenizer, Path | None]:
+    """(what encodes the rows, its tokenizer, the folder they are from); without a folder the tokenizer is trained here."""
+    folder = config.tokenizer or config.pretrained
+    with main_rank_first():
+        if folder is not None:
+            encoder = load_encoder(folder, rows)
+        else:
+            shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+            encoder = prepare_tokenizer(
+                standard_library(), cache, vocab_size=SMALL_PREFERENCE_MODEL.vocab_size, progress=shows
+            )
+    return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder, folder

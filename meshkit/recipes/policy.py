@@ -1,0 +1,104 @@
+"""What reinforcement learning begins with, as `RolloutFlags` say: tasks, the first policy, who writes rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
+from meshkit.data import REFERENCE_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
+from meshkit.errors import PlanError
+from meshkit.initialize import init_weights
+from meshkit.mesh import Mesh, init_mesh
+from meshkit.models import config_from_pretrained, load_pretrained
+from meshkit.optimizer import adamw
+from meshkit.step import Run
+
+from .flags import RolloutFlags, SamplerFlags
+from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model, warm_up_policy
+
+Build = Callable[[Any], Run]
+
+
+def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
+    """The two meshes by name: the same one twice, two on the same ranks, or on ranks of their own. Every rank must call it.
+
+    Raises: PlanError for ranks of a sampler that has no mesh.
+    """
+    if config.sampler_ranks and config.sampler_mesh is None:
+        raise PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
+    world_size = init_mesh().spec.world_size
+    learners = range(world_size - config.sampler_ranks)
+    actor = init_mesh(config.mesh, ranks=learners)
+    if config.sampler_mesh is None:
+        return {"actor": actor, "sampler": actor}
+    writers = range(learners.stop, world_size) if config.sampler_ranks else learners
+    return {"actor": actor, "sampler": init_mesh(config.sampler_mesh, ranks=writers)}
+
+
+def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
+    """The rows with their reward, the tokenizer of --pretrained or of characters for reference tasks, and how to answer.
+
+    Raises: MeshkitError for --engine vllm without vLLM.
+    """
+    if config.engine == "vllm":
+        VllmEngine.refuse_absence()  # before a model is trained to begin with
+    tasks = load_tasks(
+        config.task,
+        config.data,
+        held_out=config.held_out,
+        evaluated=config.eval_prompts,
+        seed=config.seed,
+        reward=config.reward,
+        reward_timeout_s=config.reward_timeout_s,
+        max_new_tokens=config.max_new_tokens,
+    )
+    tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
+    stop_ids = (tokenizer.eos_id,)
+    return (
+        tasks,
+        tokenizer,
+        Sampling(max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=stop_ids),
+    )
+
+
+def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:
+    """The folder that the policy starts from: --pretrained, or a small model in --out that is right now and then.
+
+    build: the run of a shape, on its mesh, whose every rank calls this. A folder that exists is taken as it is.
+    """
+    start = config.pretrained or config.out / "sft-model"
+    if not start.exists():
+        task, run = REFERENCE_TASKS[config.task], build(small_model(tokenizer.vocab_size))
+        warm_up_policy(
+            run,
+            adamw(run, lr=config.sft_lr or task.sft_lr),
+            tasks.train,
+            tokenizer,
+            start,
+            steps=task.sft_steps if config.sft_steps is None else config.sft_steps,
+            seed=config.seed,
+            seq_len=config.seq_len,
+            speaks=dist.get_rank() == 0,
+        )
+    return start
+
+
+def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
+    """The model of a folder, built on its mesh; parameters that are `fresh` begin from nothing."""
+    run = build(config_from_pretrained(folder))
+    if fresh:
+        init_weights(run.model, seed=seed, plan=run.plan)
+    load_pretrained(run.model, folder, fresh=fresh)
+    return run
+
+
+def engine_of(config: RolloutFlags, run: Run) -> Engine:
+    """Who writes the rollouts of this run's model."""
+    if config.engine == "vllm":
+        return VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
+    return partial(generate, run)

@@ -1,0 +1,236 @@
+"""The training session of a recipe: resume, checkpoints, signals, logs, progress, profiler, watch for stragglers.
+
+It owns files and clocks. Model, loss, gradients and the optimizer stay in the recipe, whose loop it does not run:
+
+    with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
+        for step in session.steps():
+            loss = run.forward_backward(next(loader))
+            norm = mk.clip_grad_norm(run, config.clip)
+            if session.guard.allows(run, norm, step=step):
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            session.log(loss=loss, grad_norm=norm)
+            session.stop_clock(tokens=config.global_batch * config.seq_len)
+            if session.evaluates(step):
+                session.log(held_out=evaluate(run))
+    if not session.finished:
+        return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshkit.checkpoint import Checkpointer, SaveOnSignal
+from meshkit.errors import StepError
+from meshkit.finite import NonFiniteGuard
+from meshkit.mesh import Mesh
+from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
+from meshkit.parallel.pipeline import record_trace
+from meshkit.step import Run
+
+from .flags import RunFlags, StepFlags
+
+Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
+
+
+def print0(*values: Any) -> None:
+    """`print` on rank 0 of the world only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*values)
+
+
+class Session:
+    """The steps of one process: from where `config.out` stands to the last one, or to a signal.
+
+    run: what is resumed and saved in `out`/checkpoints, with the optimizer, scheduler and loader; or a Mesh, whose ranks
+    save `parts`, each in a folder of its name: runs with their optimizers and schedulers, None on ranks that have none. Of
+    parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
+    unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
+    start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
+    guard: against gradients that are not finite.
+    scalars: the line of this step so far, see `log`. logger: for pictures and texts.
+    Every rank calls every method, at the same steps.
+    """
+
+    def __init__(
+        self,
+        run: Run | Mesh,
+        config: RunFlags,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        loader: Any = None,
+        parts: Mapping[str, Part] | None = None,
+        unit: str = "step",
+        writes: bool = True,
+    ) -> None:
+        self.mesh = run.mesh if isinstance(run, Run) else run
+        self.start, self.finished, self.stopped = 0, False, False
+        self.guard = NonFiniteGuard(max_skips=config.max_skips if isinstance(config, StepFlags) else 0)
+        self._run = run if isinstance(run, Run) else None
+        self._config, self._unit, self._writes = config, unit, writes
+        self._total: int = getattr(config, f"{unit}s")
+        self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
+        folder = config.out / "checkpoints"
+        self._checkpoints = Checkpointer(folder, keep=config.keep)
+        self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
+        self._signals = SaveOnSignal()
+        self._files = ExitStack()  # open from __enter__ to __exit__
+        self._step = 0
+        self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
+        self._clock_stopped = False
+        self.scalars: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        config = self._config
+        if self._writes:
+            self.start = self._step = self._resume()
+        if self.start >= self._total:
+            unit = f"{self._unit}s"
+            print0(
+                f"{config.out} has its {self.start} {unit}; give more --{unit} to go on, or another --out to begin anew"
+            )
+            return self
+        if self.start:
+            print0(f"resume from {self._unit} {self.start}")
+        shows = dist.get_rank() == 0
+        with ExitStack() as files:  # what is open is closed again where opening the rest fails
+            for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
+                files.enter_context(checkpoints)
+            files.enter_context(self._signals)
+            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=shows))
+            self.logger = files.enter_context(
+                Logger(config.out, start_step=self.start, enabled=shows and self._writes, also=[progress.update])
+            )
+            self._end_profiled_step = files.enter_context(
+                profile(config.out / "profile", rank=self.mesh.rank, device=self.mesh.device, enabled=config.profile)
+            )
+            self._files = files.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+        if self.stopped and error is None:
+            received = self._signals.received or "a signal on another rank"
+            print0(f"{received}: saved {self._unit} {self._step}; start again to go on")
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to make, from 1. Between two of them the step's line is logged, and a checkpoint saved."""
+        if self.start >= self._total:
+            return
+        mesh = self.mesh
+        self._meter = Meter(
+            total_steps=self._total,
+            start_step=self.start,
+            devices=mesh.spec.world_size,
+            peak_flops_per_s=peak_flops_per_s(mesh.device),
+            device=mesh.device,
+        )
+        stragglers = Stragglers(mesh)
+        for step in range(self.start + 1, self._total + 1):
+            self._begin(step)
+            with ExitStack() as self._pause:  # from stop_clock to the next step
+                with ExitStack() as self._measured:  # from here to stop_clock
+                    if self._run is not None:  # ranks of several meshes have unlike work, and none is slow
+                        self._measured.enter_context(stragglers.measure(step))
+                    yield step
+                if not self._clock_stopped:
+                    raise StepError(
+                        f"step {step}: its time has no end. Call session.stop_clock(tokens=...) in every step."
+                    )
+                if stragglers.last is not None and stragglers.last.step == step:
+                    self.scalars |= stragglers.last.scalars()
+                    if stragglers.slow is not None:
+                        print0(stragglers.slow)
+                self._end(step)
+            self._end_profiled_step()
+            if self.stopped:
+                return
+        self.finished = True
+
+    def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
+        """The work of the step ends here: evaluation, pictures and files that follow are no part of its time.
+
+        Call it after what waits for the device, such as `log(loss=loss)`. tokens, flops_per_token: see `Meter.step`.
+        """
+        self._clock_stopped = True
+        self._measured.close()
+        self.scalars |= self._meter.step(tokens, flops_per_token=flops_per_token).scalars()
+        self._pause.enter_context(self._meter.paused())
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Add numbers to this step's line; a tensor of one element is waited for."""
+        for name, value in scalars.items():
+            self.scalars[name] = value.item() if isinstance(value, Tensor) else float(value)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the step is one of --eval-every, or the last."""
+        return step % self._config.eval_every == 0 or step == self._total
+
+    def saves(self, step: int) -> bool:
+        """Whether there will be a checkpoint of this step: one of --save-every, the last, or because a signal came.
+
+        Wire: one all-reduce of 4 bytes on the host, in the first call of a step.
+        """
+        if self._leaving is None:
+            self._leaving = self._signals.should_stop(self.mesh)
+        due = step % self._config.save_every == 0 or step == self._total or self._leaving
+        return due and self._writes
+
+    def trace_pipeline(self, run: Run) -> AbstractContextManager[None]:
+        """Around forward and backward: with --profile and pp, records the second step and draws it beside its simulation."""
+        enabled = self._config.profile and self._step == self.start + 2
+        return record_trace(run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._leaving, self._clock_stopped, self.scalars = step, None, False, {}
+        if self._scheduler is not None:
+            self.scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
+
+    def _end(self, step: int) -> None:
+        self.scalars["skipped_steps"] = self.guard.skipped
+        if self._run is not None and self._run.offload is not None:
+            self.scalars.update(self._run.offload.last_step.scalars())
+        self.logger.log(step, self.scalars)
+        saves = self.saves(step)
+        self.stopped = bool(self._leaving) and step < self._total
+        if saves:
+            self._save(step)
+
+    def _resume(self) -> int:
+        """The newest step of the run, or that all parts have; 0, with nothing changed, if there is none."""
+        held = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
+        if self._run is not None:
+            return self._checkpoints.resume(self._run, self._optimizer, **held)
+        newest = [max(set.intersection(*(set(checkpoints.steps()) for checkpoints, *_ in self._parts)), default=0)]
+        dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
+        if newest[0]:
+            for checkpoints, run, optimizer, scheduler in self._parts:
+                if run is not None:
+                    checkpoints.load(run, optimizer, scheduler=scheduler, step=newest[0], config=self._config)
+            self._loader.load_state_dict(self._parts[0][0].extra(newest[0]))
+        return newest[0]
+
+    def _save(self, step: int) -> None:
+        config = self._config
+        if self._run is not None:
+            held = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
+            self._checkpoints.save(step, self._run, self._optimizer, **held)
+            return
+        state = self._loader.state_dict()
+        for place, (checkpoints, run, optimizer, scheduler) in enumerate(self._parts):
+            if run is not None:
+                extra = state if place == 0 else None
+                checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)

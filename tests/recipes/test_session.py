@@ -1,0 +1,179 @@
+"""What a Session owns: where a run goes on, when it evaluates and saves, how it leaves, what its lines hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshkit as mk
+from meshkit.errors import StepError
+from meshkit.recipes import Session, StepFlags
+from tests.world import run_ranks
+
+
+def tiny_run(mesh: mk.Mesh) -> tuple[mk.Run, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    run = mk.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, plan=mk.Plan())
+    return run, mk.adamw(run, lr=1e-2)
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(2, 4, generator=torch.Generator().manual_seed(step))}
+
+
+def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).square().sum()
+
+
+def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.tensor(len(batch["x"]))
+
+
+def train(out: str, flags: dict[str, Any], signal_at: int | None = None, **more: Any) -> dict[str, Any]:
+    """One call of a recipe: what it did, and said."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, optimizer = tiny_run(mesh)
+    config = StepFlags(**{"out": Path(out), "warmup_steps": 0, "lr": 1e-2, "lr_kind": "constant", **flags})
+    scheduler = config.lr_schedule(optimizer)
+    made, evaluated, saved = [], [], []
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        Session(run, config, optimizer=optimizer, scheduler=scheduler, **more) as session,
+    ):
+        for step in session.steps():
+            loss = run.forward_backward(batch_of(step), loss=squares, count=count)
+            norm = mk.clip_grad_norm(run, config.clip)
+            if session.guard.allows(run, norm, step=step):
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            session.log(loss=loss, grad_norm=norm)
+            session.stop_clock(tokens=8)
+            if session.evaluates(step):
+                session.log(held_out=step)
+                evaluated.append(step)
+            if step == signal_at and mesh.rank == mesh.spec.world_size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if session.saves(step):
+                saved.append(step)
+            made.append(step)
+    return {
+        "made": made,
+        "evaluated": evaluated,
+        "saved": saved,
+        "start": session.start,
+        "finished": session.finished,
+        "stopped": session.stopped,
+        "said": said.getvalue(),
+    }
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(out: Path) -> list[int]:
+    return mk.Checkpointer(out / "checkpoints").steps()
+
+
+def test_evaluation_and_checkpoints_come_at_their_steps_and_at_the_last(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, train, str(tmp_path), {"steps": 7, "eval_every": 3, "save_every": 2, "keep": 3})
+    assert told["made"] == [1, 2, 3, 4, 5, 6, 7] and told["finished"] and not told["stopped"]
+    assert told["evaluated"] == [3, 6, 7] and told["saved"] == [2, 4, 6, 7]
+    assert checkpoints(tmp_path) == [4, 6, 7]  # the newest of --keep
+    rows = lines(tmp_path)
+    assert [row["step"] for row in rows] == told["made"]
+    assert [row["step"] for row in rows if "held_out" in row] == told["evaluated"]
+    assert {"loss", "grad_norm", "lr", "skipped_steps", "step_s", "tokens_per_s"} <= set(rows[0])
+
+
+def test_a_run_that_goes_on_is_one_that_never_stopped(tmp_path: Path) -> None:
+    run_ranks(1, train, str(tmp_path / "whole"), {"steps": 6})
+    run_ranks(1, train, str(tmp_path / "parts"), {"steps": 4})
+    (told,) = run_ranks(1, train, str(tmp_path / "parts"), {"steps": 6})
+    assert told["start"] == 4 and told["made"] == [5, 6] and "resume from step 4" in told["said"]
+    whole, parts = ([(row["loss"], row["lr"]) for row in lines(tmp_path / out)] for out in ("whole", "parts"))
+    assert whole == parts
+    (told,) = run_ranks(1, train, str(tmp_path / "parts"), {"steps": 6})
+    assert told["made"] == [] and not told["finished"] and not told["stopped"]
+    assert "has its 6 steps; give more --steps to go on" in told["said"]
+
+
+def test_a_signal_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
+    first, last = run_ranks(2, train, str(tmp_path), {"steps": 9, "save_every": 100}, 3)
+    assert first["made"] == last["made"] == [1, 2, 3]
+    assert first["stopped"] and last["stopped"] and not first["finished"]
+    assert "a signal on another rank: saved step 3; start again to go on" in first["said"] and not last["said"]
+    assert checkpoints(tmp_path) == [3] and [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_a_session_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, in_folder, str(tmp_path), {"steps": 2, "save_every": 1})
+    assert told["made"] == [1, 2] and told["saved"] == [] and told["finished"]
+    assert not list(tmp_path.iterdir())
+
+
+def in_folder(out: str, flags: dict[str, Any]) -> dict[str, Any]:
+    return train(out, flags, writes=False)
+
+
+def forget_the_clock(out: str) -> str:
+    run, _ = tiny_run(mk.init_mesh("dp_shard=-1"))
+    with Session(run, StepFlags(out=Path(out), steps=2)) as session, pytest.raises(StepError) as error:
+        for _ in session.steps():
+            pass
+    return str(error.value)
+
+
+def test_a_step_without_an_end_of_its_time_is_refused(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, forget_the_clock, str(tmp_path))
+    assert "step 1: its time has no end. Call session.stop_clock(tokens=...)" in text
+
+
+class State:
+    """As a dataflow: a state that all ranks make together."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def train_two(out: str, steps: int) -> tuple[list[int], int, list[float]]:
+    """Two runs on one mesh, and a state: (steps made, state at the beginning, both models' sums at the beginning)."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    runs, state = {name: tiny_run(mesh) for name in ("actor", "critic")}, State()
+    parts = {name: (run, optimizer, None) for name, (run, optimizer) in runs.items()}
+    made, config = [], StepFlags(out=Path(out), steps=steps, save_every=2, eval_every=1)
+    with Session(mesh, config, parts=parts, loader=state) as session:
+        begun = state.value, [run.model[0].weight.sum().item() for run, _ in runs.values()]
+        for step in session.steps():
+            for scale, (run, _) in enumerate(runs.values(), start=1):
+                with torch.no_grad():
+                    run.model[0].weight.fill_(scale * step)
+            state.value = 10 * step
+            session.stop_clock(tokens=1)
+            made.append(step)
+    return made, *begun
+
+
+def test_several_runs_and_a_state_go_on_from_the_newest_step_that_all_have(tmp_path: Path) -> None:
+    ((made, _, _),) = run_ranks(1, train_two, str(tmp_path), 4)
+    assert made == [1, 2, 3, 4]
+    for file in sorted((tmp_path / "checkpoints" / "critic" / "step-00000004").iterdir()):
+        file.unlink()  # the critic has lost its newest
+    (tmp_path / "checkpoints" / "critic" / "step-00000004").rmdir()
+    ((made, value, sums),) = run_ranks(1, train_two, str(tmp_path), 5)
+    assert made == [3, 4, 5] and value == 20 and sums == [16 * 2.0, 16 * 4.0]
