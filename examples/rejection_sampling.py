@@ -28,8 +28,8 @@ import tyro
 
 import meshkit as mk
 from meshkit.algos import policy, rewards, rollout, sft
-from meshkit.collectives import gather_over_data
 from meshkit.data import Example, PromptLoader
+from meshkit.mesh import gather_over_data
 from meshkit.recipes import (
     ParallelFlags,
     RolloutFlags,

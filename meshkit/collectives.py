@@ -15,18 +15,14 @@ torch.compile see plain operators. On an axis of size 1 each is the identity and
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit import _torch
 from meshkit.errors import PlanError
-from meshkit.mesh import Mesh
-
-Gathered = TypeVar("Gathered")
 
 
 def all_reduce(tensor: Tensor, axis: DeviceMesh) -> Tensor:
@@ -167,16 +163,3 @@ def split_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
 def join_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """Parts of `dim` in, the whole out, used the same by each rank. Wire: forward, one all-gather of the result."""
     return tensor if axis.size() == 1 else _JoinDim.apply(tensor, dim, axis)
-
-
-def gather_over_data(mesh: Mesh, own: Gathered) -> list[Gathered]:
-    """What each data rank has, in their order; the same on every rank, which must all call it.
-
-    Wire: over the ranks with different tokens, a gather of objects.
-    """
-    if mesh.data_ranks == 1:
-        return [own]
-    found: list[Any] = [None] * mesh.tokens.size()
-    dist.all_gather_object(found, (mesh.data_rank, own), group=mesh.tokens.get_group())
-    by_rank = dict(found)  # ranks of cp have the same
-    return [by_rank[rank] for rank in range(mesh.data_ranks)]

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cached_property
 from itertools import pairwise
 from math import lcm, prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from meshkit import _torch
 from meshkit.errors import MeshError
 from meshkit.world import start_world
 
+Gathered = TypeVar("Gathered")
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 
@@ -272,6 +274,19 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def gather_over_data(mesh: Mesh, own: Gathered) -> list[Gathered]:
+    """What each data rank has, in their order; the same on every rank, which must all call it.
+
+    Wire: over the ranks with different tokens, a gather of objects.
+    """
+    if mesh.data_ranks == 1:
+        return [own]
+    found: list[Any] = [None] * mesh.tokens.size()
+    dist.all_gather_object(found, (mesh.data_rank, own), group=mesh.tokens.get_group())
+    by_rank = dict(found)  # ranks of cp have the same
+    return [by_rank[rank] for rank in range(mesh.data_ranks)]
 
 
 def init_mesh(

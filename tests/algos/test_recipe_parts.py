@@ -16,8 +16,8 @@ from meshkit.algos.rewards import Scores, score
 from meshkit.algos.rollout import Rollout, Sampling, encode_prompts
 from meshkit.algos.rollout._engine import Stopping
 from meshkit.algos.sft import sft_steps
-from meshkit.collectives import gather_over_data
 from meshkit.data import REFERENCE_ALPHABET, Example, Record, character_tokenizer
+from meshkit.mesh import gather_over_data
 from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.recipes.evaluation import greedy_score, sample_rows
 from meshkit.recipes.tasks import REFERENCE_TASKS, forms_in_balance, load_tasks, small_model, warm_up_policy

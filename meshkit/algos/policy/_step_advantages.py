@@ -18,10 +18,9 @@ from meshkit.algos.policy._sampling import RolloutRules, keep_informative, overl
 from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.rewards import MeshScores
 from meshkit.algos.rollout import REFERENCE, Rollout, label_log_probs, learnt, token_values
-from meshkit.collectives import gather_over_data
 from meshkit.data import pack_step
 from meshkit.errors import DataError
-from meshkit.mesh import Mesh
+from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Batch, Run
 
 NAMES = ("groups", "truncated", "rewards", "rollout_log_probs")

@@ -17,10 +17,9 @@ from meshkit.algos.preference._objective import StepStatistics, answers_of_pairs
 from meshkit.algos.preference._statistics import RunningMean, aot_partners, aot_unpaired_partners, kto_kl, sum_and_count
 from meshkit.algos.preference._tokens import packed_logps
 from meshkit.algos.rollout import REFERENCE, token_values
-from meshkit.collectives import gather_over_data
 from meshkit.errors import DataError
 from meshkit.memory.loss import IGNORED
-from meshkit.mesh import Mesh
+from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Batch, Run
 
 
