@@ -32,7 +32,7 @@ from rows import environment, spread
 from torch import Tensor
 
 import meshkit as mk
-from meshkit.launch import run_main
+from meshkit.faults import run_main
 from meshkit.parallel.context import Shape, choose
 from meshkit.parallel.context._kernels import Backward, Forward
 from meshkit.parallel.context._layout import plan
@@ -172,7 +172,7 @@ def shape_of(settings: Settings) -> Shape:
     )
 
 
-def loops(settings: Settings, mesh: mk.Mesh) -> Iterator[tuple[str, Loop, mk.SplitMask | None]]:
+def loops(settings: Settings, mesh: mk.Mesh) -> Iterator[tuple[str, Loop, mk.context.SplitMask | None]]:
     """(name, forward and backward of this rank's part, who holds which tokens; None: contiguous)."""
     whole = inputs(settings, mesh.device)
     rank, ranks = mesh.rank, mesh.spec.world_size
@@ -188,15 +188,15 @@ def loops(settings: Settings, mesh: mk.Mesh) -> Iterator[tuple[str, Loop, mk.Spl
         yield "plain ring", plain_ring, None
         if mesh.device_type == "cuda":
             yield "torch context_parallel", torch_context_parallel(own, mesh), None
-    policies = {"auto": mk.ContextPolicy()} | {
-        scheme: mk.ContextPolicy(scheme=scheme) for scheme in ("ring", "group_cast", "all_gather", "ulysses")
+    policies = {"auto": mk.strategy.ContextPolicy()} | {
+        scheme: mk.strategy.ContextPolicy(scheme=scheme) for scheme in ("ring", "group_cast", "all_gather", "ulysses")
     }
     for name, policy in policies.items():
         layout = choose(settings.mask, ranks, policy, shape_of(settings)).layout
-        mask = mk.SplitMask(layout, mesh["cp"])
+        mask = mk.context.SplitMask(layout, mesh["cp"])
         mine = [torch.cat([x[:, first:after] for first, after in layout.runs[rank]], dim=1) for x in whole]
 
-        def split(mask: mk.SplitMask = mask, mine: list[Tensor] = mine) -> tuple[Tensor, ...]:
+        def split(mask: mk.context.SplitMask = mask, mine: list[Tensor] = mine) -> tuple[Tensor, ...]:
             q, k, v = (x.detach().requires_grad_() for x in mine[:3])
             out = mask.attend(q, k, v)
             return out.detach(), *torch.autograd.grad(out, (q, k, v), mine[3])
@@ -230,7 +230,9 @@ def one_device(settings: Settings, device: torch.device) -> list[Tensor]:
     return [x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
 
 
-def refuse_other_results(name: str, loop: Loop, mask: mk.SplitMask | None, settings: Settings, mesh: mk.Mesh) -> None:
+def refuse_other_results(
+    name: str, loop: Loop, mask: mk.context.SplitMask | None, settings: Settings, mesh: mk.Mesh
+) -> None:
     if "torch" in name:
         return  # its order of tokens is its own
     for mine, whole in zip(loop(), one_device(settings, mesh.device), strict=True):
@@ -267,7 +269,7 @@ def compare_on_ranks(settings: Settings) -> None:
             loop=name,
             against=baseline,
             ranks=mesh.spec.world_size,
-            layout=None if layout is None else f"{layout.motion} ulysses={layout.ulysses}",
+            layout=None if layout is None else f"{layout.exchange} ulysses={layout.ulysses}",
             speed_ratio=asdict(wall),
             busiest_rank_cpu_ratio=asdict(busiest),
         )
@@ -310,7 +312,7 @@ def split_cost(settings: Settings, *, ranks: int) -> None:
             flash_backward(rows[3], *rows[:3], out, lse, True)
 
     def parts() -> None:
-        layout = choose(settings.mask, ranks, mk.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
+        layout = choose(settings.mask, ranks, mk.strategy.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
         for group in range(ranks):
             steps = plan(layout, group).steps
             mine = [pieces[group] for pieces in own]
@@ -323,7 +325,7 @@ def split_cost(settings: Settings, *, ranks: int) -> None:
                 dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k_part, v_part))
                 backward.add(k_part, v_part, step.tiles, dk, dv)
 
-    layout = choose(settings.mask, ranks, mk.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
+    layout = choose(settings.mask, ranks, mk.strategy.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
     own = [[torch.cat([x[:, a:b] for a, b in runs], dim=1) for runs in layout.runs] for x in (q, k, v, dout)]
     walls: dict[str, list[float]] = {"whole": [], "parts": []}
     for _ in range(settings.rounds + 1):  # the first round warms up

@@ -24,11 +24,13 @@ import meshkit as mk
 from meshkit.models import LLAMA3_8B, LlamaConfig
 
 SEQ_LEN, STEPS, MARGIN = 4096, 5, 0.95  # of the memory: workspaces of kernels and fragmentation take the rest
-FULL = mk.MemoryPolicy(recompute="full", precision=mk.Precision())
+FULL = mk.MemoryPolicy(recompute="full", precision=mk.strategy.Precision())
 WAYS = {
-    "nothing": mk.MemoryPolicy(precision=mk.Precision()),
+    "nothing": mk.MemoryPolicy(precision=mk.strategy.Precision()),
     "full recompute": FULL,
-    "and optimizer on the host": dataclasses.replace(FULL, optimizer=mk.OptimizerPolicy(offload=mk.OptimizerOffload())),
+    "and optimizer on the host": dataclasses.replace(
+        FULL, optimizer=mk.strategy.OptimizerPolicy(offload=mk.strategy.OptimizerOffload())
+    ),
 }
 
 

@@ -32,8 +32,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshkit as mk
-from meshkit.models.huggingface import config_to_dict
-from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.models.huggingface.folder import config_to_dict
+from meshkit.models.llama import LLAMA_PLAN
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -97,7 +97,7 @@ def _meshkit_step(model: nn.Module, plan: mk.Plan | None, work: Work) -> Step:
         model,
         mk.init_mesh(work.mesh, device_type=work.device_type),
         plan=plan,
-        memory=mk.MemoryPolicy(precision=mk.Precision() if work.bf16 else None),
+        memory=mk.MemoryPolicy(precision=mk.strategy.Precision() if work.bf16 else None),
         sequence=work.sequence,
         compile=work.compile,
     )

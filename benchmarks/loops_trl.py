@@ -17,11 +17,11 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed as dist
+from interleaved_timing import Turns
 from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainerControl, TrainerState
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from turns import Turns
 
 from meshkit.data import Record, Tokenizer
 from meshkit.data.examples import Example, Unit, members

@@ -30,8 +30,8 @@ from rows import Spread, environment, spread
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.memory.linear_logits import chunk_head
-from meshkit.observe import Peak
+from meshkit.loss.linear_logits import chunk_head
+from meshkit.preflight.observe import Peak
 
 RESULTS = Path(__file__).parent / "results" / "loss.jsonl"
 WHOLE, CHUNKED, LIGER = "whole", "chunked", "liger"
@@ -69,9 +69,9 @@ class Settings:
 
 def heads(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
     """With one weight."""
-    losses = {WHOLE: None, CHUNKED: mk.ChunkedLoss(tokens=size.chunk)}
+    losses = {WHOLE: None, CHUNKED: mk.strategy.ChunkedLoss(tokens=size.chunk)}
     if device.type == "cuda" and find_spec("liger_kernel") is not None:
-        losses[LIGER] = mk.ChunkedLoss(backend="liger")
+        losses[LIGER] = mk.strategy.ChunkedLoss(backend="liger")
     weight = nn.Parameter(torch.empty(size.vocabulary, size.hidden, device=device, dtype=dtype).normal_(std=0.02))
     models: dict[str, nn.Module] = {}
     for name, loss in losses.items():

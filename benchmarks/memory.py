@@ -19,8 +19,8 @@ import torch
 from rows import environment
 
 import meshkit as mk
-from meshkit.estimate import Estimate, measure
 from meshkit.models import LLAMA32_1B, LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.preflight.estimate import Estimate, measure
 
 SMALL = LlamaConfig(
     vocab_size=2048,
@@ -35,19 +35,21 @@ SMALL = LlamaConfig(
 
 def policies() -> Iterator[tuple[str, mk.MemoryPolicy]]:
     """Recompute, offload, loss and optimizer, two by two."""
-    precision = mk.Precision()
+    precision = mk.strategy.Precision()
     for recompute in ("none", "full"):
         yield f"recompute {recompute}", mk.MemoryPolicy(recompute=recompute, precision=precision)
     yield "recompute selective", mk.MemoryPolicy(recompute="selective", precision=precision)
     yield "fp32", mk.MemoryPolicy()
     full = mk.MemoryPolicy(recompute="full", precision=precision)
-    yield "full, chunked loss", dataclasses.replace(full, loss=mk.ChunkedLoss())
-    yield "full, activations on the host", dataclasses.replace(full, offload=mk.ActivationOffload())
-    offloaded = mk.OptimizerPolicy(offload=mk.OptimizerOffload())
+    yield "full, chunked loss", dataclasses.replace(full, loss=mk.strategy.ChunkedLoss())
+    yield "full, activations on the host", dataclasses.replace(full, offload=mk.strategy.ActivationOffload())
+    offloaded = mk.strategy.OptimizerPolicy(offload=mk.strategy.OptimizerOffload())
     yield "full, optimizer on the host", dataclasses.replace(full, optimizer=offloaded)
     yield (
         "full, chunked loss, both on the host",
-        dataclasses.replace(full, loss=mk.ChunkedLoss(), offload=mk.ActivationOffload(), optimizer=offloaded),
+        dataclasses.replace(
+            full, loss=mk.strategy.ChunkedLoss(), offload=mk.strategy.ActivationOffload(), optimizer=offloaded
+        ),
     )
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 import meshkit as mk
-from meshkit.estimate import svg
 from meshkit.models import LLAMA32_1B, LLAMA_PLAN, Llama
+from meshkit.preflight.estimate import svg
 
 POLICIES = {
     "fp32": mk.MemoryPolicy(),
-    "bf16": mk.MemoryPolicy(precision=mk.Precision()),
-    "bf16, selective recompute": mk.MemoryPolicy(recompute="selective", precision=mk.Precision()),
-    "bf16, full recompute": mk.MemoryPolicy(recompute="full", precision=mk.Precision()),
+    "bf16": mk.MemoryPolicy(precision=mk.strategy.Precision()),
+    "bf16, selective recompute": mk.MemoryPolicy(recompute="selective", precision=mk.strategy.Precision()),
+    "bf16, full recompute": mk.MemoryPolicy(recompute="full", precision=mk.strategy.Precision()),
 }
 
 

@@ -77,7 +77,7 @@ def build(settings: Settings, mode: Mode, to: Literal["host", "disk"] | None) ->
     blocks = [f"layers.{index}" for index in range(settings.layers)]
     mk.recompute(model, blocks=blocks, mode=mode)
     if to is not None:
-        policy = mk.ActivationOffload(
+        policy = mk.strategy.ActivationOffload(
             to=to, ahead=settings.ahead, folder=settings.folder if to == "disk" else None, staging=64 << 20
         )
         mk.offload_activations(model, blocks=blocks, policy=policy)

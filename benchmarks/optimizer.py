@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rows import environment, spread
-from meshkit.memory.optimizer import OffloadedAdamW
+from meshkit.optim import OffloadedAdamW
 
 
 def layers(parameters: int) -> list[nn.Parameter]:

@@ -34,8 +34,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.profiler import ProfilerActivity, profile
 
 import meshkit as mk
-from meshkit.launch import run_main
-from meshkit.memory.loss import cross_entropy
+from meshkit.faults import run_main
+from meshkit.loss import cross_entropy
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.models.layers import rope_tables
 

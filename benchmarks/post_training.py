@@ -30,20 +30,30 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from interleaved_timing import (
+    Block,
+    Leave,
+    Turns,
+    compare,
+    join_world,
+    refuse_other_losses,
+    resident_bytes,
+    take_turns,
+    world,
+)
 from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
 from rich.console import Console
 from rich.table import Column, Table
 from rows import environment
-from turns import Block, Leave, Turns, compare, join_world, refuse_other_losses, resident_bytes, take_turns, world
 
 import meshkit as mk
 from meshkit.algos.preference import PreferenceLoss, count_pairs, preference_objective
 from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader, Tokenizer, encode_pair, fit, train_tokenizer
+from meshkit.data._cursor import permute
 from meshkit.data.bins import first_fit_decreasing
 from meshkit.data.examples import Unit, encode_completion, members, unit_length
-from meshkit.data.shuffle import permute
-from meshkit.data.standard_library_tasks import function_tasks, preference_tasks
+from meshkit.data.tasks.standard_library import function_tasks, preference_tasks
 from meshkit.models import LLAMA_PLAN, LlamaConfig, Rope
 
 RESULTS = Path(__file__).parent / "results" / "post_training.jsonl"
@@ -167,7 +177,7 @@ def train_with_meshkit(loop: str, data: Data, settings: Settings, turns: Turns) 
             meshkit_model(transformers_llama(config), config),
             mesh,
             plan=LLAMA_PLAN,
-            memory=mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=settings.chunk)),
+            memory=mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=settings.chunk)),
             zero=settings.zero,
         )
 

@@ -28,12 +28,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from interleaved_timing import Block, Leave, Turns, compare, join_world, resident_bytes, take_turns, world
 from loops import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
 from rich.console import Console
 from rich.table import Column, Table
 from rows import environment
 from torch import Tensor
-from turns import Block, Leave, Turns, compare, join_world, resident_bytes, take_turns, world
 
 import meshkit as mk
 from meshkit.algos.policy import PRESETS, pack_rollouts, policy_count, policy_objective, step_advantages

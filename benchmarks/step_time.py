@@ -26,17 +26,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import interleaved_timing
 import torch
 import torch.distributed as dist
 import transformers
-import turns
 import tyro
+from interleaved_timing import Block, compare, join_world, refuse_other_losses, reset_peak, resident_bytes
 from loops import LOOPS, PEERS, Work, reason_to_skip
 from rich.console import Console
 from rich.table import Column, Table
 from rows import Spread, environment
 from torch import Tensor
-from turns import Block, compare, join_world, refuse_other_losses, reset_peak, resident_bytes
 
 import meshkit as mk
 from meshkit.metrics import ModelFlops, peak_flops_per_s, peak_memory
@@ -114,8 +114,8 @@ class Settings:
 
 
 def world(loop: str, work: Work, settings: Settings) -> AbstractContextManager[Callable[[], Block]]:
-    """Fresh ranks of one loop, warmed up: see `turns.world`."""
-    return turns.world(run_rank, (loop, work, settings), ranks=work.mesh.world_size)
+    """Fresh ranks of one loop, warmed up: see `interleaved_timing.world`."""
+    return interleaved_timing.world(run_rank, (loop, work, settings), ranks=work.mesh.world_size)
 
 
 def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, pipe: Connection) -> None:

@@ -78,14 +78,14 @@ class Transformer(nn.Module):
 
 TRANSFORMER_PLAN = mk.Plan(
     tensor={
-        "embed": mk.vocab(),
-        "blocks.*.norm{1,2}": mk.sequence(),
-        "blocks.*.{q,k,v}": mk.column(),
-        "blocks.*.o": mk.row(),
-        "blocks.*.fc1": mk.column(),
-        "blocks.*.fc2": mk.row(),
-        "norm": mk.sequence(),
-        "head": mk.vocab(),
+        "embed": mk.plan.vocab(),
+        "blocks.*.norm{1,2}": mk.plan.sequence(),
+        "blocks.*.{q,k,v}": mk.plan.column(),
+        "blocks.*.o": mk.plan.row(),
+        "blocks.*.fc1": mk.plan.column(),
+        "blocks.*.fc2": mk.plan.row(),
+        "norm": mk.plan.sequence(),
+        "head": mk.plan.vocab(),
     },
     blocks=("blocks.*",),
 )
@@ -114,7 +114,7 @@ def main() -> None:
     mesh = mk.init_mesh(config.mesh)
     torch.manual_seed(0)  # the same values on every rank, where a model is built with values
     model = {"mlp": mlp, "transformer": Transformer, "transformers": transformers_model}[config.kind]()
-    plan = TRANSFORMER_PLAN if config.kind == "transformer" else mk.auto_plan(model)
+    plan = TRANSFORMER_PLAN if config.kind == "transformer" else mk.plan.auto_plan(model)
     run = mk.parallelize(model, mesh, plan=plan, sequence=config.sequence)
     if config.kind == "transformers":
         mk.init_weights(run.model, seed=0)

@@ -128,7 +128,7 @@ def main() -> None:
     config = dataclasses.replace(config, pretrained=begin)
     run = build(config, mesh)
     mk.models.load_pretrained(run.model, begin)
-    mk.init_lora(run.model, seed=config.seed)
+    mk.lora.init(run.model, seed=config.seed)
     every, trained = run.full_model.parameters(), [p for p in run.full_model.parameters() if p.requires_grad]
     print0(f"model {sum(p.numel() for p in every):,} parameters, {sum(p.numel() for p in trained):,} train")
 
@@ -151,7 +151,7 @@ def main() -> None:
     def preferring(batch: dict[str, Any], metrics: MetricSums) -> Any:
         """The loss of a batch, to which the reference's log-probabilities are added."""
         if reference is not None:
-            with mk.lora_disabled(run.model) if reference is run else nullcontext():
+            with mk.lora.disabled(run.model) if reference is run else nullcontext():
                 batch[rollout.REFERENCE] = rollout.token_values(reference, batch, microbatches=config.microbatches)
         return preference.preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
 
@@ -203,14 +203,16 @@ def main() -> None:
 def refuse(config: Config, losses: tuple[preference.PreferenceLoss, ...]) -> None:
     """Combinations that cannot be, before anything is read."""
     for kind in (loss.kind for loss in losses if loss.kind.startswith("aot")):
-        raise mk.PlanError(f"--loss {kind} sorts the pairs of a step in a pass of its own, which this recipe has not.")
+        raise mk.errors.PlanError(
+            f"--loss {kind} sorts the pairs of a step in a pass of its own, which this recipe has not."
+        )
     for kind in (loss.kind for loss in losses if loss.needs_reference and config.reference == "none"):
         needs = "compares with a reference, but --reference is none"
-        raise mk.PlanError(f"--loss {kind} {needs}. Use live, stored or moving.")
+        raise mk.errors.PlanError(f"--loss {kind} {needs}. Use live, stored or moving.")
     config.refuse_lora_without_rank()
     if config.reference == "moving" and config.lora_rank is not None:
         needs = "needs two whole models, but --lora-rank trains adapters"
-        raise mk.PlanError(f"--reference moving {needs}. Use live or stored.")
+        raise mk.errors.PlanError(f"--reference moving {needs}. Use live or stored.")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def check_selftest(metrics: dict[str, float], step: int) -> None:
         "rollout_gap_max": metrics["rollout_gap_max"],
     }
     if wrong := {name: value for name, value in off.items() if not value <= TOL_SELFTEST}:
-        raise mk.StepError(
+        raise mk.errors.StepError(
             f"selftest, step {step}: {wrong}, and each should be at most {TOL_SELFTEST}. Generator and trainer do not "
             "compute the same policy: compare --precision, the temperature, and the model's folder."
         )

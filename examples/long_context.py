@@ -32,7 +32,7 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.data import Loader, Tokenizer, Tokens, evaluation_batches, token_bytes
-from meshkit.memory.loss import IGNORED
+from meshkit.loss import IGNORED
 from meshkit.metrics import ModelFlops
 from meshkit.recipes import ParallelFlags, Session, TextFlags, TrainFlags, print0, text_tokens
 
@@ -81,7 +81,9 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     longest = max(shape.max_position_embeddings, config.seq_len)
     with torch.device("meta"):
         model = mk.models.Llama(dataclasses.replace(shape, rope=rope, max_position_embeddings=longest))
-    context = mk.ContextPolicy(scheme=config.scheme, balance=config.balance, ulysses=config.ulysses, slack=config.slack)
+    context = mk.strategy.ContextPolicy(
+        scheme=config.scheme, balance=config.balance, ulysses=config.ulysses, slack=config.slack
+    )
     return mk.parallelize(model, mesh, config.parallel(plan=mk.models.LLAMA_PLAN, context=context))
 
 

@@ -78,16 +78,18 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
     """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(MODELS[config.model], vocab_size)
     if not isinstance(shape, mk.models.Qwen3MoeConfig | mk.models.MixtralConfig):
-        raise mk.PlanError(
+        raise mk.errors.PlanError(
             f"{config.pretrained} is a {type(shape).__name__}; this recipe trains Qwen3-MoE and Mixtral."
         )
-    losses = mk.AuxiliaryLosses(z=config.z_loss)
+    losses = mk.moe.AuxiliaryLosses(z=config.z_loss)
     if config.balance_loss != "none":
         losses = dataclasses.replace(losses, balance=config.balance_coefficient, per=config.balance_loss)
     shape = dataclasses.replace(shape, router_bias=config.bias_speed != 0, router_losses=losses)
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    experts = mk.ExpertPolicy(capacity=None if config.capacity is None else mk.Capacity(factor=config.capacity))
+    experts = mk.strategy.ExpertPolicy(
+        capacity=None if config.capacity is None else mk.strategy.Capacity(factor=config.capacity)
+    )
     return mk.parallelize(model, mesh, config.parallel(plan=mk.models.moe_plan(shape), experts=experts))
 
 

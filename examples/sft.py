@@ -99,7 +99,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 def main() -> None:
     config = tyro.cli(Config)
     if config.lora_rank is not None and config.pretrained is None:
-        raise mk.PlanError(
+        raise mk.errors.PlanError(
             f"lora_rank={config.lora_rank} without pretrained: adapters change a model that has learnt something, and this "
             "one begins from nothing. Give --pretrained FOLDER, or leave --lora-rank away."
         )
@@ -130,7 +130,7 @@ def main() -> None:
         mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     else:
         mk.models.load_pretrained(run.model, config.pretrained)
-        mk.init_lora(run.model, seed=config.seed)
+        mk.lora.init(run.model, seed=config.seed)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     loader = ExampleLoader(

@@ -1,80 +1,126 @@
 """Composable N-D parallel training for plain PyTorch modules."""
 
+import typing as _typing
+
+from meshkit import checkpoint as checkpoint
+from meshkit import errors as errors
+from meshkit import faults as faults
+from meshkit import lora as lora
+from meshkit import loss as loss
+from meshkit import mask as mask
+from meshkit import memory as memory
+from meshkit import mesh as mesh
 from meshkit import models as models
-from meshkit.auto_plan import auto_plan as auto_plan
-from meshkit.auxiliary import AuxiliaryLosses as AuxiliaryLosses
-from meshkit.check import check as check
+from meshkit import moe as moe
+from meshkit import optim as optim
+from meshkit import plan as plan
+from meshkit import preflight as preflight
+from meshkit import step as step
+from meshkit import strategy as strategy
+from meshkit._parallelize import parallelize as parallelize
 from meshkit.checkpoint import Checkpointer as Checkpointer
-from meshkit.checkpoint import SaveOnSignal as SaveOnSignal
-from meshkit.errors import CheckError as CheckError
-from meshkit.errors import CheckpointError as CheckpointError
-from meshkit.errors import DataError as DataError
-from meshkit.errors import MeshError as MeshError
 from meshkit.errors import MeshkitError as MeshkitError
-from meshkit.errors import OffloadError as OffloadError
-from meshkit.errors import PlanError as PlanError
-from meshkit.errors import RewardError as RewardError
-from meshkit.errors import StepError as StepError
-from meshkit.estimate import Estimate as Estimate
-from meshkit.estimate import estimate as estimate
-from meshkit.explain import explain as explain
-from meshkit.finite import NonFiniteGuard as NonFiniteGuard
+from meshkit.faults import run_main as run_main
 from meshkit.initialize import init_weights as init_weights
-from meshkit.launch import run_main as run_main
-from meshkit.lora import init_lora as init_lora
-from meshkit.lora import lora as lora
-from meshkit.lora import lora_disabled as lora_disabled
-from meshkit.lora import merge_lora as merge_lora
-from meshkit.mask import Band as Band
+from meshkit.loss import cross_entropy as cross_entropy
 from meshkit.mask import Mask as Mask
-from meshkit.memory.linear_logits import LinearLogits as LinearLogits
-from meshkit.memory.loss import cross_entropy as cross_entropy
+from meshkit.memory import recompute as recompute
 from meshkit.memory.offload import offload_activations as offload_activations
-from meshkit.strategy import ActivationOffload as ActivationOffload
-from meshkit.strategy import Budget as Budget
-from meshkit.strategy import ChunkedLoss as ChunkedLoss
-from meshkit.strategy import Fp8 as Fp8
-from meshkit.strategy import MemoryPolicy as MemoryPolicy
-from meshkit.strategy import OptimizerOffload as OptimizerOffload
-from meshkit.strategy import OptimizerPolicy as OptimizerPolicy
-from meshkit.strategy import Precision as Precision
-from meshkit.strategy import Recompute as Recompute
-from meshkit.strategy import Rates as Rates
-from meshkit.memory.recompute import recompute as recompute
-from meshkit.memory.token_log_probs import TokenLogProbs as TokenLogProbs
-from meshkit.memory.token_log_probs import token_log_probs as token_log_probs
-from meshkit.memory.tiles import tile as tile
 from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
-from meshkit.observe import observe as observe
-from meshkit.optimizer import adamw as adamw
-from meshkit.page import Page as Page
-from meshkit.page import explain_page as explain_page
-from meshkit.strategy import ContextPolicy as ContextPolicy
-from meshkit.parallel.context import SplitMask as SplitMask
+from meshkit.optim import adamw as adamw
+from meshkit.optim import lr_schedule as lr_schedule
+from meshkit.parallel import context as context
+from meshkit.parallel import expert as experts
 from meshkit.parallel.context import context_parallel as context_parallel
 from meshkit.parallel.context import split_batch as split_batch
 from meshkit.parallel.data import fully_shard as fully_shard
-from meshkit.strategy import Capacity as Capacity
-from meshkit.strategy import ExpertPolicy as ExpertPolicy
 from meshkit.parallel.expert import expert_parallel as expert_parallel
 from meshkit.parallel.pipeline import pipeline_parallel as pipeline_parallel
 from meshkit.parallel.pipeline import schedules as schedules
 from meshkit.parallel.tensor import tensor_parallel as tensor_parallel
-from meshkit.parallelize import parallelize as parallelize
 from meshkit.plan import Plan as Plan
-from meshkit.plan import attention as attention
-from meshkit.plan import column as column
-from meshkit.plan import enter as enter
-from meshkit.plan import experts as experts
-from meshkit.plan import head as head
-from meshkit.plan import per_head as per_head
-from meshkit.plan import replicate as replicate
-from meshkit.plan import row as row
-from meshkit.plan import sequence as sequence
-from meshkit.plan import vocab as vocab
+from meshkit.preflight.check import check as check
+from meshkit.preflight.estimate import estimate as estimate
+from meshkit.preflight.explain import explain as explain
+from meshkit.preflight.observe import observe as observe
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm
-from meshkit.step import grad_norm as grad_norm
-from meshkit.world import main_rank_first as main_rank_first
+from meshkit.strategy import MemoryPolicy as MemoryPolicy
+from meshkit.strategy import Strategy as Strategy
+
+if _typing.TYPE_CHECKING:
+    from meshkit import data as data
+    from meshkit import metrics as metrics
+    from meshkit import algos as algos
+    from meshkit import recipes as recipes
+
+__all__ = [
+    "Checkpointer",
+    "Mask",
+    "MemoryPolicy",
+    "Mesh",
+    "MeshSpec",
+    "MeshkitError",
+    "Plan",
+    "Run",
+    "Strategy",
+    "adamw",
+    "algos",
+    "check",
+    "checkpoint",
+    "clip_grad_norm",
+    "context",
+    "context_parallel",
+    "cross_entropy",
+    "data",
+    "errors",
+    "estimate",
+    "expert_parallel",
+    "experts",
+    "explain",
+    "faults",
+    "fully_shard",
+    "init_mesh",
+    "init_weights",
+    "lora",
+    "loss",
+    "lr_schedule",
+    "mask",
+    "memory",
+    "mesh",
+    "metrics",
+    "models",
+    "moe",
+    "observe",
+    "offload_activations",
+    "optim",
+    "parallelize",
+    "pipeline_parallel",
+    "plan",
+    "preflight",
+    "recipes",
+    "recompute",
+    "run_main",
+    "schedules",
+    "split_batch",
+    "step",
+    "strategy",
+    "tensor_parallel",
+]
+_LAZY = (
+    "data",
+    "metrics",
+    "algos",
+    "recipes",
+)
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """These rooms are loaded when somebody asks for them: `import meshkit` stays light."""
+    if name in _LAZY:
+        import importlib
+
+        return importlib.import_module(f"meshkit.{name}")
+    raise AttributeError(f"module 'meshkit' has no attribute {name!r}")

@@ -28,15 +28,12 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshkitError, PlanError
-from meshkit.estimate._command import Memory, command
-from meshkit.page._command import Explain
-from meshkit.page._command import command as explain_command
-from meshkit.parallel.pipeline._check import check
-from meshkit.parallel.pipeline._csv import read_csv, write_csv
-from meshkit.parallel.pipeline._simulate import PerStage, Times, overlap, simulate
-from meshkit.parallel.pipeline._table import Schedule
+from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
 from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
+from meshkit.preflight.estimate.command import Memory, command
+from meshkit.preflight.page.command import Explain
+from meshkit.preflight.page.command import command as explain_command
 
 FILE = arg(metavar="FILE")
 

@@ -10,11 +10,11 @@ import math
 
 from torch import Tensor, nn
 
-from meshkit.counter import indexed_parts, random_bits, stream_of
+from meshkit.core.model_state import copies_of
+from meshkit.core.rng import indexed_parts, random_bits, stream_of
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
 from meshkit.plan import Init, Plan, match_table
-from meshkit.sharding import local_tensor
-from meshkit.whole import copies_of
 
 
 def normal(std: float) -> Init:
@@ -59,7 +59,7 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
         if not param.is_floating_point():
             raise PlanError(
                 f"init_weights: {name!r} holds the codes of a frozen weight in few bits. Read them by load_pretrained and "
-                "call init_lora, or give mk.lora(base=...) a model that has its values."
+                "call init_lora, or give mk.lora.attach(base=...) a model that has its values."
             )
         rule = rules.get(name) or default_init(*owners[id(param)], param)
         fill(param, rule, seed=seed, name=copies.get(name, name))

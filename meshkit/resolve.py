@@ -12,23 +12,21 @@ from functools import cached_property
 
 import torch
 
-from meshkit.auto_plan import auto_plan
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of
-from meshkit.memory.budget import Choice
-from meshkit.memory.fp8 import fp8_linears, plan_fp8
-from meshkit.memory.linear_logits import plan_head
-from meshkit.memory.recompute import Treatment, may_move, refuse_treatments, treatments
-from meshkit.memory.regather import refuse_without_sequence
-from meshkit.memory.tiles import refuse_tiles
+from meshkit.loss.linear_logits import plan_head
+from meshkit.memory import Treatment, fp8_linears, may_move, plan_fp8, refuse_mlp_chunks, refuse_treatments, treatments
+from meshkit.memory.budget.choose import Choice
+from meshkit.memory.budget.profile import choose_for_blocks
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.budget import choose_for_blocks
 from meshkit.parallel.context import plan_context
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
-from meshkit.parallel.tensor_layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
+from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
+from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.plan import Plan, match_names, match_table
+from meshkit.plan.auto import auto_plan
 from meshkit.program import Program
 from meshkit.strategy import Budget, Fp8, MemoryPolicy, Recompute, Strategy
 
@@ -177,7 +175,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     experts = plan_experts(model, plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
     refuse_sequence_balance(model, cp=spec.cp)
     splits_backward = cut is not None and cut.splits_backward
-    refuse_tiles(
+    refuse_mlp_chunks(
         memory,
         mlps=mlps,
         experts=experts,
@@ -285,8 +283,8 @@ def _refuse_meta(program: Program) -> None:
 def _refuse_dropout(program: Program, memory: MemoryPolicy, *, compiled: bool) -> None:
     """Masks are of whole microbatches, looked up outside of the graph."""
     adapters = lora_of(program.model)
-    if adapters is not None and adapters.dropout and (memory.tiles > 1 or compiled):
-        asked = "compile" if compiled else f"tiles={memory.tiles}"
+    if adapters is not None and adapters.dropout and (memory.mlp_chunks > 1 or compiled):
+        asked = "compile" if compiled else f"mlp_chunks={memory.mlp_chunks}"
         raise PlanError(
             f"{asked} with lora(dropout={adapters.dropout}): a layer would not know which tokens of the microbatch it sees. "
             f"Leave {asked.partition('=')[0]} away, or use dropout=0."

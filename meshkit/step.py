@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshkit.auxiliary import Collected, collect
+from meshkit.core import _torch
+from meshkit.core.gradient import gradient_of
+from meshkit.core.model_state import copies_of
+from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError
 from meshkit.lora import dropout_keys, lora_of
+from meshkit.loss import IGNORED, cross_entropy
 from meshkit.mask import Mask
-from meshkit.memory.budget import Choice
-from meshkit.memory.gradient import gradient_of
-from meshkit.memory.loss import IGNORED, cross_entropy
+from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
+from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
@@ -28,8 +31,6 @@ from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
 from meshkit.resolve import Resolved
 from meshkit.strategy import Strategy
-from meshkit.token_keys import KEYS, using_keys
-from meshkit.whole import copies_of
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -156,7 +157,7 @@ class Run:
     def balance_experts(self, *, speed: float = 1e-3) -> None:
         """After an optimizer step: raise the bias of experts that got fewer tokens than the mean, lower that of the others.
 
-        For routers with a bias; see `meshkit.auxiliary.update_bias`. Wire: nothing.
+        For routers with a bias; see `meshkit.moe.aux_loss.update_bias`. Wire: nothing.
         """
         update_biases(self.model, self.expert_counts, speed=speed)
 
@@ -327,7 +328,7 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     norm = grad_norm(model)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in _by_device([_local(grad) for grad in _gradients(model)]):
-        torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+        _torch.foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
     return norm
 
 
@@ -351,7 +352,7 @@ def _by_device(grads: list[Tensor]) -> list[list[Tensor]]:
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, dtype=dtype)])
+    norms = torch.stack([norm.double() for norm in _torch.foreach_norm(grads, dtype=dtype)])
     return norms.square().sum()
 
 

@@ -24,7 +24,7 @@ Choice = tuple[str, int]  # a name and the place of one of its values
 
 
 def thin(cases: Sequence[Hand], every: int) -> list[Hand]:
-    """Every n-th of the cases; when deep, all. For what the gate also meets: see tests/gate."""
+    """Every n-th of the cases; when deep, all. For what the gate also meets: see tests/laws/gate."""
     return list(cases) if DEEP else list(cases[::every])
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshkit.sharding import local_slices, local_tensor
+from meshkit.core.sharding import local_slices, local_tensor
 
 Found = TypeVar("Found")
 

@@ -13,9 +13,9 @@ from meshkit.algos.preference import masked_logps
 from meshkit.algos.rollout import label_log_probs
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.data import Example, ExampleLoader
-from meshkit.memory.loss import IGNORED
+from meshkit.loss import IGNORED
 from meshkit.metrics import Logger, Progress
-from meshkit.schedule_lr import lr_schedule
+from meshkit.optim import lr_schedule
 from meshkit.step import Run, clip_grad_norm
 
 

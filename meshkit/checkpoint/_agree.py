@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from meshkit import _torch
+from meshkit.core import _torch
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.mesh import Mesh
 

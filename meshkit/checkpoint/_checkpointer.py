@@ -39,9 +39,9 @@ from meshkit.checkpoint._state import (
     set_rng,
     whole_tensors,
 )
+from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
-from meshkit.whole import copies_of, model_tensors
 
 STATE = "state.pt"
 CONFIG = "config.json"

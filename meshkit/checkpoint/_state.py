@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshkit.checkpoint._dcp import Index, Part
+from meshkit.core.model_state import copies_of, full_model_of, model_tensors
+from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import CheckpointError
-from meshkit.sharding import local_slices, local_tensor
-from meshkit.whole import copies_of, model_tensors, whole_of
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -44,7 +44,7 @@ class ParameterFacts:
 
 def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The same for all ranks; those of other stages are on meta."""
-    whole = whole_of(model)
+    whole = full_model_of(model)
     return {**(whole.tensors if whole is not None else {}), **model_tensors(model)}
 
 

@@ -1,1 +1,1 @@
-"""Mechanism that knows no feature."""
+"""Mechanism that knows no feature: collectives, shards, random numbers, and the private names of PyTorch."""

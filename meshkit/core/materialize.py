@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
-from meshkit.sharding import local_tensor
 
 
 def move(model: nn.Module, device: torch.device) -> None:

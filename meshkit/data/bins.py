@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from meshkit.data.examples import Example, Unit, members
-from meshkit.data.packing import IGNORED
+from meshkit.data.text.packing import IGNORED
 from meshkit.errors import DataError
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshkit.data.examples import Example, Pair, Unit, members
-from meshkit.data.tokenizer import Tokenizer
+from meshkit.data.text.tokenizer import Tokenizer
 from meshkit.errors import DataError
 
 ADVICE = {

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from meshkit.data.tokenizer import Tokenizer
+from meshkit.data.text.tokenizer import Tokenizer
 from meshkit.errors import DataError
 
 Truncation = Literal["error", "drop", "left", "right"]

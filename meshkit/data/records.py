@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshkit.data._read import object_of_line
+from meshkit.data.text.documents import object_of_line
 from meshkit.errors import DataError
 
 Result = TypeVar("Result")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshkit.counter import stream_of
-from meshkit.lora._dropout import drop
-from meshkit.memory.few_bit_weights import BlockCodes
+from meshkit.core.patch_class import patch_class
+from meshkit.core.quantized_weight import BlockCodes
+from meshkit.core.rng import keys_in_use, random_bits, stream_of, token_keys
+from meshkit.errors import PlanError
 from meshkit.plan import Init
-from meshkit.swap import swap_class
 
 _KEY = "_meshkit_lora"
 A, B = "lora_A", "lora_B"  # PEFT's names, so that its files have those of the model
@@ -80,7 +80,7 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
         return out + added.to(out.dtype)
 
     linear.__dict__["_lora_stream"] = stream_of(name)
-    swap_class(linear, forward=forward, _adapter_on=True)
+    patch_class(linear, forward=forward, _adapter_on=True)
 
 
 def lora_of(model: nn.Module) -> Lora | None:
@@ -106,7 +106,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def lora_disabled(model: nn.Module) -> Iterator[None]:
+def disabled(model: nn.Module) -> Iterator[None]:
     """Inside, forwards are those of the frozen model: the reference of DPO and RL without a second copy.
 
     Modules that train whole stay as they are. Not for a forward whose backward comes after: what runs again there would run
@@ -120,3 +120,79 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._adapter_on = True
+
+
+# Dropout before adapters, with a mask that is a function of seed, step, text so far, layer and feature, and of nothing
+# else.
+#
+# Source: Hu et al. 2021, as PEFT's `lora_dropout`.
+
+LANES, LANE_BITS = 4, 15  # of one 63-bit draw, for so many features
+
+
+def dropout_keys(batch: dict[str, Tensor], *, seed: int, step: int | None) -> Tensor:
+    """Keys [B, T] of the tokens of one step's batch."""
+    if step is None:
+        raise PlanError(
+            "forward_backward: the adapters have dropout, whose masks depend on the number of the step. Give it as step=..., "
+            "so that a run that continues draws what it would have drawn."
+        )
+    if "input_ids" not in batch:
+        raise PlanError(
+            "forward_backward: dropout on adapters needs input_ids [B, T] in the batch, from which masks come."
+        )
+    return token_keys(batch["input_ids"], batch.get("position_ids"), "lora_dropout", seed, step)
+
+
+def drop(x: Tensor, *, probability: float, stream: int, own_columns: Tensor | None) -> Tensor:
+    """x [..., C] with features zeroed at random and the others scaled up to keep the mean; C of this rank, see own_columns.
+
+    Keeps nothing for backward but the tokens' keys: it draws the mask again.
+    Raises: PlanError outside of `Run.forward_backward`, and where x is not of the batch's tokens.
+    """
+    keys = keys_in_use()
+    if keys is None:
+        raise PlanError(
+            "lora(dropout=...): a forward in training mode outside of Run.forward_backward has no step to draw masks of. "
+            "Call model.eval() first, or Run.evaluate."
+        )
+    if keys.numel() != x.shape[:-1].numel():
+        raise PlanError(
+            f"lora(dropout=...): a layer was called on tokens {tuple(x.shape[:-1])}, but the batch has {tuple(keys.shape)}. "
+            "Let the loss call the model once on input_ids as they are, or leave dropout away."
+        )
+    out: Tensor = _Drop.apply(x, keys.reshape(x.shape[:-1]), probability, stream, own_columns)
+    return out
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, probability: float, stream: int, own: Tensor | None) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.arguments = probability, stream, own
+        return _masked(x, keys, probability, stream, own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (keys,) = ctx.saved_tensors
+        return _masked(grad, keys, *ctx.arguments), None, None, None, None
+
+
+def _masked(x: Tensor, keys: Tensor, probability: float, stream: int, own: Tensor | None) -> Tensor:
+    threshold = round(probability * 2**LANE_BITS)
+    dropped = _lanes(x, keys, stream, own) < threshold
+    out: Tensor = x.masked_fill(dropped, 0.0) * (1 / (1 - threshold / 2**LANE_BITS))
+    return out
+
+
+def _lanes(x: Tensor, keys: Tensor, stream: int, own: Tensor | None) -> Tensor:
+    """[..., C] int16, uniform in [0, 2^15): of each token and each feature of x."""
+    columns = x.shape[-1]
+    first, last = (0, columns) if own is None or not columns else (int(own.min()), int(own.max()) + 1)
+    groups = x.new_zeros((), dtype=torch.int64)  # of a tensor without values the draws have none either
+    groups = groups + torch.arange(first // LANES, -(-last // LANES), device=x.device)
+    drawn = random_bits(groups, random_bits(keys, stream, 63).unsqueeze(-1), 63)
+    lanes: Tensor = drawn.view(torch.int16) & (2**LANE_BITS - 1)
+    if own is None or not columns:
+        return lanes[..., :columns]
+    return lanes.index_select(-1, (own - first // LANES * LANES).to(keys.device))

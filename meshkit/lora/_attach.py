@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from meshkit.core.model_state import copies_of
+from meshkit.core.quantized_weight import BlockCodes, Codes, quantized_linear
 from meshkit.errors import PlanError
 from meshkit.initialize import fill
 from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, set_lora
-from meshkit.memory.few_bit_weights import BlockCodes, Codes, few_bit_linear
 from meshkit.plan import Plan, Style, match_names, match_table, per_head
-from meshkit.whole import copies_of
 
 
-def lora(
+def attach(
     model: nn.Module,
     plan: Plan,
     *,
@@ -42,7 +42,7 @@ def lora(
     had. base: "nf4" (4.5 bits) or "int8" (8.5 bits): weights of the blocks' linear layers, targets or not, are held so and
     decoded for each product (QLoRA); embeddings, heads, norms, routers and stacked experts stay as they are. base_block:
     elements of a row that share a scale; a tensor rank's part of a row is a multiple. seed: values depend on it, the name and
-    the index, on every mesh alike; on meta call `init_lora` when there is memory.
+    the index, on every mesh alike; on meta call `mk.lora.init` when there is memory.
     A target `q_proj` keeps `q_proj.weight` and gains `q_proj.lora_A.weight` [rank, in], `q_proj.lora_B.weight` [out, rank].
     On the tensor axis a column() target has A whole and B split as its weight, a row() target A split and B whole; what is
     whole adds one all-reduce of its gradient per microbatch, and nothing is added to the activations' traffic.
@@ -75,12 +75,12 @@ def lora(
         modules[name].requires_grad_(True)
     for linear in packed.values():
         assert codes is not None
-        few_bit_linear(linear, codes)
+        quantized_linear(linear, codes)
     for name in chosen:
         adapt(modules[name], made, dtypes[name], name=name)
     set_lora(model, made)
     if not any(modules[name].weight.is_meta for name in chosen):
-        init_lora(model, seed=seed)
+        init(model, seed=seed)
     return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, set(chosen))})
 
 
@@ -94,7 +94,7 @@ def _refuse_numbers(model: nn.Module, rank: int, alpha: float, dropout: float) -
 
 
 @torch.no_grad()
-def init_lora(model: nn.Module, *, seed: int) -> nn.Module:
+def init(model: nn.Module, *, seed: int) -> nn.Module:
     """Give the adapters their first values, in place, on any mesh the same; the rest stays as it is. Wire: nothing.
 
     A is uniform in +-1/sqrt(in), as PEFT's, and B is 0. For a model that was on meta, after `load_pretrained`.

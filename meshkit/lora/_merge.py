@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshkit.core.model_state import full_model_of, set_full_model
+from meshkit.core.quantized_weight import codes_of, decode_linear
+from meshkit.core.sharding import full_tensor, local_slices, local_tensor
 from meshkit.errors import PlanError
 from meshkit.lora._adapter import A, B, adapted, is_adapter, lora_of, set_lora
-from meshkit.memory.few_bit_weights import codes_of, decode_linear
 from meshkit.parallel.data import after_inference
-from meshkit.sharding import full_tensor, local_slices, local_tensor
-from meshkit.whole import set_whole, whole_of
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module) -> nn.Module:
+def merge(model: nn.Module) -> nn.Module:
     """Add scaling * B A to every adapted weight and remove the adapters, in place, on any mesh. Every rank must call it.
 
     The product is made in fp32 at least and rounded once to the weight's dtype. Names of parameters are then those before
@@ -37,11 +37,11 @@ def merge_lora(model: nn.Module) -> nn.Module:
         up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
         _add_product(layer.weight, up, down, lora.scaling)
         del layer._modules[A], layer._modules[B]
-    whole = whole_of(model)
+    whole = full_model_of(model)
     if whole is not None:
         tensors = {name: tensor for name, tensor in whole.tensors.items() if not is_adapter(name)}
         owners = {name: rank for name, rank in whole.owners.items() if name in tensors}
-        set_whole(model, replace(whole, tensors=tensors, owners=owners))
+        set_full_model(model, replace(whole, tensors=tensors, owners=owners))
     set_lora(model, None)
     return model
 
@@ -49,7 +49,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 def _decode_base(model: nn.Module) -> None:
     layers = [child for child in model.modules() if codes_of(child) is not None]
     sharded = any(isinstance(child, FSDPModule) for child in model.modules())
-    if sharded or whole_of(model) is not None or any(isinstance(layer.weight, DTensor) for layer in layers):
+    if sharded or full_model_of(model) is not None or any(isinstance(layer.weight, DTensor) for layer in layers):
         raise PlanError(
             "merge_lora: the base is in few bits, and its shards cannot become those of whole numbers of a dtype. Write the "
             "adapters by mk.models.save_lora, and merge them in a plain model that reads them by mk.models.load_lora."

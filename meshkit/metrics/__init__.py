@@ -1,7 +1,7 @@
 """What a run tells its user: speed, MFU, memory, logs, a live line, traces. Importing it needs only torch."""
 
-from ._experts import load_picture as load_picture
-from ._experts import load_scalars as load_scalars
+from ._logger import load_picture as load_picture
+from ._logger import load_scalars as load_scalars
 from ._flops import FlopsPerToken as FlopsPerToken
 from ._flops import ModelFlops as ModelFlops
 from ._flops import document_lengths as document_lengths
@@ -11,11 +11,11 @@ from ._meter import Meter as Meter
 from ._meter import Rate as Rate
 from ._meter import Reading as Reading
 from ._meter import peak_memory as peak_memory
-from ._peaks import peak_flops_of as peak_flops_of
-from ._peaks import peak_flops_per_s as peak_flops_per_s
+from ._flops import peak_flops_of as peak_flops_of
+from ._flops import peak_flops_per_s as peak_flops_per_s
 from ._profile import profile as profile
 from ._progress import Progress as Progress
-from ._samples import show_samples as show_samples
-from ._stragglers import Report as Report
-from ._stragglers import Stragglers as Stragglers
+from ._logger import show_samples as show_samples
+from meshkit.faults.stragglers import Report as Report
+from meshkit.faults.stragglers import Stragglers as Stragglers
 from ._sums import MetricSums as MetricSums

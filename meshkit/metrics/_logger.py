@@ -16,6 +16,9 @@ from meshkit.errors import MeshkitError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+import torch
+
+from meshkit.moe.aux_loss import balance
 
 LogSink = Callable[[int, dict[str, float]], None]
 
@@ -130,3 +133,61 @@ def _drop_lines_after(path: Path, step: int) -> None:
     part = path.with_suffix(".part")
     part.write_text("".join(kept), encoding="utf-8")
     part.replace(path)
+
+
+# Some of what a model wrote, on the screen and in TensorBoard.
+
+
+def show_samples(
+    step: int, names: Sequence[str], rows: Sequence[Sequence[str]], logger: Logger, *, most: int = 8
+) -> None:
+    """A table of at most so many of the rows, evenly chosen. Call it on the rank that speaks."""
+    from rich.console import Console  # here, so that importing the package stays light
+    from rich.table import Table
+    from rich.text import Text
+
+    some = rows[:: max(1, len(rows) // most)][:most]
+    table = Table(*names, title=f"step {step}", title_justify="left")
+    for row in some:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+    lines = [names, ["---"] * len(names), *([f"`{cell}`" for cell in row] for row in some)]
+    logger.text(step, "samples", "\n".join("|".join(("", *line, "")) for line in lines))
+
+
+# How evenly the experts of a step are used, as numbers and as a picture.
+#
+# Dims: L routers (layers), E experts.
+
+CELL_PX = 12
+WHITE, RED, BLUE = (1.0, 1.0, 1.0), (0.80, 0.15, 0.10), (0.10, 0.30, 0.70)
+
+
+def load_scalars(counts: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a logger takes of the tokens per expert, by router; see `meshkit.moe.aux_loss.balance`.
+
+    The load of the fullest expert over the mean, and the entropy, are means over the layers; `_worst_layer` is the layer
+    with the fullest, and `load_by_layer` has each. Unused experts are those of all layers together.
+    """
+    if not counts:
+        return {}
+    rows = torch.stack([torch.stack([value.float() for value in balance(one)]) for one in counts.values()])
+    fullest, entropy, unused = rows.unbind(1)
+    whole = torch.stack([fullest.mean(), fullest.max(), entropy.mean(), unused.sum()])
+    *values, by_layer = *whole.tolist(), fullest.tolist()
+    names = ("max_over_mean", "max_over_mean_worst_layer", "entropy", "unused_experts")
+    out = {f"load/{name}": value for name, value in zip(names, values, strict=True)}
+    return out | {f"load_by_layer/{name}": value for name, value in zip(counts, by_layer, strict=True)}
+
+
+def load_picture(counts: Mapping[str, Tensor]) -> Tensor:
+    """Layers from top to bottom, experts from left to right: uint8 [3, H, W].
+
+    White is the mean of the layer, blue less down to nothing, red more up to twice the mean and beyond.
+    """
+    counts_LE = torch.stack(list(counts.values())).float().cpu()
+    away_LE1 = (counts_LE / counts_LE.mean(1, keepdim=True) - 1).clamp(-1, 1).unsqueeze(-1)
+    white, red, blue = (torch.tensor(colour) for colour in (WHITE, RED, BLUE))
+    pixels_LE3 = white + away_LE1.clamp(min=0) * (red - white) + away_LE1.clamp(max=0) * (white - blue)
+    cells_HW3 = pixels_LE3.repeat_interleave(CELL_PX, 0).repeat_interleave(CELL_PX, 1)
+    return (255 * cells_HW3).round().to(torch.uint8).movedim(-1, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from meshkit.errors import MeshkitError
-from meshkit.place import begin_step
+from meshkit.faults.location import begin_step
 
 from ._flops import FlopsPerToken
 

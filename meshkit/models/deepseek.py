@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshkit.auxiliary import AuxiliaryLosses
 from meshkit.errors import PlanError
+from meshkit.loss import IGNORED, cross_entropy
 from meshkit.mask import Mask
-from meshkit.memory.loss import IGNORED, cross_entropy
 from meshkit.models.experts import MoE
 from meshkit.models.layers import (
     GatedMLP,
@@ -33,6 +32,7 @@ from meshkit.models.layers import (
 )
 from meshkit.models.llama import DecoderLayer, refuse_odd_sizes
 from meshkit.models.router import RouterConfig
+from meshkit.moe.aux_loss import AuxiliaryLosses
 
 LATENT_NORM_EPS = (
     1e-6  # of the norms inside attention, whatever rms_norm_eps is, as in transformers and DeepSeek's code

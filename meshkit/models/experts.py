@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshkit import _torch
+from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.models.layers import GatedMLP
 from meshkit.models.router import Router, RouterConfig
-from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
+from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, take_rows
 
 Kernel = Literal["grouped", "loop"]
 COMPILES_IN_BF16_ONLY = (
@@ -44,7 +44,7 @@ class MoE(nn.Module):
         ):  # experts are outside of graphs, the rest inside
             out: Tensor = self.experts(x_BTC.flatten(0, -2), routing).view_as(x_BTC)
             return out if self.shared_experts is None else out + self.shared_experts(x_BTC)
-        shared = Meanwhile(partial(self.shared_experts, x_BTC))
+        shared = Overlapped(partial(self.shared_experts, x_BTC))
         out = self.experts(x_BTC.flatten(0, -2), routing, shared).view_as(x_BTC)
         return out + shared.result()
 
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         self.up_proj = _stacked(num_experts, intermediate_size, hidden_size)
         self.down_proj = _stacked(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
+    def forward(self, x_NC: Tensor, routing: Routing, meanwhile: Overlapped | None = None) -> Tensor:
         """meanwhile: for experts on other ranks; here nothing travels, and it is left to the caller."""
         order_M, counts_E = sort_by_expert(routing.experts_NK, self.num_experts)
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])

@@ -332,7 +332,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.finish(self.gate_proj(x), self.up_proj(x))
 
-    # In steps of their own, so that recompute can run these cheap ones again: see meshkit/memory/activation.py.
+    # In steps of their own, so that recompute can run these cheap ones again: see meshkit/memory/_recompute.py.
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.product(gate, up))

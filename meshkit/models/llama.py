@@ -32,6 +32,8 @@ from meshkit.models.layers import (
     attention_mask,
     rope_tables,
 )
+from meshkit.plan import Plan, column, enter, per_head, row, sequence, vocab
+from meshkit.plan import attention as attention_style
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,3 +188,26 @@ class Attention(nn.Module):
         q_BTHD, k_BTKD = apply_rope(q_BTHD, cos_BTR, sin_BTR), apply_rope(k_BTKD, cos_BTR, sin_BTR)
         out: Tensor = self.o_proj(attention(q_BTHD, k_BTKD, v_BTKD, mask).flatten(-2))
         return out
+
+
+# What happens to each part of `Llama` on each axis.
+
+LLAMA_PLAN = Plan(
+    tensor={
+        "embed_tokens": vocab(),
+        "layers.*.input_layernorm": sequence(),
+        "layers.*.self_attn": attention_style(),
+        "layers.*.self_attn.{q,k,v}_proj": column(),
+        "layers.*.self_attn.{q,k}_norm": per_head(optional=True),  # Qwen3
+        "layers.*.self_attn.o_proj": row(),
+        "layers.*.post_attention_layernorm": sequence(),
+        "layers.*.mlp": enter(),
+        "layers.*.mlp.{gate,up}_proj": column(),
+        "layers.*.mlp.down_proj": row(),
+        "norm": sequence(),
+        "lm_head": vocab(),
+    },
+    blocks=("layers.*",),
+    units=("embed_tokens", "lm_head"),
+    mlps=("layers.*.mlp",),
+)

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.models.layers import SplitAttention
-from meshkit.models.llama import Decoder, Llama, LlamaConfig
-from meshkit.models.llama_plan import LLAMA_PLAN
-from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
-from meshkit.models.moe_plan import moe_plan
+from meshkit.models.llama import LLAMA_PLAN, Decoder, Llama, LlamaConfig
+from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig, moe_plan
 from meshkit.plan import Plan, head
 
 

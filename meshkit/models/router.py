@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshkit.auxiliary import AuxiliaryLosses, balance_loss, report, z_loss
 from meshkit.errors import PlanError
-from meshkit.routing import Routing, count_experts
+from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
+from meshkit.moe.routing import Routing, count_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class RouterConfig:
 class Router(nn.Module):
     """Scores of all experts for every token, in fp32 at least, and the best K of them.
 
-    Reports counts and auxiliary losses to `meshkit.auxiliary.collect`. They are computed whether or not someone collects, so
-    that a recomputed forward does what the first one did.
+    Reports counts and auxiliary losses to `meshkit.moe.aux_loss.collect`. They are computed whether or not someone
+    collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
     `balance_loss`.
     """

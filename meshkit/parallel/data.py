@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as _fully_shard
-from torch.utils._pytree import tree_leaves
 
-from meshkit import _torch
+from meshkit.core import _torch
+from meshkit.core._torch import tree_leaves
 from meshkit.errors import PlanError
 from meshkit.strategy import Precision
 
@@ -84,8 +84,8 @@ def fully_shard(
     mesh: DeviceMesh,
     *,
     units: Iterable[str] = (),
-    keep: Iterable[str] = (),
-    apart: Iterable[str] = (),
+    keep_gathered: Iterable[str] = (),
+    ignored: Iterable[str] = (),
     zero: int = 3,
     precision: Precision | None = None,
     cast_inputs: bool = True,
@@ -95,8 +95,9 @@ def fully_shard(
     mesh: one axis to shard over, or two: replicate × shard (HSDP). A replicate axis of any size with a shard axis of 1
     holds whole copies.
     units: names of submodules gathered and freed one at a time (the blocks); the rest is the root unit, which is kept
-    after forward since backward needs it first. keep: units kept after forward too, for the same reason (see `kept_units`).
-    apart: names of submodules that are left as they are, for another call on another mesh, or for none.
+    after forward since backward needs it first. keep_gathered: units kept after forward too, for the same reason (see
+    `kept_units`).
+    ignored: names of submodules that are left as they are, for another call on another mesh, or for none.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
     cast_inputs: units cast floating inputs to the compute dtype; not where some are wider on purpose.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
@@ -120,16 +121,16 @@ def fully_shard(
     for name in units:
         if name not in modules:
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
-    kept = set(keep)
-    ignored = {param for name in apart for param in modules[name].parameters()}
+    kept = set(keep_gathered)
+    ignored_params = {param for name in ignored for param in modules[name].parameters()}
     # Inner units first: each call takes the parameters below it that no unit has taken, and the root what is left.
     with _torch.detaching_as_placed():
         for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
             reshard = stage.reshard_after_forward and name not in kept
             _fully_shard(
-                modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored
+                modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored_params
             )
-        _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+        _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored_params)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)

@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
-from meshkit.whole import whole_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ def read_program(model: nn.Module) -> Program:
     Raises: PlanError for a model of which this rank holds the stages of one rank of pp only, and for one that is on meta in
     part.
     """
-    if whole_of(model) is not None:
+    if full_model_of(model) is not None:
         raise PlanError(
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
             "`run.full_model`, or the model before parallelize."

@@ -15,7 +15,7 @@ from meshkit.algos.preference import count_pairs
 from meshkit.algos.rewards import Scorer, score_on_mesh
 from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, generate
 from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
-from meshkit.memory.loss import IGNORED
+from meshkit.loss import IGNORED
 from meshkit.mesh import Mesh
 from meshkit.metrics import Logger, MetricSums, show_samples
 from meshkit.step import Batch, Loss, Run

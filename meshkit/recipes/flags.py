@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
 from meshkit.errors import PlanError
-from meshkit.lora import lora
+from meshkit.lora import attach
 from meshkit.models import config_from_pretrained
+from meshkit.optim import lr_schedule
 from meshkit.plan import Plan
-from meshkit.schedule_lr import lr_schedule
 from meshkit.strategy import (
     ActivationOffload,
     ChunkedLoss,
@@ -170,7 +170,7 @@ class LoraFlags(ModelFlags):
         if self.lora_rank is None:
             return plan
         few: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
-        return lora(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
+        return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
 
     def refuse_lora_without_rank(self) -> None:
         """Raises: PlanError for choices of adapters that there are none of."""

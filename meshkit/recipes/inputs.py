@@ -29,8 +29,8 @@ from meshkit.data import (
     split_records,
     standard_library,
 )
+from meshkit.mesh.world import main_rank_first
 from meshkit.models import LlamaConfig
-from meshkit.world import main_rank_first
 
 from .flags import InstructionFlags, PairFlags, TextFlags
 

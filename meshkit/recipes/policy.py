@@ -15,7 +15,7 @@ from meshkit.errors import PlanError
 from meshkit.initialize import init_weights
 from meshkit.mesh import Mesh, init_mesh
 from meshkit.models import config_from_pretrained, load_pretrained
-from meshkit.optimizer import adamw
+from meshkit.optim import adamw
 from meshkit.step import Run
 
 from .flags import RolloutFlags, SamplerFlags

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.errors import StepError
-from meshkit.finite import NonFiniteGuard
+from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
 from meshkit.parallel.pipeline import record_trace

@@ -1,4 +1,4 @@
-"""What was chosen: frozen records, to and from TOML. No modules, no ranks."""
+"""What was chosen for a run, as frozen data: no modules, no ranks."""
 
 from ._context import Balance as Balance
 from ._context import ContextPolicy as ContextPolicy

@@ -245,7 +245,7 @@ class MemoryPolicy:
     "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; "activation"
     runs only the elementwise middle of feed-forwards again. `Recompute` says more, `Budget` chooses. offload: where kept
     activations wait; with a `Budget`, those of the blocks that it chooses. regather: with sequence=True, keep the sharded
-    input of a tensor-parallel region and gather it again in backward. tiles: feed-forwards run on so many parts of the
+    input of a tensor-parallel region and gather it again in backward. mlp_chunks: feed-forwards run on so many parts of the
     tokens. loss: None makes whole logits. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over
     fp32 masters. optimizer: what `adamw` builds.
     """
@@ -253,7 +253,7 @@ class MemoryPolicy:
     recompute: RecomputeMode | Recompute | Budget = "none"
     offload: ActivationOffload | None = None
     regather: bool = False
-    tiles: int = 1
+    mlp_chunks: int = 1
     loss: ChunkedLoss | None = None
     precision: Precision | None = None
     optimizer: OptimizerPolicy = field(default_factory=OptimizerPolicy)
@@ -261,8 +261,10 @@ class MemoryPolicy:
     def __post_init__(self) -> None:
         if isinstance(self.recompute, str):
             _refuse_other(f"MemoryPolicy(recompute={self.recompute!r})", self.recompute, RecomputeMode)
-        if not isinstance(self.tiles, int) or self.tiles < 1:
-            raise PlanError(f"MemoryPolicy(tiles={self.tiles!r}): feed-forwards run on 1 part of the tokens, or more.")
+        if not isinstance(self.mlp_chunks, int) or self.mlp_chunks < 1:
+            raise PlanError(
+                f"MemoryPolicy(mlp_chunks={self.mlp_chunks!r}): feed-forwards run on 1 part of the tokens, or more."
+            )
 
 
 def _refuse_other(asked: str, value: str, allowed: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshkit as mk
-from tests.parity.cases import Cell, Moe, build, plan_of
+from tests.laws.parity.cases import Cell, Moe, build, plan_of
 
 
 @dataclass(frozen=True)

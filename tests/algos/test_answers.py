@@ -25,8 +25,8 @@ from meshkit.models import (
     reward_plan,
 )
 from tests.depth import thin
+from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
-from tests.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
@@ -124,7 +124,7 @@ def on_mesh(
 ) -> tuple[float, float, dict[str, float]]:
     """Differences of loss, accuracy and gradients by name from one device."""
     mesh = mesh_for(axes)
-    memory = mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=chunk) if chunk and what != "reward" else None)
+    memory = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=chunk) if chunk and what != "reward" else None)
     loader = ExampleLoader(
         pairs(), seq_len=TOKENS, global_batch=PAIRS, seed=0, rank=mesh.data_rank, ranks=mesh.data_ranks, packing="step"
     )

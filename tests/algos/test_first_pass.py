@@ -30,8 +30,8 @@ from meshkit.data.examples import Example, Unit
 from meshkit.metrics import MetricSums
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from tests.depth import thin
+from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
-from tests.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
@@ -141,7 +141,7 @@ def batch_of(mesh: mk.Mesh, units: list[Unit]) -> dict[str, Tensor]:
 def on_mesh(axes: str, microbatches: int, chunk: int | None) -> dict[str, tuple[float, float]]:
     """Differences of loss and gradients from one device, by kind."""
     mesh = mesh_for(axes)
-    memory = mk.MemoryPolicy(loss=mk.ChunkedLoss(tokens=chunk) if chunk else None)
+    memory = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=chunk) if chunk else None)
     run, reference = (
         mk.parallelize(build(seed), mesh, plan=LLAMA_PLAN, sequence=True, memory=memory) for seed in (0, 1)
     )
@@ -211,7 +211,7 @@ def refused(what: str) -> str:
             unpaired_objective(mesh, batch, UNPAIRED["kto"])
         else:
             split_mismatches(batch_of(mesh, [pair.chosen for pair in pairs()]))
-    except mk.DataError as error:
+    except mk.errors.DataError as error:
         return str(error)
     return ""
 

@@ -20,13 +20,13 @@ from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, genera
 from meshkit.algos.rollout._cache import Pages
 from meshkit.algos.rollout._sampler import choose
 from meshkit.algos.rollout._scheduler import Scheduler
-from meshkit.memory.linear_logits import as_logits
-from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.core.sharding import chunk
+from meshkit.loss import token_log_probs
+from meshkit.loss.linear_logits import as_logits
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
-from meshkit.sharding import chunk
+from tests.laws.parity.cases import Cell, Moe, build, start
 from tests.models.families import transformers_model
-from tests.parity.cases import Cell, Moe, build, start
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # attention over a cache and over whole rows sums in other orders
@@ -106,7 +106,7 @@ LAYOUTS = [
     (2, replace(PLAIN, mesh="cp=2"), CachePolicy(page_tokens=1)),  # past tokens in several blocks
     (2, replace(PLAIN, mesh="pp=2"), CachePolicy()),
     (2, replace(ODD, mesh="tp=2", recompute="full"), CachePolicy(page_tokens=3)),
-    (2, replace(PLAIN, mesh="tp=2", memory=mk.MemoryPolicy(loss=mk.ChunkedLoss())), CachePolicy()),
+    (2, replace(PLAIN, mesh="tp=2", memory=mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss())), CachePolicy()),
     (2, replace(EXPERTS, mesh="dp_shard=2 ep=2"), CachePolicy()),
     (4, replace(PLAIN, mesh="tp=4"), CachePolicy()),  # more ranks than key/value heads
     (4, replace(EXPERTS, mesh="dp_shard=4 ep=2"), CachePolicy(keep_parameters=False)),

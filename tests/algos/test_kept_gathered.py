@@ -32,7 +32,7 @@ def hooks(model: nn.Module) -> list[Any]:
     return [hook for own in tables for hook in own.values()]
 
 
-def watched(precision: mk.Precision | None) -> dict[str, Any]:
+def watched(precision: mk.strategy.Precision | None) -> dict[str, Any]:
     """Forwards before, inside and after, and what an error inside leaves."""
     torch.manual_seed(0)
     run = mk.parallelize(
@@ -65,6 +65,6 @@ def test_forwards_between_gathering_and_freeing_ask_nothing_of_fsdp_and_hooks_co
 
 
 def test_units_that_cast_their_inputs_keep_their_hooks() -> None:
-    for found in pool(2).run(watched, mk.Precision()):
+    for found in pool(2).run(watched, mk.strategy.Precision()):
         assert found.pop("units") > found.pop("replaced") == 0
         assert all(found.values()), found

@@ -8,10 +8,10 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.algos.preference import update_reference
+from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
-from meshkit.sharding import full_tensor
-from tests.parity.cases import mesh_for
-from tests.unit.test_plan import MLP
+from tests.laws.parity.cases import mesh_for
+from tests.plan.test_plan import MLP
 from tests.world import pool
 
 

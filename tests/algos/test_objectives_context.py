@@ -15,10 +15,10 @@ from meshkit.algos.preference import (
     sequence_logps,
     whole_sequences,
 )
-from meshkit.memory.loss import IGNORED
+from meshkit.core.sharding import full_tensor
+from meshkit.loss import IGNORED
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
-from meshkit.sharding import full_tensor
-from tests.parity.cases import mesh_for
+from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1

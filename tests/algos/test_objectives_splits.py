@@ -34,8 +34,8 @@ from meshkit.algos.preference import (
     unpaired_loss,
 )
 from meshkit.algos.preference._pairs import PER_PAIR
-from meshkit.sharding import full_tensor
-from tests.parity.cases import mesh_for
+from meshkit.core.sharding import full_tensor
+from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP64_SUM = 1e-12  # relative: only summation order differs

@@ -35,13 +35,13 @@ from meshkit.algos.policy import (
 )
 from meshkit.algos.policy._objective import POLICY_MAXIMA, POLICY_SUMS
 from meshkit.algos.rollout import Rollout, label_log_probs, token_values
+from meshkit.core.sharding import full_tensor
 from meshkit.data import Example, check_examples, pack_step, train_tokenizer
 from meshkit.errors import DataError
-from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.loss import token_log_probs
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig, RewardModel
-from meshkit.sharding import full_tensor
 from meshkit.step import count_labels
-from tests.parity.cases import mesh_for
+from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
 TOL = 1e-10  # law 1

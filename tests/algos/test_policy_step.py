@@ -42,12 +42,12 @@ from meshkit.algos.policy import (
     value_sums,
 )
 from meshkit.algos.rollout import Rollout, label_log_probs, token_values
+from meshkit.core.sharding import full_tensor
 from meshkit.data import pack_step
 from meshkit.models import LLAMA_PLAN, REWARD_PLAN, Llama, LlamaConfig, RewardModel
-from meshkit.sharding import full_tensor
 from tests.depth import thin
+from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
-from tests.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1

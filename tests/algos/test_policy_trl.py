@@ -33,7 +33,7 @@ from meshkit.algos.policy import (
     high_entropy,
     policy_loss,
 )
-from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.loss import token_log_probs
 
 TOL = 1e-12  # the order of operations
 TOL_FP32 = 1e-6  # TRL takes means of clip fractions in fp32

@@ -164,21 +164,22 @@ def test_a_64_rank_layout_needs_neither_ranks_nor_memory() -> None:
 def test_different_models_and_sources_with_gaps_are_refused() -> None:
     dense, tied = laid(DENSE, "tp=1"), laid(TIED_ODD, "tp=1")
     with pytest.raises(
-        mk.PlanError, match=r"different models: 'embed_tokens.weight' has shape \(64, 32\) there and \(61, 32\)"
+        mk.errors.PlanError, match=r"different models: 'embed_tokens.weight' has shape \(64, 32\) there and \(61, 32\)"
     ):
         plan_reallocation(dense, tied)
     less = Layout({name: of for name, of in dense.tensors.items() if name != "norm.weight"}, dense.ranks)
     with pytest.raises(
-        mk.PlanError, match="only the source has 'norm.weight', and the destination does not. Build both"
+        mk.errors.PlanError, match="only the source has 'norm.weight', and the destination does not. Build both"
     ):
         plan_reallocation(dense, less)
     adapters = Layout({**dense.tensors, "a.lora_A.weight": dense.tensors["norm.weight"]}, dense.ranks)
     with pytest.raises(
-        mk.PlanError, match=r"only the destination has 'a.lora_A.weight'.*merge them by mk.merge_lora first"
+        mk.errors.PlanError, match=r"only the destination has 'a.lora_A.weight'.*merge them by mk.lora.merge first"
     ):
         plan_reallocation(dense, adapters)
     half = Laid((4,), torch.float32, {0: ((0, 2),)})
     with pytest.raises(
-        mk.PlanError, match=r"the ranks \[0\] of the source do not hold each element of 'w' \(4,\) once: 2 too few"
+        mk.errors.PlanError,
+        match=r"the ranks \[0\] of the source do not hold each element of 'w' \(4,\) once: 2 too few",
     ):
         plan_reallocation(Layout({"w": half}, (0,)), Layout({"w": Laid((4,), torch.float32, {1: ((0, 4),)})}, (1,)))

@@ -13,9 +13,9 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
-from meshkit.observe import Peak
-from meshkit.sharding import local_slices, local_tensor
-from meshkit.whole import model_tensors
+from meshkit.core.model_state import model_tensors
+from meshkit.core.sharding import local_slices, local_tensor
+from meshkit.preflight.observe import Peak
 from tests.algos.reallocation import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
 from tests.world import pool
 

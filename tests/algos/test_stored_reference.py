@@ -18,7 +18,7 @@ from meshkit.data.examples import Pair
 from meshkit.errors import DataError
 from meshkit.models import LLAMA_PLAN
 from tests.algos.test_answers import CONFIG, PAIRS, TOKENS, alone, build, pairs
-from tests.parity.cases import mesh_for
+from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
 TOL_FP32 = 1e-6  # relative: the file has fp32 numbers

@@ -11,7 +11,7 @@ import meshkit as mk
 from meshkit.algos.sft import sft_phase, sft_steps
 from meshkit.models import LLAMA_PLAN
 from tests.algos.test_answers import CONFIG, TOKENS, build, pairs
-from tests.parity.cases import mesh_for
+from tests.laws.parity.cases import mesh_for
 from tests.recipes.launch import read_losses
 from tests.world import pool
 

@@ -32,7 +32,7 @@ def refused() -> list[str]:
     found = []
     for dtype, adapted in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
         model = Llama(CONFIG).to(dtype)
-        plan = mk.lora(model, LLAMA_PLAN, rank=2) if adapted else LLAMA_PLAN
+        plan = mk.lora.attach(model, LLAMA_PLAN, rank=2) if adapted else LLAMA_PLAN
         run = mk.parallelize(model, mk.init_mesh("tp=1"), plan=plan)
         try:
             VllmEngine(run)

@@ -13,7 +13,7 @@ import meshkit as mk
 from meshkit.algos.policy import pack_rollouts
 from meshkit.algos.rollout import Prompt, Rollout, Sampling, VllmEngine, generate, label_log_probs, token_values
 from meshkit.errors import PlanError
-from meshkit.launch import run_main
+from meshkit.faults import run_main
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 
 TOL_FP32 = 1e-4  # of log-probabilities: other kernels

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from meshkit.checkpoint import Checkpointer
 from meshkit.checkpoint._state import parts_to_write
+from meshkit.core.model_state import model_tensors
 from meshkit.models import Llama
-from meshkit.whole import model_tensors
 from tests.checkpoint.training import CONFIG, build, saved_run
 from tests.depth import DEEP, thin
 from tests.world import pool

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meshkit.checkpoint import Checkpointer, _checkpointer
-from meshkit.schedule_lr import lr_schedule
-from meshkit.sharding import full_tensor
+from meshkit.core.sharding import full_tensor
+from meshkit.optim import lr_schedule
 from tests.checkpoint.training import SEQ_LEN, build, saved_run
 from tests.depth import thin
 from tests.world import pool

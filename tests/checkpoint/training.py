@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import meshkit as mk
 from meshkit.checkpoint import Checkpointer
+from meshkit.core.model_state import copies_of
+from meshkit.core.sharding import full_tensor, local_tensor
 from meshkit.data import Loader, Tokens
 from meshkit.mesh import Mesh
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
-from meshkit.schedule_lr import lr_schedule
-from meshkit.sharding import full_tensor, local_tensor
+from meshkit.optim import lr_schedule
 from meshkit.step import Batch, Run, next_token_loss
-from meshkit.whole import copies_of
 
 CONFIG = LlamaConfig(
     vocab_size=61,  # no mesh divides it

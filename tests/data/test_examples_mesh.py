@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.data import Example, ExampleLoader, Pair
 from meshkit.step import next_token_loss
-from tests.parity.cases import Cell, build, mesh_for, plan_of
+from tests.laws.parity.cases import Cell, build, mesh_for, plan_of
 from tests.world import pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs

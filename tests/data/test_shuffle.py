@@ -8,7 +8,7 @@ from itertools import pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshkit.data.shuffle import permute
+from meshkit.data._cursor import permute
 
 
 @settings(deadline=None)

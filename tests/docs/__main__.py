@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.docs.api import BUILT, INDEX, index, page
-from tests.gate import support
+from tests.laws.gate import support
 
 
 def main() -> None:

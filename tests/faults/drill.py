@@ -26,10 +26,10 @@ from meshkit.algos.dataflow import Call, Flow, Sample
 from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.data import Loader
-from meshkit.launch import run_main
+from meshkit.faults import run_main
 from meshkit.metrics import Logger, Meter
 from meshkit.models import LlamaConfig, MixtralConfig, build_model, moe_plan
-from meshkit.models.llama_plan import LLAMA_PLAN
+from meshkit.models.llama import LLAMA_PLAN
 from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, tokens
 
 
@@ -50,7 +50,9 @@ BLOCKS = {
     "pipeline": Block("pp=2", "/meshkit/parallel/pipeline/"),
     "expert": Block("dp_shard=2 ep=2", "/meshkit/parallel/expert/"),
     "recompute": Block("dp_shard=2", "/meshkit/memory/recompute.py", mk.MemoryPolicy(recompute="full")),
-    "offload": Block("dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.ActivationOffload())),
+    "offload": Block(
+        "dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.strategy.ActivationOffload())
+    ),
     "checkpoint": Block("dp_shard=2", "/meshkit/checkpoint/", nan=False),
     "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
     "rollout": Block("dp_shard=2", "/meshkit/algos/rollout/", nan=False),
@@ -95,7 +97,7 @@ def main(drill: Drill) -> None:
     optimizer = mk.adamw(run, lr=1e-2)
     loader = Loader(tokens(), seq_len=SEQ_LEN, global_batch=ROWS, seed=0, rank=mesh.data_rank, ranks=mesh.data_ranks)
     besides = BESIDES[drill.block](drill, run) if drill.block in BESIDES else lambda: None
-    guard = mk.NonFiniteGuard()
+    guard = mk.faults.NonFiniteGuard()
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     struck = mesh.rank == drill.rank and first_life
     with mk.Checkpointer(drill.out / "checkpoints", timeout=timedelta(seconds=drill.timeout_s)) as checkpoints:

@@ -21,7 +21,7 @@ END_S = 180.0  # with the start, on a loaded machine
 TIMEOUT_S = 10 if DEEP else 5  # of collectives, where a rank stays away
 AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
-PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|collectives", "loader": "data"}
+PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|core.collectives", "loader": "data"}
 PARTS |= dict.fromkeys(("rollout", "dataflow", "reallocate"), "algos")
 
 CELLS = [(block, fault) for block in BLOCKS for fault in FAULTS if fault != "nan" or BLOCKS[block].nan]

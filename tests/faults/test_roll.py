@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from meshkit.launch._roll import Entry, Left, Roll
+from meshkit.faults.heartbeat import Entry, Heartbeat, Left
 
 HERE = Entry(host=socket.gethostname(), pid=os.getpid(), beat=1, place="step 3, in a", waits=True, since=10.0, now=17.0)
 AWAY = replace(HERE, host="far", pid=1)
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, entries: list[Entry], silent: tuple[int, ...] = ()) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        self.rolls = [Roll(store, rank, len(entries)) for rank in range(len(entries))]
+        self.rolls = [Heartbeat(store, rank, len(entries)) for rank in range(len(entries))]
         self.rolls[0].patience_s = 0.6
         self._entries, self._silent, self._over = entries, silent, threading.Event()
         for roll, entry in zip(self.rolls, entries, strict=True):
@@ -120,5 +120,5 @@ def test_the_first_to_ask_is_the_only_one() -> None:
 
 
 def test_a_large_world_beats_less_often_and_waits_longer() -> None:
-    small, large = Roll(None, 0, 8), Roll(None, 0, 5000)
+    small, large = Heartbeat(None, 0, 8), Heartbeat(None, 0, 5000)
     assert (small.beat_s, small.patience_s, large.beat_s, large.patience_s) == (1, 5, 10, 50)

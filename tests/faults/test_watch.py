@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from meshkit.launch._watch import Watch
+from meshkit.faults.watchdog import Watchdog
 from tests.world import CONTEXT
 
 
 def ends_a_child() -> None:
-    Watch(stall_s=60)
+    Watchdog(stall_s=60)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
@@ -24,7 +24,7 @@ def ends_a_child() -> None:
 
 
 def never_ends() -> None:
-    Watch(stall_s=60)
+    Watchdog(stall_s=60)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 

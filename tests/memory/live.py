@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from meshkit.core._torch import TorchDispatchMode, tree_leaves
 
 
 class Live(TorchDispatchMode):

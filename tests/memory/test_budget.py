@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshkit as mk
-from meshkit.memory._knapsack import Option, cheapest, most, smallest
-from meshkit.memory.budget import Choice
+from meshkit.memory.budget.choose import Choice
+from meshkit.memory.budget.knapsack import Option, cheapest, most, smallest
+from meshkit.memory.budget.profile import choose_for_blocks
 from meshkit.memory.offload import offload_of
-from meshkit.models.llama_plan import LLAMA_PLAN
-from meshkit.parallel.budget import choose_for_blocks
+from meshkit.models.llama import LLAMA_PLAN
 from tests.depth import thin
+from tests.laws.parity.cases import TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, run_cell, start
+from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import held_bytes
-from tests.parity.cases import TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, run_cell, start
-from tests.parity.test_bytes import observe_step
 from tests.world import pool
 
 TOL_FP64 = 1e-10
-PLENTY = mk.Budget(bytes=1 << 40, rows=2, seq_len=TOKENS)
+PLENTY = mk.strategy.Budget(bytes=1 << 40, rows=2, seq_len=TOKENS)
 
 # ---------------------------------------------------------------------------------------------------- the knapsack
 
@@ -79,7 +79,9 @@ def test_many_alike_blocks_are_no_matter() -> None:
 # ------------------------------------------------------------------------------------------- what blocks really keep
 
 
-def choice_of(cell: Cell, spec: mk.MeshSpec, budget: mk.Budget, offload: mk.ActivationOffload | None = None) -> Choice:
+def choice_of(
+    cell: Cell, spec: mk.MeshSpec, budget: mk.strategy.Budget, offload: mk.strategy.ActivationOffload | None = None
+) -> Choice:
     return choose_for_blocks(
         build(cell),
         spec,
@@ -106,10 +108,13 @@ def test_what_is_predicted_is_what_a_model_keeps(mode: str) -> None:
 
 @functools.cache
 def offers_of(
-    cell: Cell, spec: mk.MeshSpec, offload: mk.ActivationOffload | None = None, rates: mk.Rates | None = None
+    cell: Cell,
+    spec: mk.MeshSpec,
+    offload: mk.strategy.ActivationOffload | None = None,
+    rates: mk.strategy.Rates | None = None,
 ) -> dict[str, Option]:
     """Every option of the first block, found by asking for one at a time."""
-    from meshkit.parallel import budget as module
+    from meshkit.memory.budget import profile as module
 
     seen: dict[str, Option] = {}
     original = module.choose
@@ -120,7 +125,7 @@ def offers_of(
 
     module.choose = noting
     try:
-        choice_of(cell, spec, replace(PLENTY, rates=rates or mk.Rates()), offload)
+        choice_of(cell, spec, replace(PLENTY, rates=rates or mk.strategy.Rates()), offload)
     finally:
         module.choose = original
     return seen
@@ -158,7 +163,7 @@ def test_less_bytes_take_more_time_and_the_table_says_so() -> None:
     found = []
     for part in (1.0, 0.6, 0.3, 0.0):
         policy = share(cell, mk.MeshSpec(), part).recompute
-        assert isinstance(policy, mk.Budget)
+        assert isinstance(policy, mk.strategy.Budget)
         found.append(choice_of(cell, mk.MeshSpec(), policy))
         assert found[-1].bytes <= policy.bytes
         assert f"{found[-1].bytes:,} of {policy.bytes:,} bytes" in str(found[-1])
@@ -215,7 +220,7 @@ def compiled_by_budget(cell: Cell) -> float:
 def test_compiled_blocks_follow_the_choice() -> None:
     cell = Cell(mesh="tp=2", layers=3, sequence=True, compile="aot_eager")
     cell = replace(cell, memory=share(cell, mk.MeshSpec(tp=2), 0.5))
-    assert cell.memory is not None and isinstance(cell.memory.recompute, mk.Budget)
+    assert cell.memory is not None and isinstance(cell.memory.recompute, mk.strategy.Budget)
     chosen = choice_of(cell, mk.MeshSpec(tp=2), cell.memory.recompute)
     assert len({str(each) for each in chosen.treatments.values()}) > 1
     assert max(pool(2).run(compiled_by_budget, cell, timeout_s=240)) <= TOL_FP64
@@ -227,22 +232,22 @@ def test_compiled_blocks_follow_the_choice() -> None:
 def test_too_few_bytes_are_refused_with_the_arithmetic() -> None:
     cell = Cell(mesh="", layers=4)
     full = offers_of(cell, mk.MeshSpec())["full"]
-    with pytest.raises(mk.PlanError, match=f"together {4 * full.bytes + full.passing:,}"):
+    with pytest.raises(mk.errors.PlanError, match=f"together {4 * full.bytes + full.passing:,}"):
         choice_of(cell, mk.MeshSpec(), replace(PLENTY, bytes=4 * full.bytes + full.passing - 1))
 
 
 def test_experts_and_odd_numbers_are_refused() -> None:
-    with pytest.raises(mk.PlanError, match="depends on where tokens go"):
+    with pytest.raises(mk.errors.PlanError, match="depends on where tokens go"):
         choice_of(Cell(mesh="", moe=Moe()), mk.MeshSpec(), PLENTY)
-    with pytest.raises(mk.PlanError, match="rows=0"):
-        mk.Budget(bytes=1, rows=0, seq_len=1)
+    with pytest.raises(mk.errors.PlanError, match="rows=0"):
+        mk.strategy.Budget(bytes=1, rows=0, seq_len=1)
 
 
 # ------------------------------------------------------------------------------------------------------- offload
 
 
-ANYTHING = mk.ActivationOffload(min_bytes=1)
-FREE, DEAR = mk.Rates(host_bytes_per_s=1e18), mk.Rates(host_bytes_per_s=1e3)
+ANYTHING = mk.strategy.ActivationOffload(min_bytes=1)
+FREE, DEAR = mk.strategy.Rates(host_bytes_per_s=1e18), mk.strategy.Rates(host_bytes_per_s=1e3)
 
 
 def alone_within(part: float, layers: int = 4, **budget: Any) -> Cell:
@@ -254,7 +259,7 @@ def alone_within(part: float, layers: int = 4, **budget: Any) -> Cell:
 
 
 def chosen_within(cell: Cell) -> Choice:
-    assert cell.memory is not None and isinstance(cell.memory.recompute, mk.Budget)
+    assert cell.memory is not None and isinstance(cell.memory.recompute, mk.strategy.Budget)
     return choice_of(cell, mk.MeshSpec(), cell.memory.recompute, offload=cell.memory.offload)
 
 
@@ -275,7 +280,9 @@ def test_a_copy_costs_what_is_longer_than_the_compute_of_its_block() -> None:
     seen = []
     for rate in (1e5, 2e5):  # so slow that compute is nothing beside it
         cell = alone_within(1.0, layers=1)
-        offered = offers_of(cell, mk.MeshSpec(), mk.ActivationOffload(keep_last=0), mk.Rates(host_bytes_per_s=rate))
+        offered = offers_of(
+            cell, mk.MeshSpec(), mk.strategy.ActivationOffload(keep_last=0), mk.strategy.Rates(host_bytes_per_s=rate)
+        )
         option = offered["full + offload"]
         seen.append(option.seconds)
         assert option.seconds == pytest.approx(2 * option.moving / rate, rel=1e-3)
@@ -286,7 +293,7 @@ def test_a_copy_costs_what_is_longer_than_the_compute_of_its_block() -> None:
 @pytest.mark.parametrize("least", [1, 3000])
 def test_what_is_predicted_is_what_offload_moves_and_leaves(mode: str, least: int) -> None:
     """Of two blocks, run for real: what is stored, and what is alive after forward."""
-    policy = mk.ActivationOffload(min_bytes=least, keep_last=0)
+    policy = mk.strategy.ActivationOffload(min_bytes=least, keep_last=0)
     blocks = ["layers.0", "layers.1"]
     held = []
     for moved in ([], blocks):
@@ -335,7 +342,7 @@ def test_the_chosen_blocks_are_offloaded_and_gradients_stay_bit_for_bit(to: Any)
 
 
 def test_offload_that_cannot_be_is_refused() -> None:
-    with pytest.raises(mk.PlanError, match=r"keep_last=4\): all 4 blocks keep theirs"):
-        choice_of(Cell(mesh="", layers=4), mk.MeshSpec(), PLENTY, offload=mk.ActivationOffload(keep_last=4))
-    with pytest.raises(mk.PlanError, match="host_bytes_per_s=0"):
-        mk.Rates(host_bytes_per_s=0)
+    with pytest.raises(mk.errors.PlanError, match=r"keep_last=4\): all 4 blocks keep theirs"):
+        choice_of(Cell(mesh="", layers=4), mk.MeshSpec(), PLENTY, offload=mk.strategy.ActivationOffload(keep_last=4))
+    with pytest.raises(mk.errors.PlanError, match="host_bytes_per_s=0"):
+        mk.strategy.Rates(host_bytes_per_s=0)

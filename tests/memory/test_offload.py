@@ -41,7 +41,7 @@ def llama(dtype: torch.dtype = torch.float32) -> Llama:
 
 def offloaded(model: nn.Module, blocks: list[str] = BLOCKS, **policy: Any) -> tuple[nn.Module, Offload]:
     """With copies as late as they may be, unless to disk."""
-    mk.offload_activations(model, blocks=blocks, policy=mk.ActivationOffload(**{"min_bytes": 1, **policy}))
+    mk.offload_activations(model, blocks=blocks, policy=mk.strategy.ActivationOffload(**{"min_bytes": 1, **policy}))
     offload = offload_of(model)
     assert offload is not None
     return model, offload
@@ -311,7 +311,7 @@ def test_what_is_changed_in_place_is_found_out(policy: dict, change: Any) -> Non
         change(x).sum().backward()
     model, offload = offloaded(nn.Sequential(Block(change)), ["0"], keep_last=0, **policy)
     with pytest.raises(
-        mk.OffloadError, match=r"shape \(8, 8\).*was changed in place.*saved at version 0.*at version 1"
+        mk.errors.OffloadError, match=r"shape \(8, 8\).*was changed in place.*saved at version 0.*at version 1"
     ):
         model(x).sum().backward()
     assert nothing_left(offload)
@@ -527,9 +527,9 @@ def test_parameters_buffers_and_tables_stay() -> None:
 
 
 def test_the_prediction_of_what_stays_on_the_device() -> None:
-    policy = mk.ActivationOffload(keep_last=1, ahead=1)
+    policy = mk.strategy.ActivationOffload(keep_last=1, ahead=1)
     assert bytes_on_device([10] * 8, policy) == 30  # the last, and two that leave
-    assert bytes_on_device([10] * 8, mk.ActivationOffload(keep_last=0, ahead=3)) == 40
+    assert bytes_on_device([10] * 8, mk.strategy.ActivationOffload(keep_last=0, ahead=3)) == 40
     assert bytes_on_device([7], policy) == 7
     assert bytes_on_device([], policy) == 0
 
@@ -538,18 +538,18 @@ def test_the_prediction_of_what_stays_on_the_device() -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(mk.PlanError, match="no block 'layers.9'"):
+    with pytest.raises(mk.errors.PlanError, match="no block 'layers.9'"):
         mk.offload_activations(llama(), blocks=["layers.9"])
-    with pytest.raises(mk.PlanError, match="'layers.0' is offloaded already"):
+    with pytest.raises(mk.errors.PlanError, match="'layers.0' is offloaded already"):
         mk.offload_activations(offloaded(llama())[0], blocks=BLOCKS)
-    with pytest.raises(mk.PlanError, match="tensors of device 'meta' cannot be moved"):
+    with pytest.raises(mk.errors.PlanError, match="tensors of device 'meta' cannot be moved"):
         mk.offload_activations(llama().to("meta"), blocks=BLOCKS)
-    with pytest.raises(mk.PlanError, match="can wait on the 'host' or on 'disk'"):
-        mk.ActivationOffload(to="nvme")  # type: ignore[arg-type]
-    with pytest.raises(mk.PlanError, match=r"ahead=-1\): use at least 0"):
-        mk.ActivationOffload(ahead=-1)
-    with pytest.raises(mk.PlanError, match='Give to="disk" too'):
-        mk.ActivationOffload(folder=tmp_path)
+    with pytest.raises(mk.errors.PlanError, match="can wait on the 'host' or on 'disk'"):
+        mk.strategy.ActivationOffload(to="nvme")  # type: ignore[arg-type]
+    with pytest.raises(mk.errors.PlanError, match=r"ahead=-1\): use at least 0"):
+        mk.strategy.ActivationOffload(ahead=-1)
+    with pytest.raises(mk.errors.PlanError, match='Give to="disk" too'):
+        mk.strategy.ActivationOffload(folder=tmp_path)
 
 
 def test_a_compiled_module_around_the_blocks_is_refused() -> None:

@@ -92,7 +92,7 @@ class Model(nn.Module):
         return (x.tanh() * shared[-1].tanh()).sum()
 
 
-def play(seed: int, dtype: torch.dtype, policy: mk.ActivationOffload | None) -> tuple[list[Tensor], Any]:
+def play(seed: int, dtype: torch.dtype, policy: mk.strategy.ActivationOffload | None) -> tuple[list[Tensor], Any]:
     """Four rounds of three microbatches of uneven sizes; the same draws with and without offload."""
     model = Model(seed).to(dtype)
     for block, mode in zip(range(4), model.modes, strict=True):
@@ -130,7 +130,7 @@ def play(seed: int, dtype: torch.dtype, policy: mk.ActivationOffload | None) -> 
 def test_random_models(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
-    policy = mk.ActivationOffload(
+    policy = mk.strategy.ActivationOffload(
         to="disk" if seed % 3 == 2 else "host",
         min_bytes=draw.choice([1, 1, 200]),
         keep_last=draw.choice([0, 0, 1]),

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.sharding import local_tensor
-from tests.parity.cases import Cell, Moe, batches, own_rows, run_cell, start
+from meshkit.core.sharding import local_tensor
+from tests.laws.parity.cases import Cell, Moe, batches, own_rows, run_cell, start
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # only the order of summation differs
 
 
 def memory(recompute: Any = "none", *, bf16: bool = False, **offload: Any) -> mk.MemoryPolicy:
-    policy = mk.ActivationOffload(**{"min_bytes": 1, **offload})
-    return mk.MemoryPolicy(recompute=recompute, offload=policy, precision=mk.Precision() if bf16 else None)
+    policy = mk.strategy.ActivationOffload(**{"min_bytes": 1, **offload})
+    return mk.MemoryPolicy(recompute=recompute, offload=policy, precision=mk.strategy.Precision() if bf16 else None)
 
 
 def differences(cell: Cell) -> tuple[list[str], int, int]:

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.memory.offload import Offload, offload_of
-from meshkit.memory.offload._arena import PAGE, Arena, Piece
-from meshkit.memory.offload._disk import DiskTier
-from meshkit.memory.offload._files import Files, file_system
-from meshkit.memory.offload._host import HostTier
+from meshkit.memory.offload._disk import DiskTier, Files, file_system
+from meshkit.memory.offload._host import PAGE, Arena, HostTier, Piece
 from meshkit.memory.offload._streams import CpuStreams
 from tests.world import pool
 
@@ -120,7 +118,7 @@ def test_reserve_is_taken_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_without_o_direct_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshkit.memory.offload._files._takes_direct", lambda folder: False)
+    monkeypatch.setattr("meshkit.memory.offload._disk._takes_direct", lambda folder: False)
     tier = DiskTier(CpuStreams(), tmp_path, staging=1 << 20)
     assert "through the page cache (no O_DIRECT here)" in tier.describe()
     source, target = bytes_of(9000, 1), torch.zeros(9000, dtype=torch.uint8)
@@ -149,7 +147,7 @@ def wide(blocks: int, size: int, **policy: object) -> tuple[nn.Module, Offload]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide(size) for _ in range(blocks)))
     names = [str(index) for index in range(blocks)]
-    mk.offload_activations(model, blocks=names, policy=mk.ActivationOffload(**policy))  # type: ignore[arg-type]
+    mk.offload_activations(model, blocks=names, policy=mk.strategy.ActivationOffload(**policy))  # type: ignore[arg-type]
     offload = offload_of(model)
     assert offload is not None
     return model, offload
@@ -163,7 +161,7 @@ def test_a_full_disk_names_the_folder_and_the_bytes(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
             model(torch.randn(256, 64)).sum().backward()
-        except mk.OffloadError as error:
+        except mk.errors.OffloadError as error:
             text = str(error)
             found = (
                 "making a file of 67,108,864 bytes" in text and str(tmp_path) in text and "bytes are free there" in text
@@ -187,21 +185,23 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, broken: str) -> None:
     if broken == "write":
         os.close(offload.tier.files._open[0])  # the kernel's own error: a bad descriptor
         offload.tier.files._open[0] = os.open(os.devnull, os.O_RDONLY)
-        with pytest.raises(mk.OffloadError, match=r"writing [\d,]+ bytes in .* failed: Bad file descriptor"):
+        with pytest.raises(mk.errors.OffloadError, match=r"writing [\d,]+ bytes in .* failed: Bad file descriptor"):
             model(x).sum().backward()
     else:
         loss = model(x).sum()
         os.ftruncate(offload.tier.files._open[0], 0)
-        with pytest.raises(mk.OffloadError, match=r"reading [\d,]+ bytes in .* failed: the file ends early"):
+        with pytest.raises(mk.errors.OffloadError, match=r"reading [\d,]+ bytes in .* failed: the file ends early"):
             loss.backward()
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(mk.OffloadError, match="cannot be written: Not a directory|cannot be written: File exists"):
+    with pytest.raises(
+        mk.errors.OffloadError, match="cannot be written: Not a directory|cannot be written: File exists"
+    ):
         Files(tmp_path / "file")
-    monkeypatch.setattr("meshkit.memory.offload._files.file_system", lambda folder: "tmpfs")
-    with pytest.raises(mk.PlanError, match="is a tmpfs, which is memory. Give folder= on a disk"):
+    monkeypatch.setattr("meshkit.memory.offload._disk.file_system", lambda folder: "tmpfs")
+    with pytest.raises(mk.errors.PlanError, match="is a tmpfs, which is memory. Give folder= on a disk"):
         Files(None)
     Files(tmp_path)  # who names a folder means it
 
@@ -221,7 +221,7 @@ def held_after_forward(to_disk: bool, folder: str) -> tuple[int, int, list[Tenso
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide(size) for _ in range(blocks)))
     if to_disk:
-        policy = mk.ActivationOffload(to="disk", folder=Path(folder), staging=8 << 20)
+        policy = mk.strategy.ActivationOffload(to="disk", folder=Path(folder), staging=8 << 20)
         mk.offload_activations(model, blocks=[str(index) for index in range(blocks)], policy=policy)
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(1))
     model(x[:4]).sum().backward()

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import meshkit as mk
-from meshkit.memory.recompute import spread
+from meshkit.core._torch import TorchDispatchMode
+from meshkit.memory import spread
 from meshkit.models.moe import Mixtral, MixtralConfig
 from meshkit.strategy import Recompute
 from tests.depth import thin
-from tests.parity.cases import Cell, build, run_cell
-from tests.parity.test_bytes import observe_step
+from tests.laws.parity.cases import Cell, build, run_cell
+from tests.laws.parity.test_bytes import observe_step
 from tests.world import pool
 
 TOL_FP64 = 1e-10
@@ -200,7 +200,7 @@ def test_a_policy_of_ones_own_decides_by_operator() -> None:
 
 @pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
 def test_a_policy_that_moves_to_the_host_is_refused(answer: CheckpointPolicy) -> None:
-    with pytest.raises(mk.PlanError, match="ActivationOffload"):
+    with pytest.raises(mk.errors.PlanError, match="ActivationOffload"):
         step("none", policy=lambda ctx, operator, *args, **kwargs: answer)
 
 
@@ -215,5 +215,5 @@ def test_a_policy_that_moves_to_the_host_is_refused(answer: CheckpointPolicy) ->
     ],
 )
 def test_recomputes_that_mean_nothing_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(mk.PlanError, match=match):
+    with pytest.raises(mk.errors.PlanError, match=match):
         make()

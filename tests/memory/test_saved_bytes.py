@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import meshkit as mk
+from meshkit.core._torch import FakeTensorMode
 from meshkit.models.llama import dense_layer
 from meshkit.strategy import Recompute
 
@@ -117,5 +117,5 @@ def test_made_again_is_the_same_bits(mode: Any) -> None:
 
 
 def test_a_block_without_a_known_feed_forward_is_refused() -> None:
-    with pytest.raises(mk.PlanError, match="Linear has no feed-forward with the steps"):
+    with pytest.raises(mk.errors.PlanError, match="Linear has no feed-forward with the steps"):
         mk.recompute(nn.Linear(2, 2), blocks=[""], mode="activation")

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from meshkit.errors import PlanError
 from meshkit.models import Experts, MoE, Router, RouterConfig
 from meshkit.models.experts import expert_kernel
-from meshkit.routing import Routing, combine, sort_by_expert, take_rows
+from meshkit.moe.routing import Routing, combine, sort_by_expert, take_rows
 
 TOL_FP64 = 1e-12  # only the order of sums may differ
 TOL_FP32 = 1e-5  # the same, relative to the largest value

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import meshkit as mk
+from meshkit.core.sharding import full_tensor, local_tensor
 from meshkit.errors import CheckpointError
 from meshkit.models import (
     LLAMA_PLAN,
@@ -29,7 +30,6 @@ from meshkit.models import (
     save_pretrained,
     stream_pretrained,
 )
-from meshkit.sharding import full_tensor, local_tensor
 from tests.world import run_ranks
 
 RANKS = 4

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import MtpModel
 
 from meshkit import models
-from meshkit.auxiliary import AuxiliaryLosses, collect
 from meshkit.errors import PlanError
 from meshkit.models import (
     DeepseekV3,
@@ -32,6 +31,7 @@ from meshkit.models import (
     save_pretrained,
 )
 from meshkit.models.layers import rope_tables
+from meshkit.moe.aux_loss import AuxiliaryLosses, collect
 from meshkit.step import next_token_loss
 
 from .families import MOE_FAMILIES, PACKED, TOKENS, logits_of, randomise, token_ids, transformers_model

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import meshkit as mk
-from meshkit.launch import run_main
+from meshkit.faults import run_main
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
 
     def loss(model: nn.Module, batch: mk.step.Batch) -> torch.Tensor:
         if mesh.rank == 1:
-            raise mk.PlanError("this rank has had enough")
+            raise mk.errors.PlanError("this rank has had enough")
         return model(batch["x"]).sum()
 
     run.forward_backward({"x": torch.ones(2, 4)}, loss=loss, count=lambda batch: torch.tensor(2))

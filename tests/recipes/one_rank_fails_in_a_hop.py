@@ -8,7 +8,7 @@ import os
 import torch
 
 import meshkit as mk
-from meshkit.launch import run_main
+from meshkit.faults import run_main
 from meshkit.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
 
 def break_the_second_call() -> None:
     whole, calls = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, 0
-    error = mk.PlanError if os.environ["MESHKIT_TEST_ERROR"] == "plan" else RuntimeError
+    error = mk.errors.PlanError if os.environ["MESHKIT_TEST_ERROR"] == "plan" else RuntimeError
 
     def broken(*args: object, **kwargs: object) -> object:
         nonlocal calls
@@ -39,7 +39,7 @@ def break_the_second_call() -> None:
 def main() -> None:
     mesh = mk.init_mesh("cp=3")
     torch.manual_seed(0)
-    policy = mk.ContextPolicy(scheme=os.environ["MESHKIT_TEST_SCHEME"], balance="zigzag")  # type: ignore[arg-type]
+    policy = mk.strategy.ContextPolicy(scheme=os.environ["MESHKIT_TEST_SCHEME"], balance="zigzag")  # type: ignore[arg-type]
     run = mk.parallelize(Llama(CONFIG), mesh, context=policy)
     if mesh.rank == 1:
         break_the_second_call()

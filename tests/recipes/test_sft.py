@@ -11,8 +11,8 @@ import torch
 
 import meshkit as mk
 from meshkit.data import CHATML, CHATML_TOKENS, load_chat, save_tokenizer, train_tokenizer
-from meshkit.estimate._recipe import load_script
 from meshkit.models import LLAMA_PLAN, build_model, config_from_pretrained, load_lora, load_pretrained, lora_options
+from meshkit.preflight.estimate._recipe import load_script
 from tests.recipes.launch import ROOT, read_losses, run
 from tests.world import run_ranks
 
@@ -140,7 +140,7 @@ def test_adapters_come_out_as_a_folder_of_peft(data: Path, pretrained: Path, tmp
     run_ranks(2, in_world, flags(data, tmp_path, **changes))
     folder, ids = tmp_path / "adapter-3", torch.arange(40).unsqueeze(0)
     ours = build_model(config_from_pretrained(pretrained))
-    mk.lora(ours, LLAMA_PLAN, **lora_options(folder))
+    mk.lora.attach(ours, LLAMA_PLAN, **lora_options(folder))
     load_lora(load_pretrained(ours, pretrained), folder)
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(pretrained)

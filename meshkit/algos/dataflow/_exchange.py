@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshkit.algos.dataflow._call import SOURCE, Sample
+from meshkit.core.sharding import even_part
 from meshkit.errors import DataError
-from meshkit.sharding import even_part
 
 DataRanks = Sequence[Sequence[int]]
 """of a mesh: for each data rank the ranks of the world that have its samples"""

@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshkit import _torch
+from meshkit.core import _torch
+from meshkit.core.waiting import waiting
 from meshkit.errors import StepError
-from meshkit.waiting import waiting
 
 LOOK_S = 1.0
 """how often a rank that waits looks whether another has failed"""

@@ -16,7 +16,7 @@ from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.policy._values import value_losses
 from meshkit.algos.rollout import REFERENCE, learnt, model_inputs, model_logits
 from meshkit.errors import DataError
-from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.loss import token_log_probs
 from meshkit.mesh import Mesh
 from meshkit.metrics import MetricSums
 from meshkit.step import Batch, Count, Loss, count_labels

@@ -9,8 +9,8 @@ import torch
 
 from meshkit.algos.policy._loss import PolicyLoss
 from meshkit.algos.policy._objective import policy_count, policy_metrics, policy_objective, policy_sums
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
-from meshkit.sharding import local_tensor
 from meshkit.step import Batch, Run
 
 

@@ -1,6 +1,6 @@
 """Preferences: DPO and its family, KTO, reward models; as pure functions of tensors, and as objectives on a mesh."""
 
-from meshkit.memory.token_log_probs import log_sum_squares as log_sum_squares
+from meshkit.loss import log_sum_squares as log_sum_squares
 from ._first_pass import kto_reference_point as kto_reference_point
 from ._first_pass import pair_statistics as pair_statistics
 from ._first_pass import reward_sums as reward_sums

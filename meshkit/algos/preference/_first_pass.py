@@ -18,7 +18,7 @@ from meshkit.algos.preference._statistics import RunningMean, aot_partners, aot_
 from meshkit.algos.preference._tokens import packed_logps
 from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.errors import DataError
-from meshkit.memory.loss import IGNORED
+from meshkit.loss import IGNORED
 from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Batch, Run
 

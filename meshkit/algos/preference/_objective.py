@@ -24,8 +24,7 @@ from meshkit.algos.preference._tokens import packed_logps, whole_sequences, wpo_
 from meshkit.algos.preference._unpaired import UnpairedLoss, unpaired_loss
 from meshkit.algos.rollout import REFERENCE, label_log_probs, model_inputs, model_logits
 from meshkit.errors import DataError
-from meshkit.memory.loss import IGNORED
-from meshkit.memory.token_log_probs import log_sum_squares, token_log_probs
+from meshkit.loss import IGNORED, log_sum_squares, token_log_probs
 from meshkit.mesh import Mesh
 from meshkit.metrics import MetricSums
 from meshkit.step import Batch, Loss

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshkit.algos.rollout import REFERENCE, token_values
+from meshkit.core.sharding import local_tensor
 from meshkit.data.examples import Example, Unit, like, members, units_fingerprint
 from meshkit.data.examples_loader import example_batches
 from meshkit.errors import DataError, PlanError
-from meshkit.sharding import local_tensor
 from meshkit.step import Run
 
 NUMBER, TENSOR, EXAMPLES = "number_of_example", "log_probs", "examples"

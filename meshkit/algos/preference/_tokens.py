@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit.collectives import copy_to_axis, reduce_from_axis
+from meshkit.core.collectives import copy_to_axis, reduce_from_axis
 from meshkit.errors import DataError, PlanError
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from meshkit.algos.reallocate._region import Region, volume
+from meshkit.core.sharding import chunk
 from meshkit.mesh import DENSE_AXES, MeshSpec
 from meshkit.parallel.expert import ExpertLayout, expert_layouts, in_expert_view
 from meshkit.parallel.pipeline import Generator, Schedule, plan_pipeline
-from meshkit.parallel.tensor_layout import TensorLayout, tensor_layout
+from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan, match_names
-from meshkit.sharding import chunk
 
 
 @dataclass(frozen=True)

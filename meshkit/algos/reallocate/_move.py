@@ -13,11 +13,11 @@ from torch import Tensor
 from meshkit.algos.reallocate._layout import Laid, Layout
 from meshkit.algos.reallocate._plan import DEFAULT_BUCKET_BYTES, ReallocationPlan, Transfer, plan_reallocation
 from meshkit.algos.reallocate._region import Region, volume, within
+from meshkit.core.model_state import model_tensors
+from meshkit.core.sharding import local_slices, local_tensor
+from meshkit.core.waiting import waiting
 from meshkit.errors import MeshError, PlanError
-from meshkit.sharding import local_slices, local_tensor
 from meshkit.step import Run
-from meshkit.waiting import waiting
-from meshkit.whole import model_tensors
 
 
 def reallocate(

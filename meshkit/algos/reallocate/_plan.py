@@ -177,7 +177,7 @@ def _refuse_other_model(src: Layout, dst: Layout) -> None:
             difference = f"only the {holder} has {name!r}, and the {other} does not"
         advice = "Build both from one configuration."
         if ".lora_" in name:
-            advice = "Give both models the same adapters, or merge them by mk.merge_lora first."
+            advice = "Give both models the same adapters, or merge them by mk.lora.merge first."
         raise PlanError(f"reallocate: source and destination are different models: {difference}. {advice}")
 
 

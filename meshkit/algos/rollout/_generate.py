@@ -21,10 +21,10 @@ from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._sampler import choose, streams
 from meshkit.algos.rollout._scheduler import Growing, Scheduler
-from meshkit.counter import stream_of
+from meshkit.core.rng import stream_of
 from meshkit.errors import PlanError
-from meshkit.memory.linear_logits import LinearLogits, head_of
-from meshkit.memory.vocabulary import wide_dtype
+from meshkit.loss.linear_logits import LinearLogits, head_of
+from meshkit.loss.vocab_parallel import wide_dtype
 from meshkit.parallel.data import after_inference, kept_gathered
 from meshkit.step import Run
 

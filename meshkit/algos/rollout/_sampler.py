@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.algos.rollout._engine import Sampling
-from meshkit.collectives import all_gather
-from meshkit.counter import random_bits
-from meshkit.memory.loss import vocabulary_part
-from meshkit.memory.vocabulary import subtract_peak_, sum_over, wide_dtype
+from meshkit.core.collectives import all_gather
+from meshkit.core.rng import random_bits
+from meshkit.loss import vocabulary_part
+from meshkit.loss.vocab_parallel import subtract_peak_, sum_over, wide_dtype
 
 
 def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

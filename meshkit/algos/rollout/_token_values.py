@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from meshkit.data.bins import build_rows, first_fit_decreasing
 from meshkit.data.examples import Example
-from meshkit.memory.loss import IGNORED
-from meshkit.memory.token_log_probs import token_log_probs
+from meshkit.loss import IGNORED, token_log_probs
 from meshkit.parallel.data import after_inference
 from meshkit.step import Batch, Run
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd_calls
 from meshkit.algos.rollout._rollout import Prompt, Rollout
-from meshkit.counter import stream_of
+from meshkit.core.rng import stream_of
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of
 from meshkit.models import save_config, stream_pretrained
-from meshkit.models.huggingface_config import ModelConfig
+from meshkit.models.huggingface.config import ModelConfig
 from meshkit.step import Run
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -48,7 +48,7 @@ class VllmEngine:
         if lora_of(run.model) is not None or not isinstance(config, ModelConfig):
             raise PlanError(
                 f"VllmEngine: {type(run.full_model).__name__} is not a plain model of meshkit.models, whose weights have "
-                "names that vLLM reads. Call mk.merge_lora for one with adapters; else use generate()."
+                "names that vLLM reads. Call mk.lora.merge for one with adapters; else use generate()."
             )
         precision = run.resolved.memory.precision
         dtype = next(run.model.parameters()).dtype if precision is None else precision.compute

@@ -6,4 +6,4 @@ from ._offload import BLOCKS_LEAVING as BLOCKS_LEAVING
 from ._offload import Offload as Offload
 from ._predict import Moved as Moved
 from ._predict import bytes_on_device as bytes_on_device
-from ._reading import OffloadStep as OffloadStep
+from ._stats import OffloadStep as OffloadStep

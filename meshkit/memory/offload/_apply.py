@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.core.host_accounting import estimate_under_way
+from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.memory.offload._offload import Offload
-from meshkit.memory.offload._streams import Streams, streams_of
-from meshkit.memory.offload._valueless import ValuelessStreams
-from meshkit.memory.place import estimate_under_way
+from meshkit.memory.offload._streams import FakeStreams, Streams, streams_of
 from meshkit.mesh import device_of
 from meshkit.strategy import ActivationOffload
-from meshkit.swap import swap_class
 
 
 def offload_activations(
@@ -59,14 +58,14 @@ def offload_activations(
         )
     kept = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
     under_way = estimate_under_way()
-    streams: Streams = streams_of(device) if under_way is None else ValuelessStreams(device, late=under_way.late)
+    streams: Streams = streams_of(device) if under_way is None else FakeStreams(device, late=under_way.late)
     offload = Offload(policy, streams)
     # A chain of blocks for each forward: with several microbatches in flight, each backward fetches ahead along its own.
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:
         call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)
         # At the call, not the forward: outside of compiled graphs, of recompute, and of what hooks save.
-        swap_class(modules[name], __call__=call, _offload=offload)
+        patch_class(modules[name], __call__=call, _offload=offload)
     return module
 
 

@@ -2,11 +2,94 @@
 
 from __future__ import annotations
 
+import bisect
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import Tensor
 
-from meshkit.memory.offload._arena import SLAB_BYTES, Arena, Piece
+from meshkit.core.host_accounting import made_on_host
 from meshkit.memory.offload._streams import Event, Streams
-from meshkit.memory.place import made_on_host
+
+# Space in a few large slabs, given out in pieces and taken back: no growth once a step has seen its peak.
+
+PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
+SLAB_BYTES = 64 << 20
+
+
+def round_up(nbytes: int, multiple: int = PAGE) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class Piece(NamedTuple):
+    """`nbytes` from `offset` on in one slab, both multiples of PAGE."""
+
+    slab: int
+    offset: int
+    nbytes: int
+
+
+class Arena:
+    """First fit, and neighbours join when they come back. Forward takes and backward gives back in reverse, so holes are few.
+
+    grow(index, nbytes) makes one more slab; what it raises leaves the arena as it was. Slabs are large, because each costs a
+    pinning or a file: at least `slab_bytes`, and a quarter of what there is. Safe to use from several threads.
+    """
+
+    def __init__(self, grow: Callable[[int, int], None], *, slab_bytes: int = SLAB_BYTES) -> None:
+        self._grow, self._slab_bytes = grow, slab_bytes
+        self._free: list[list[tuple[int, int]]] = []  # per slab, (offset, bytes) in order of offset
+        # Threads of the disk tier take and give back too.
+        self._lock = threading.Lock()
+        self.total_bytes = self.used_bytes = self.peak_bytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that there are so many bytes, in one slab if there were none."""
+        with self._lock:
+            if nbytes > self.total_bytes:
+                self._add(round_up(nbytes - self.total_bytes))
+
+    def take(self, nbytes: int) -> Piece:
+        nbytes = round_up(max(nbytes, 1))
+        with self._lock:
+            found = self._find(nbytes)
+            if found is None:
+                self._add(round_up(max(nbytes, self._slab_bytes, self.total_bytes // 4)))
+                found = len(self._free) - 1, 0
+            slab, hole = found
+            offset, room = self._free[slab].pop(hole)
+            if room > nbytes:
+                self._free[slab].insert(hole, (offset + nbytes, room - nbytes))
+            self.used_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return Piece(slab, offset, nbytes)
+
+    def give(self, piece: Piece) -> None:
+        with self._lock:
+            holes = self._free[piece.slab]
+            offset, room = piece.offset, piece.nbytes
+            place = bisect.bisect(holes, (offset, 0))
+            assert place == len(holes) or offset + room <= holes[place][0], "a piece was given back twice"
+            if place < len(holes) and offset + room == holes[place][0]:
+                room += holes.pop(place)[1]
+            if place and sum(holes[place - 1]) == offset:
+                before, more = holes.pop(place - 1)
+                offset, room, place = before, room + more, place - 1
+            holes.insert(place, (offset, room))
+            self.used_bytes -= piece.nbytes
+
+    def _find(self, nbytes: int) -> tuple[int, int] | None:
+        for slab, holes in enumerate(self._free):
+            for index, (_, room) in enumerate(holes):
+                if room >= nbytes:
+                    return slab, index
+        return None
+
+    def _add(self, nbytes: int) -> None:
+        self._grow(len(self._free), nbytes)
+        self._free.append([(0, nbytes)])
+        self.total_bytes += nbytes
 
 
 class HostSpace:

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
-from meshkit import _torch
+from meshkit.core import _torch
+from meshkit.core._torch import tree_leaves
+from meshkit.core.host_accounting import estimate_under_way
+from meshkit.core.sharding import local_tensor
 from meshkit.memory.offload._disk import DiskTier
 from meshkit.memory.offload._host import HostTier
-from meshkit.memory.offload._parcel import Handle, Kept, Parcel, bytes_of
-from meshkit.memory.offload._reading import OffloadStep
+from meshkit.memory.offload._saved_storage import Handle, Kept, SavedStorage, Tier, bytes_of
+from meshkit.memory.offload._stats import OffloadStep
 from meshkit.memory.offload._streams import Streams
-from meshkit.memory.offload._tier import Tier
-from meshkit.memory.place import estimate_under_way
-from meshkit.sharding import local_tensor
 from meshkit.strategy import ActivationOffload
 
 BLOCKS_LEAVING = (
@@ -41,7 +40,7 @@ class Scope:
 
     def __init__(self, number: int, previous: Scope | None) -> None:
         self.number, self.previous = number, previous
-        self.parcels: list[weakref.ref[Parcel]] = []
+        self.parcels: list[weakref.ref[SavedStorage]] = []
 
 
 class Offload:
@@ -58,9 +57,9 @@ class Offload:
         self.tier: Tier = tier or make_tier(policy, streams)
         self.last_step = OffloadStep()
         self._lock = threading.RLock()  # CUDA's backward runs in a thread of its own
-        self._parcels: dict[int, weakref.ref[Parcel]] = {}  # by address of the storage
-        self._leaving: deque[tuple[int, Parcel]] = deque()  # with the scope that saved them
-        self._dropped: SimpleQueue[tuple[Parcel, int]] = SimpleQueue()
+        self._parcels: dict[int, weakref.ref[SavedStorage]] = {}  # by address of the storage
+        self._leaving: deque[tuple[int, SavedStorage]] = deque()  # with the scope that saved them
+        self._dropped: SimpleQueue[tuple[SavedStorage, int]] = SimpleQueue()
         self._numbers = 0
         self._newest: Scope | None = None
         self._counts = {"storages": 0, "tensors": 0, "stored_bytes": 0, "fetched_bytes": 0, "forwarded_bytes": 0}
@@ -104,7 +103,7 @@ class Offload:
             parcel = reference() if reference is not None else None
             if parcel is None or not parcel.is_of(tensor):
                 source = bytes_of(tensor)
-                parcel = Parcel(StorageWeakRef(storage), tensor._version, source, self.tier.store(source))
+                parcel = SavedStorage(StorageWeakRef(storage), tensor._version, source, self.tier.store(source))
                 # Weakly: the handles that autograd holds own the parcel, and `_leaving` does until it has left.
                 self._parcels[storage._cdata] = weakref.ref(parcel)
                 self._leaving.append((scope.number, parcel))
@@ -163,7 +162,7 @@ class Offload:
                         self._fetch(parcel)
                 scope = scope.previous
 
-    def _fetch(self, parcel: Parcel) -> Tensor:
+    def _fetch(self, parcel: SavedStorage) -> Tensor:
         if parcel.source is not None:  # still leaving: it stays
             parcel.back, travelled = parcel.source, False
         else:
@@ -174,7 +173,7 @@ class Offload:
         self._counts["fetched_bytes" if travelled else "forwarded_bytes"] += parcel.nbytes
         return parcel.back
 
-    def _seen(self, parcel: Parcel) -> None:
+    def _seen(self, parcel: SavedStorage) -> None:
         """One handle fewer waits for the bytes that are back."""
         parcel.unseen -= 1
         if parcel.unseen <= 0 and parcel.back is not None:
@@ -201,7 +200,7 @@ class Offload:
                     self._release(parcel)
         self._let_go(oldest=oldest)
 
-    def _release(self, parcel: Parcel) -> None:
+    def _release(self, parcel: SavedStorage) -> None:
         address = parcel.origin.cdata
         reference = self._parcels.get(address)
         if reference is not None and reference() is parcel:

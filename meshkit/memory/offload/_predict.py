@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshkit import _torch
+from meshkit.core import _torch
 from meshkit.memory.offload._offload import BLOCKS_LEAVING
 from meshkit.strategy import ActivationOffload
 

@@ -7,11 +7,11 @@ from ._apply import layer_windows as layer_windows
 from ._apply import model_window as model_window
 from ._apply import plan_context as plan_context
 from ._apply import split_batch as split_batch
-from ._choose import Choice as Choice
-from ._choose import choose as choose
-from ._choose import choose_for_rows as choose_for_rows
+from ._scheme import Choice as Choice
+from ._scheme import choose as choose
+from ._scheme import choose_for_rows as choose_for_rows
 from ._layout import Layout as Layout
 from ._split import Context as Context
-from ._split_mask import SplitMask as SplitMask
+from ._split import SplitMask as SplitMask
 from ._traffic import Shape as Shape
 from ._traffic import traffic as traffic

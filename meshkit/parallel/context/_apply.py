@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
-from meshkit.parallel.context._split import Context
-from meshkit.parallel.context._split_mask import SplitMask
+from meshkit.parallel.context._split import Context, SplitMask
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import match_names
 from meshkit.strategy import ContextPolicy
-from meshkit.swap import swap_class
 
 TRANSFORMERS_NAME = "meshkit"
 
@@ -64,8 +63,8 @@ def context_parallel(
     if named:
         modules = dict(module.named_modules())
         for name in named:
-            swap_class(modules[name], forward=_intercepted(type(modules[name]).forward))
-        swap_class(module, forward=_carrying(type(module).forward))
+            patch_class(modules[name], forward=_intercepted(type(modules[name]).forward))
+        patch_class(module, forward=_carrying(type(module).forward))
     elif _is_transformers(module):
         _use_registry(module)
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
@@ -123,6 +122,7 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
 
 
 def context_of(module: nn.Module) -> Context | None:
+    """What `context_parallel` gave the module, or None."""
     return module.__dict__.get("_context")
 
 
@@ -236,7 +236,7 @@ def _transformers_attention(
     if sliding_window is not None and not causal:
         raise PlanError(
             f"context parallelism: {type(module).__name__} has a sliding window to both sides, which sliding_window does not "
-            "say here. Describe it with bands: mk.Mask.intervals(tokens, [mk.Band(0, tokens, 0, tokens, -w, w)])."
+            "say here. Describe it with bands: mk.Mask.intervals(tokens, [mk.mask.Band(0, tokens, 0, tokens, -w, w)])."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return mask.windowed(sliding_window).attend(q, k, v, scale=scaling), None

@@ -1,6 +1,6 @@
 """Attention whose tokens lie on several ranks, as operators that autograd and torch.compile see from outside only.
 
-`split_attention` is Ulysses' all-to-all (where heads are split), the attention itself with its motion of keys and values,
+`split_attention` is Ulysses' all-to-all (where heads are split), the attention itself with its exchange of keys and values,
 and the all-to-all back. Each of the three is an operator with its mirror for backward.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshkit.operator import operator
+from meshkit.core.custom_op import custom_op
 from meshkit.parallel.context._kernels import accumulator_dtype
+from meshkit.parallel.context._kv_exchange import attend, attend_backward
 from meshkit.parallel.context._layout import layout_of
-from meshkit.parallel.context._line import line_of
-from meshkit.parallel.context._motion import attend, attend_backward
+from meshkit.parallel.context._ring_group import ring_group_of
 from meshkit.parallel.context._ulysses import to_heads, to_tokens
 
 # -------------------------------------------------------------------------------------- the attention of one group
@@ -27,12 +27,12 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, group: str, 
     )
 
 
-@operator("context_attention", fake=_fake_attention)
+@custom_op("context_attention", fake=_fake_attention)
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, group: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(table)
-    out, lse = attend(q, k, v, layout, line_of(layout, group), scale)
+    out, lse = attend(q, k, v, layout, ring_group_of(layout, group), scale)
     return out.to(q.dtype), lse
 
 
@@ -42,13 +42,13 @@ def _fake_attention_backward(
     return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty((2, *k.shape))
 
 
-@operator("context_attention_backward", fake=_fake_attention_backward)
+@custom_op("context_attention_backward", fake=_fake_attention_backward)
 def context_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, group: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(dq, d(k, v)); the latter as one tensor [2, ...], since results may not share memory with each other."""
     layout = layout_of(table)
-    dq, dkv = attend_backward(dout.contiguous(), q, k, v, out, lse, layout, line_of(layout, group), scale)
+    dq, dkv = attend_backward(dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale)
     return dq.to(q.dtype), dkv.to(k.dtype)
 
 
@@ -75,20 +75,20 @@ def _fake_trade(
     return x.new_empty((x.shape[0], tokens_out, heads_out, x.shape[3]))
 
 
-@operator("ulysses_to_heads", fake=_fake_trade)
+@custom_op("ulysses_to_heads", fake=_fake_trade)
 def ulysses_to_heads(
     x: Tensor, table: Tensor, group: str, heads: int, kv_heads: int, tokens_out: int, heads_out: int
 ) -> Tensor:
     layout = layout_of(table)
-    return to_heads(x, layout, line_of(layout, group), heads, kv_heads)
+    return to_heads(x, layout, ring_group_of(layout, group), heads, kv_heads)
 
 
-@operator("ulysses_to_tokens", fake=_fake_trade)
+@custom_op("ulysses_to_tokens", fake=_fake_trade)
 def ulysses_to_tokens(
     x: Tensor, table: Tensor, group: str, heads: int, kv_heads: int, tokens_out: int, heads_out: int
 ) -> Tensor:
     layout = layout_of(table)
-    return to_tokens(x, layout, line_of(layout, group), heads, kv_heads)
+    return to_tokens(x, layout, ring_group_of(layout, group), heads, kv_heads)
 
 
 def _save_trade(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

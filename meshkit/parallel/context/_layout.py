@@ -1,7 +1,7 @@
 """The split of one stream of tokens over the ranks of `cp`, as data: what every rank needs to know, and no more.
 
 Ranks form a grid of `rings × ulysses`, consecutive ranks first: the `ulysses` ranks of a group hold tokens of one part of
-the stream and split the heads, the groups exchange keys and values by the `motion`. A layout travels to the attention
+the stream and split the heads, the groups exchange keys and values by the `exchange`. A layout travels to the attention
 operator as one int64 tensor, so that it survives recompute and torch.compile, and every rank can plan from it alone.
 """
 
@@ -21,8 +21,8 @@ from meshkit.mask import Band, Interval, Mask
 from meshkit.parallel.context._assign import Runs
 from meshkit.parallel.context._tiles import Tile, tiles
 
-Motion = Literal["ring", "all_gather", "group_cast"]
-MOTIONS: tuple[Motion, ...] = ("ring", "all_gather", "group_cast")
+KVExchange = Literal["ring", "all_gather", "group_cast"]
+KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Layout:
     mask: Mask
     runs: tuple[Runs, ...]
     lengths: tuple[int, ...]
-    motion: Motion
+    exchange: KVExchange
     ulysses: int = 1
     kv_heads: int = 1  # all_gather: how many key/value heads travel at a time
 
@@ -103,7 +103,7 @@ class Layout:
             self.mask.tokens,
             len(self.mask.bands),
             self.ranks,
-            MOTIONS.index(self.motion),
+            KV_EXCHANGES.index(self.exchange),
             self.ulysses,
             self.kv_heads,
         ]
@@ -124,13 +124,13 @@ def layout_of(table: Tensor) -> Layout:
 @lru_cache(maxsize=128)
 def _decode(content: bytes) -> Layout:
     values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
-    tokens, bands, ranks, motion, ulysses, kv_heads = (next(values) for _ in range(6))
+    tokens, bands, ranks, exchange, ulysses, kv_heads = (next(values) for _ in range(6))
     mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
     lengths, runs = [], []
     for _ in range(ranks):
         lengths.append(next(values))
         runs.append(tuple((next(values), next(values)) for _ in range(next(values))))
-    return Layout(mask, tuple(runs), tuple(lengths), MOTIONS[motion], ulysses, kv_heads)
+    return Layout(mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange], ulysses, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ class Plan:
 @lru_cache(maxsize=1024)
 def plan(layout: Layout, group: int) -> Plan:
     """The plan of one group. Pure, so every group can know every other's."""
-    needs = {other: _needs(layout, other) for other in range(layout.groups)} if layout.motion == "group_cast" else {}
+    needs = {other: _needs(layout, other) for other in range(layout.groups)} if layout.exchange == "group_cast" else {}
     bands = layout.bands(group)
     steps = []
     for t in range(layout.groups):
         owner = (group - t) % layout.groups
         mine = bands.get(owner, [])
         keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
-        if layout.motion == "group_cast" and t > 0:
+        if layout.exchange == "group_cast" and t > 0:
             keys = _union((band.k0, band.k1) for band in mine)
             mine = [_compact(band, keys) for band in mine]
         steps.append(Step(owner, keys, tiles(mine)))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from meshkit.core.sharding import even_part
 from meshkit.parallel.context._layout import Layout, plan
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
-from meshkit.sharding import even_part
 
 Sizes = Counter[tuple[str, int]]
 """(operation, bytes) -> how often. An operation is send, all_to_all (bytes to other ranks), all_gather or reduce_scatter."""
@@ -56,7 +56,7 @@ def _add_motion(
 ) -> None:
     """token: elements of (k, v) of one token and one head."""
     groups = layout.groups
-    if layout.motion == "all_gather":
+    if layout.exchange == "all_gather":
         longest = groups * max(layout.lengths)
         for first in range(0, heads, layout.kv_heads):
             size = longest * token * min(layout.kv_heads, heads - first)
@@ -65,7 +65,7 @@ def _add_motion(
             backward["reduce_scatter", size * shape.sum_itemsize] += 1
         return
     kv, dkv = heads * token * shape.itemsize, heads * token * shape.sum_itemsize
-    if layout.motion == "ring":
+    if layout.exchange == "ring":
         for t in range(groups):
             owned = layout.group_length((group - t) % groups)
             if t + 1 < groups:

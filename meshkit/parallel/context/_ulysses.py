@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshkit.core.sharding import even_part
 from meshkit.parallel.context._kernels import accumulator_dtype
 from meshkit.parallel.context._layout import Layout
-from meshkit.parallel.context._line import Line
-from meshkit.sharding import even_part
+from meshkit.parallel.context._ring_group import RingGroup
 
 
 def kv_heads_read(part: int, parts: int, heads: int, kv_heads: int) -> range:
@@ -49,43 +49,43 @@ def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | Non
     return None if read == even and len(own) % len(keys) == 0 else read
 
 
-def to_heads(x: Tensor, layout: Layout, line: Line, heads: int, kv_heads: int) -> Tensor:
+def to_heads(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: int) -> Tensor:
     """x [B, L, heads + 2 kv_heads, D] of this rank's tokens -> [B, T, own heads, D] of its group's.
 
     Wire: one all-to-all.
     """
-    parts, own = layout.ulysses, line.rank % layout.ulysses
+    parts, own = layout.ulysses, ring.rank % layout.ulysses
     sent = [
         x[:, :, heads_of(part, parts, heads, kv_heads)].reshape(-1) if parts > 1 else x.reshape(-1)
         for part in range(parts)
     ]
     held = len(heads_of(own, parts, heads, kv_heads))
-    shapes = [(x.shape[0], layout.lengths[rank], held, x.shape[3]) for rank in layout.members(line.group)]
-    return torch.cat(_all_to_all(sent, shapes, layout, line), dim=1)
+    shapes = [(x.shape[0], layout.lengths[rank], held, x.shape[3]) for rank in layout.members(ring.group)]
+    return torch.cat(_all_to_all(sent, shapes, layout, ring), dim=1)
 
 
-def to_tokens(x: Tensor, layout: Layout, line: Line, heads: int, kv_heads: int) -> Tensor:
+def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: int) -> Tensor:
     """The transpose of `to_heads`: x [B, T, own heads, D] -> [B, L, heads + 2 kv_heads, D], copies of a head summed.
 
     Wire: one all-to-all.
     """
-    parts, members = layout.ulysses, layout.members(line.group)
+    parts, members = layout.ulysses, layout.members(ring.group)
     sent = [piece.reshape(-1) for piece in x.split([layout.lengths[rank] for rank in members], dim=1)]
-    length = layout.lengths[line.rank]
+    length = layout.lengths[ring.rank]
     sources = [heads_of(part, parts, heads, kv_heads) for part in range(parts)]
     shapes = [(x.shape[0], length, len(source), x.shape[3]) for source in sources]
     total = torch.zeros(
         (x.shape[0], length, heads + 2 * kv_heads, x.shape[3]), dtype=accumulator_dtype(x.dtype), device=x.device
     )
-    for source, piece in zip(sources, _all_to_all(sent, shapes, layout, line), strict=True):
+    for source, piece in zip(sources, _all_to_all(sent, shapes, layout, ring), strict=True):
         total.index_add_(2, torch.tensor(source, dtype=torch.int64, device=x.device), piece.to(total.dtype))
     return total.to(x.dtype)
 
 
-def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: Layout, line: Line) -> list[Tensor]:
+def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: Layout, ring: RingGroup) -> list[Tensor]:
     """One flat piece to each rank of our group, one of each shape back. Ranks of other groups send nothing."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    before = line.group * layout.ulysses
+    before = ring.group * layout.ulysses
     after = layout.ranks - before - layout.ulysses
     arrived = sent[0].new_empty(sum(sizes))
     dist.all_to_all_single(
@@ -93,6 +93,6 @@ def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: L
         torch.cat(sent),
         output_split_sizes=[0] * before + sizes + [0] * after,
         input_split_sizes=[0] * before + [piece.numel() for piece in sent] + [0] * after,
-        group=line.process_group,
+        group=ring.process_group,
     )
     return [piece.view(shape) for piece, shape in zip(arrived.split(sizes), shapes, strict=True)]

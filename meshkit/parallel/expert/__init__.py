@@ -16,7 +16,7 @@ from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
 from ._dispatch import OneRank as OneRank
 from ._dispatch import Sent as Sent
-from ._hot import HotExperts as HotExperts
-from ._hot import note_counts as note_counts
+from ._hot_experts import HotExperts as HotExperts
+from ._hot_experts import note_counts as note_counts
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshkit import _torch
+from meshkit.core import _torch
+from meshkit.core.patch_class import patch_class
+from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.moe.routing import Overlapped, Routing
 from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, own_rows
-from meshkit.parallel.expert._hot import HotExperts, hot_of, set_hot
-from meshkit.parallel.tensor import compute_with, shard_parameter
+from meshkit.parallel.expert._hot_experts import HotExperts, hot_of, set_hot
+from meshkit.parallel.tensor.apply import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
-from meshkit.routing import Meanwhile, Routing
-from meshkit.sharding import even_part
 from meshkit.strategy import ExpertPolicy
-from meshkit.swap import swap_class
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _share(
             module._parameters[key] = nn.Parameter(shard_parameter(param, axes, *placements), param.requires_grad)
     compute_with(module, dict.fromkeys(held, _local) if dims else {}, _forward(dispatcher, split))
     # Rows in numbers that the host learns on the way: outside of compiled graphs.
-    swap_class(module, forward=torch.compiler.disable(type(module).forward))
+    patch_class(module, forward=torch.compiler.disable(type(module).forward))
 
 
 def _dispatcher(experts: int, mesh: DeviceMesh, policy: ExpertPolicy) -> Dispatcher:
@@ -154,11 +154,11 @@ def _dispatcher(experts: int, mesh: DeviceMesh, policy: ExpertPolicy) -> Dispatc
 
 def _local(param: nn.Parameter | None) -> Tensor:
     assert isinstance(param, DTensor)
-    return _torch.own_part(param)
+    return _torch.local_shard(param)
 
 
 def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
-    def through(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None) -> Tensor:
+    def through(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Overlapped | None) -> Tensor:
         hot = hot_of(self)
         if hot is not None:
             return hot.run(self, x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
@@ -166,7 +166,7 @@ def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
             return dispatcher(x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
         return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
 
-    def forward(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
+    def forward(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Overlapped | None = None) -> Tensor:
         if split is None:
             return through(self, x_NC, routing, meanwhile)
         group, ranks = split.get_group(), split.size()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshkit.auxiliary import Collected, update_bias
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
+from meshkit.moe.aux_loss import Collected, update_bias
 from meshkit.parallel.expert._apply import in_expert_view
 from meshkit.parallel.expert._dispatch import experts_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol, Self
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit import _torch
-from meshkit.auxiliary import report_dropped
-from meshkit.parallel.expert._capacity import keep_within
+from meshkit.core import _torch
+from meshkit.core.sharding import chunk
+from meshkit.moe.aux_loss import report_dropped
+from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, take_rows
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
-from meshkit.routing import Meanwhile, Routing, combine, sort_by_expert, take_rows
-from meshkit.sharding import chunk
 from meshkit.strategy import Capacity
 
 Compute = Callable[[Tensor, list[int]], Tensor]
@@ -142,14 +142,14 @@ class AllToAll:
             both = _torch.flatten_mesh(mesh, "_".join(names)).get_group()
         return cls(experts, both, mesh.get_group(0), mesh.get_group(1), capacity)
 
-    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
+    def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
         plan = self.plan(counts_E)
         order_M = order_M[: sum(plan.own)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         return combine(self.through(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
 
-    def through(self, rows: Tensor, plan: Sent, compute: Compute, meanwhile: Meanwhile | None = None) -> Tensor:
+    def through(self, rows: Tensor, plan: Sent, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
         """Rows of this rank, sorted by expert, to their experts and back."""
         rows = exchange(rows, plan.sent(), plan.received(), self.ep, meanwhile)
         if self.etp is not None:
@@ -185,3 +185,25 @@ def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:
     ids = torch.arange(experts, device=device).repeat(len(runs) // max(experts, 1))
     lengths = torch.tensor(runs, dtype=torch.int64).to(device, non_blocking=True)
     return ids.repeat_interleave(lengths, output_size=sum(runs)).argsort(stable=True)
+
+
+# Which (token, choice) pairs an expert takes when it takes only so many.
+
+
+def keep_within(capacity: Capacity, routing: Routing, order_M: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """(the pairs of `sort_by_expert` in its order, those that stay first, how many stay of each expert).
+
+    How many stay in all is in the counts: the host need not wait here.
+    """
+    pairs, experts = len(order_M), len(counts_E)
+    limit = ceil(capacity.factor * pairs / experts)
+    place_M = torch.arange(pairs, device=order_M.device)
+    first_M = (counts_E.cumsum(0) - counts_E).repeat_interleave(counts_E, output_size=pairs)
+    rank_M = place_M - first_M  # among the pairs of the same expert
+    if capacity.drop == "probability":
+        weights_M = routing.weights_NK.detach().flatten()[order_M]
+        expert_M = routing.experts_NK.flatten()[order_M]
+        by_weight = weights_M.argsort(descending=True, stable=True)
+        by_expert = by_weight[expert_M[by_weight].argsort(stable=True)]
+        rank_M = torch.empty_like(place_M).scatter_(0, by_expert, rank_M)
+    return order_M[(rank_M >= limit).to(torch.uint8).argsort(stable=True)], counts_E.clamp(max=limit)

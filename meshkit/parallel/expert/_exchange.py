@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshkit.routing import Meanwhile
-from meshkit.waiting import waiting
+from meshkit.core.waiting import waiting
+from meshkit.moe.routing import Overlapped
 
 Move = Callable[[Tensor], Tensor]
 
@@ -130,7 +130,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, meanwhile: Meanwhile | None = None
+    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, meanwhile: Overlapped | None = None
 ) -> Tensor:
     """sent[r] rows to rank r, in order; received[r] rows of rank r, in order.
 

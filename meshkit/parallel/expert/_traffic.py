@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from meshkit.core.sharding import even_part
 from meshkit.parallel.expert._dispatch import Sent
-from meshkit.sharding import even_part
 
 Sizes = Counter[tuple[str, str, int]]
 """(axis, operation, bytes) -> how often. The axis is ep, etp or ep_etp."""

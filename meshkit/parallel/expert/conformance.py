@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from meshkit.moe.routing import Routing
 from meshkit.parallel.expert._dispatch import Dispatcher
-from meshkit.routing import Routing
 
 TOLERANCE = 1e-10
 HIDDEN, FEATURES = 8, 12

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._messages import Message, made_by, messages, need_of
-from meshkit.parallel.pipeline._table import OPS, Row, Schedule, Task, table_text
+from meshkit.parallel.pipeline._table import OPS, Message, Row, Schedule, Task, made_by, messages, need_of, table_text
 
 Cell = tuple[int, int]
 """(rank, index of the row on the rank)"""

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshkit.auxiliary import Collected, collect
+from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._messages import made_by, need_of
+from meshkit.moe.aux_loss import Collected, collect
+from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import Later, put_off
 from meshkit.parallel.pipeline._stages import StagedModel
-from meshkit.parallel.pipeline._table import Schedule, Task
-from meshkit.parallel.pipeline._transfer import Mail
-from meshkit.token_keys import KEYS, using_keys
+from meshkit.parallel.pipeline._table import Schedule, Task, made_by, need_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -85,7 +84,7 @@ def execute(
     schedule: Schedule,
     rank: int,
     staged: StagedModel,
-    mail: Mail,
+    mail: P2P,
     parts: Sequence[tuple[Any, float]],
     loss: Loss,
     scale: Tensor,
@@ -125,7 +124,7 @@ class _Step:
         self,
         schedule: Schedule,
         staged: StagedModel,
-        mail: Mail,
+        mail: P2P,
         parts: Sequence[tuple[Any, float]],
         loss: Loss,
         scale: Tensor,

@@ -14,25 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit import _torch
-from meshkit.auxiliary import Collected
+from meshkit.core import _torch
+from meshkit.core.model_state import FullModel, set_full_model
+from meshkit.core.sharding import local_tensor
+from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
+from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._csv import read_csv
 from meshkit.parallel.pipeline._execute import Loss, execute, forward
-from meshkit.parallel.pipeline._messages import Message, messages, need_of
+from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._stages import StagedModel, Stages, plan_stages
-from meshkit.parallel.pipeline._table import Row, Schedule
-from meshkit.parallel.pipeline._transfer import Mail
+from meshkit.parallel.pipeline._table import Message, Row, Schedule, messages, need_of
 from meshkit.parallel.pipeline.schedules import Generator, named
 from meshkit.plan import match_names
-from meshkit.sharding import local_tensor
 from meshkit.strategy import PipelinePolicy
-from meshkit.waiting import waiting
-from meshkit.whole import Whole, set_whole
 
 _KEY = "_meshkit_pipeline"
 
@@ -205,9 +204,9 @@ class Pipeline:
         )
         return Schedule("forwards", 1, self.cut.placement, ranks)
 
-    def _mail(self, messages: Sequence[Message], parts: Sequence[Any]) -> Mail:
+    def _mail(self, messages: Sequence[Message], parts: Sequence[Any]) -> P2P:
         shapes = {index: self._hidden_shape(part) for index, part in enumerate(parts)}
-        return Mail(messages, self.rank, shapes, self.dtype, _tokens(parts[0]).device, self.up, self.down)
+        return P2P(messages, self.rank, shapes, self.dtype, _tokens(parts[0]).device, self.up, self.down)
 
     def _hidden_shape(self, part: Any) -> torch.Size:
         rows, tokens = _tokens(part).shape[:2]
@@ -307,7 +306,9 @@ def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dt
     """`pipeline_parallel` where `plan_pipeline` has been asked before, of the module as it was."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, cut.stages, cut.stages_of(rank), dtype)
-    set_whole(module, Whole(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group))
+    set_full_model(
+        module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
+    )
     module.__dict__[_KEY] = Pipeline(staged, mesh, cut, dtype, parts, *_directions(group))
     return module
 

@@ -23,8 +23,7 @@ from math import fsum
 from typing import NamedTuple
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._messages import made_by, need_of
-from meshkit.parallel.pipeline._table import Row, Schedule, Task
+from meshkit.parallel.pipeline._table import Row, Schedule, Task, made_by, need_of
 
 PerStage = float | tuple[float, ...]
 

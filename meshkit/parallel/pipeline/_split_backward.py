@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshkit.parallel.tensor import inside_forward
-from meshkit.swap import swap_class
+from meshkit.core.patch_class import patch_class
+from meshkit.parallel.tensor.apply import inside_forward
 
 
 class Later:
@@ -90,7 +90,7 @@ def split_linears(module: nn.Module) -> None:
     """Let the linear layers' weight gradients be put off, in place."""
     for child in module.modules():
         if type(child).forward is nn.Linear.forward and child.weight.requires_grad:
-            swap_class(child, forward=_linear_forward)
+            patch_class(child, forward=_linear_forward)
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshkit import _torch
+from meshkit.core import _torch
 from meshkit.errors import PlanError
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from meshkit.core.model_state import group_of
 from meshkit.parallel.pipeline._record import Measured, times_of
 from meshkit.parallel.pipeline._simulate import Simulation, simulate
 from meshkit.parallel.pipeline._table import Row, Task
 from meshkit.parallel.pipeline.drawing._common import WORDS
-from meshkit.whole import group_of
 
 if TYPE_CHECKING:
     from meshkit.parallel.pipeline._pipeline import Pipeline

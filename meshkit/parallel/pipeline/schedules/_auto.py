@@ -15,8 +15,7 @@ from meshkit.parallel.pipeline._table import Schedule, Task
 from ._dualpipe_v import dualpipe_v
 from ._greedy import EPSILON, RULES, Costs, Plan, depth_first, list_schedule, plan_peak
 from ._hanayo import hanayo, steady_block
-from ._interleaved import interleaved
-from ._one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from ._one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from ._placement import at_least_one, loop, schedule_of, wave
 from ._v import half_block, min_block, v_half, v_min, zbv
 

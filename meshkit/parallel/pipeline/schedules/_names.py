@@ -11,8 +11,7 @@ from meshkit.parallel.pipeline._table import Schedule
 from ._auto import auto
 from ._dualpipe_v import dualpipe_v
 from ._hanayo import hanayo
-from ._interleaved import interleaved
-from ._one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from ._one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from ._v import v_half, v_min, zbv
 
 Generator = Callable[..., Schedule]

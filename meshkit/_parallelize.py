@@ -1,0 +1,139 @@
+"""From a plain module to one that trains on a mesh. The order of composition is this file.
+
+`resolve` decides and refuses, this file executes. Stages are planned on the whole model and cut out after tensor, context and
+expert parallelism, which know modules by their single-device names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshkit.core import _torch
+from meshkit.core.materialize import materialize, move, refuse_different_values
+from meshkit.core.model_state import set_group
+from meshkit.faults.location import register_modules
+from meshkit.loss.linear_logits import chunk_head
+from meshkit.memory import chunk_mlp, fp8_linears, treat
+from meshkit.memory.offload import offload_activations, offload_of
+from meshkit.mesh import Mesh
+from meshkit.parallel.context import context_parallel
+from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
+from meshkit.parallel.expert import expert_parallel, share_counts
+from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
+from meshkit.parallel.tensor import tensor_parallel
+from meshkit.parallel.tensor.regather import regions
+from meshkit.program import read_program
+from meshkit.resolve import Resolved, resolve
+from meshkit.step import Run
+from meshkit.strategy import Budget, Strategy
+
+
+def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, **choices: Any) -> Run:
+    """Split the model over the mesh, in place, and return what runs it.
+
+    model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
+    device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
+    strategy: every choice; or some of them by keyword, as `parallelize(model, mesh, zero=2)`; see `Strategy`.
+    Names of parameters do not change.
+    Wire: one all-reduce of a sum for each parameter, by which values that differ between ranks are found.
+    Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
+    values that differ between ranks; MeshError on a rank that is not of the mesh.
+    """
+    mesh.require_here("parallelize")
+    program = read_program(model).frozen()
+    resolved = resolve(program, Strategy.of(strategy, choices), mesh.spec, device_type=mesh.device.type)
+    move(model, mesh.device)
+    refuse_different_values(model, mesh.group)
+    _change_linears(model, resolved)
+
+    plan, sequence = resolved.plan, resolved.sequence
+    names = dict(model.named_modules())
+    stage = mesh["pp"].get_local_rank()
+    tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=resolved.regathers(stage))
+    for region in regions(model):  # a treatment is for blocks only
+        region.hooked = resolved.memory.regather
+    context_parallel(
+        model,
+        mesh["cp"],
+        policy=resolved.strategy.context,
+        attention=plan.attention,
+        heads=resolved.heads,
+        multiple=resolved.sequence_multiple,
+        dtype=resolved.compute,
+    )
+    expert_parallel(
+        model,
+        mesh["ep", "etp"],
+        plan=plan.tensor,
+        tp=mesh["tp"],
+        sequence=sequence,
+        policy=resolved.strategy.experts,
+    )
+    share_counts(model, mesh, sequence=sequence)
+    if resolved.cut is not None:
+        cut_stages(model, mesh["pp"], resolved.cut, dtype=resolved.compute, parts=resolved.sequence_multiple)
+    blocks = resolved.blocks_of(stage)
+    _keep_less(model, resolved, blocks, mesh)
+    if resolved.strategy.compile:
+        _compile(names, blocks, resolved)
+    _shard(model, mesh, resolved, names, blocks, resolved.units_of(stage))
+    materialize(model, mesh.device)
+    if mesh.group is not dist.group.WORLD:
+        set_group(model, mesh.group)
+    register_modules(model, [] if resolved.strategy.compile else blocks)
+    return Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+
+
+def _change_linears(model: nn.Module, resolved: Resolved) -> None:
+    """Linear layers that compute otherwise: in fp8, as the head of a chunked loss, with weight gradients apart."""
+    precision, loss = resolved.memory.precision, resolved.memory.loss
+    if precision is not None and precision.fp8 is not None:
+        fp8_linears(model, linears=resolved.fp8, policy=precision.fp8)
+    if loss is not None and resolved.head is not None:
+        chunk_head(model.get_submodule(resolved.head), loss)
+    if resolved.splits_backward and not resolved.strategy.compile:  # a compiled block's backward is one piece
+        split_linears(model)
+
+
+def _keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Mesh) -> None:
+    """Recompute, feed-forwards in parts, and offload of what this rank's blocks still keep."""
+    present = dict(model.named_modules())  # with pp, those of this rank's stages
+    memory, treated = resolved.memory, resolved.treatments
+    for name in blocks:
+        treat(present[name], treated[name], compiled=bool(resolved.strategy.compile))
+    chunk_mlp(model, mlps=[name for name in resolved.mlps if name in present], chunks=memory.mlp_chunks)
+    stay = [name for name in blocks if not treated[name].offload]
+    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and stay == blocks):
+        # Those that stay have a place in the order, by which the others are fetched ahead.
+        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=stay)
+
+
+def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resolved) -> None:
+    """Block by block, so that blocks that are alike share a graph. Tokens go to their experts outside of graphs."""
+    asked = resolved.strategy.compile
+    _torch.allow_recompiles(len(blocks))
+    for name in blocks:
+        one_graph = not any(other.startswith(f"{name}.") for other in resolved.experts)
+        names[name].compile(fullgraph=one_graph, backend="inductor" if asked is True else str(asked))
+
+
+def _shard(
+    model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
+) -> None:
+    """ZeRO: experts over their own ranks, then the rest."""
+    zero, precision = resolved.zero, resolved.memory.precision
+    keep = kept_units(blocks, units, resolved.head)
+    apart = resolved.experts_of(mesh["pp"].get_local_rank())
+    for name in apart:
+        # Routing weights are in fp32 at least, and stay so.
+        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False)
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                gather_around(names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep)
+    fully_shard(
+        model, mesh.data, units=[*blocks, *units], keep_gathered=keep, ignored=apart, zero=zero, precision=precision
+    )

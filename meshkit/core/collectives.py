@@ -1,0 +1,165 @@
+"""Differentiable collectives over one mesh axis, in mirrored pairs.
+
+| forward                          | backward                         | field's name           |
+|----------------------------------|----------------------------------|------------------------|
+| `copy_to_axis`: nothing          | all-reduce                       | Megatron's f           |
+| `reduce_from_axis`: all-reduce   | nothing                          | Megatron's g           |
+| `gather_dim`: all-gather         | reduce-scatter                   | sequence parallel's g  |
+| `scatter_sum_dim`: reduce-scatter| all-gather                       | its mirror             |
+| `split_dim`: keep own part       | all-gather                       | enter without a sum    |
+| `join_dim`: all-gather           | keep own part                    | its mirror             |
+
+Each takes a 1-D DeviceMesh. They are out of place and built on PyTorch's functional collectives, so that recompute and
+torch.compile see plain operators. On an axis of size 1 each is the identity and sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshkit.core import _torch
+from meshkit.errors import PlanError
+
+
+def all_reduce(tensor: Tensor, axis: DeviceMesh) -> Tensor:
+    """The sum over the axis, outside autograd. Wire: one all-reduce of the tensor."""
+    if axis.size() == 1:
+        return tensor
+    return _torch.all_reduce_sum(tensor.contiguous(), axis.get_group().group_name)
+
+
+def all_gather(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Parts of equal size joined along `dim`, outside autograd. Wire: one all-gather of the result."""
+    if axis.size() == 1:
+        return tensor
+    # Collectives join along dim 0 and read memory as it lies. The result is a view; who needs it contiguous makes the copy.
+    first = tensor.movedim(dim, 0).contiguous()
+    return _torch.all_gather_rows(first, axis.size(), axis.get_group().group_name).movedim(0, dim)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """The sum over the axis, each rank keeping its part of `dim`. Wire: one reduce-scatter of the tensor."""
+    if axis.size() == 1:
+        return tensor
+    if tensor.shape[dim] % axis.size():
+        raise PlanError(
+            f"sequence=True splits dim {dim % tensor.ndim} of a tensor {tuple(tensor.shape)} over tp={axis.size()}, and "
+            f"{tensor.shape[dim]} is not a multiple of {axis.size()}. Pad the sequence, or use sequence=False."
+        )
+    first = tensor.movedim(dim, 0).contiguous()
+    mine = _torch.reduce_scatter_rows(first, axis.size(), axis.get_group().group_name)
+    return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)  # FSDP warns of modules that return views
+
+
+def local_slice(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """This rank's equal part of `dim`. No communication."""
+    if tensor.shape[dim] % axis.size():
+        raise PlanError(f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks.")
+    part = tensor.shape[dim] // axis.size()
+    return tensor.narrow(dim, axis.get_local_rank() * part, part)
+
+
+class _CopyToAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd comes here after the backwards of all readers, weights' gradients included: nothing of theirs is left to
+        # compute beside the message.
+        return all_reduce(grad, ctx.axis), None
+
+
+class _ReduceFromAxis(torch.autograd.Function):
+    # Not the all-reduce that is its mathematical mirror: what follows the sum is done by every rank alike, so each has the
+    # whole gradient of the sum already.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
+        return all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return all_gather(tensor, dim, axis).contiguous()  # or each linear layer that reads it makes and keeps a copy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
+
+
+class _ScatterSumDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return reduce_scatter(tensor, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.axis), None, None
+
+
+class _SplitDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return local_slice(tensor, dim, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.axis), None, None
+
+
+class _JoinDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return all_gather(tensor, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_slice(grad, ctx.dim, ctx.axis).contiguous(), None, None
+
+
+def copy_to_axis(tensor: Tensor, axis: DeviceMesh) -> Tensor:
+    """Same tensor on every rank in, used differently by each. Wire: backward, one all-reduce of the tensor."""
+    return tensor if axis.size() == 1 else _CopyToAxis.apply(tensor, axis)
+
+
+def reduce_from_axis(tensor: Tensor, axis: DeviceMesh) -> Tensor:
+    """A different summand on each rank in, the sum out. Wire: forward, one all-reduce of the tensor."""
+    return tensor if axis.size() == 1 else _ReduceFromAxis.apply(tensor, axis)
+
+
+def gather_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Parts of `dim` in, the whole out, used differently by each rank. Wire: all-gather, backward reduce-scatter."""
+    return tensor if axis.size() == 1 else _GatherDim.apply(tensor, dim, axis)
+
+
+def scatter_sum_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """A different summand on each rank in, own part of the sum out. Wire: reduce-scatter, backward all-gather.
+
+    Raises: PlanError when the axis does not divide `dim`.
+    """
+    return tensor if axis.size() == 1 else _ScatterSumDim.apply(tensor, dim, axis)
+
+
+def split_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Same tensor on every rank in, own part of `dim` out. Wire: backward, one all-gather of the tensor."""
+    return tensor if axis.size() == 1 else _SplitDim.apply(tensor, dim, axis)
+
+
+def join_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """Parts of `dim` in, the whole out, used the same by each rank. Wire: forward, one all-gather of the result."""
+    return tensor if axis.size() == 1 else _JoinDim.apply(tensor, dim, axis)

@@ -1,0 +1,55 @@
+"""Where a rank's part of a tensor lies in the whole tensor, for plain tensors and DTensors alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshkit.core import _torch
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing storage, outside autograd; a plain tensor is its own part.
+
+    It shares the counter of writes in place too (`_version`), which the part of a detached DTensor does not.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "fsdp_pre_all_gather"):  # a weight that travels in another dtype wraps its values
+        local = local._tensor  # type: ignore[attr-defined]  # torchao's
+    return local.detach()
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """The region of the whole tensor that this rank holds: one slice per dim, possibly empty.
+
+    Exact for uneven shards, for ranks that hold nothing, and for FSDP over tensor parallelism. No communication.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = _torch.global_offset(tensor)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        # Axis by axis from the outermost, the order in which FSDP over TP can be undone; all at once warns on every rank.
+        for axis in range(tensor.device_mesh.ndim):
+            placements = [Replicate() if index <= axis else p for index, p in enumerate(tensor.placements)]
+            if tuple(placements) != tensor.placements:
+                tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
+
+
+def chunk(size: int, parts: int, index: int) -> slice:
+    """Part `index` of `size` split over `parts`, as torch.chunk and DTensor's Shard split it: the last may be empty."""
+    length = -(-size // parts)
+    return slice(min(index * length, size), min((index + 1) * length, size))
+
+
+def even_part(size: int, parts: int, index: int) -> range:
+    """Part `index` of range(size): sizes differ by at most one, and none is empty when size >= parts."""
+    return range(index * size // parts, (index + 1) * size // parts)

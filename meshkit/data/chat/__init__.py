@@ -1,0 +1,1 @@
+"""Chats to tokens: templates, and which tokens are trained on."""

@@ -1,0 +1,1 @@
+"""Pairs, labelled answers and rewards of steps, for preference learning."""

@@ -1,0 +1,1 @@
+"""Small tasks with answers that can be checked, made on the spot."""

@@ -1,0 +1,129 @@
+"""Tasks that need no download and whose answers a few lines can check: addition, reversal, countdown.
+
+A row has `prompt` and `completion` (a right answer) and what its verifier needs. Rows depend on the arguments alone. Which
+half one is in depends on its name alone, and what only differs by the order of equal parts has the same name: 12+34 is never
+learnt from where 34+12 is held out.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator
+
+from meshkit.data.records import Record
+from meshkit.data.tasks.standard_library import TaskSplits
+from meshkit.data.text.preparation import is_held_out
+from meshkit.errors import DataError
+
+REFERENCE_ALPHABET = string.digits + string.ascii_lowercase + "+-*()=>, "
+"""every character of these tasks, for `character_tokenizer`"""
+
+
+def addition_tasks(*, digits: int = 2, count: int = 20_000, held_out: float = 0.05, seed: int = 0) -> TaskSplits:
+    """`17+5=` and `22`: two numbers of at most `digits` digits.
+
+    Raises: DataError for sizes that make no tasks. So do the others.
+    """
+    _refuse(digits >= 1, f"digits={digits}: a number has at least 1 digit")
+
+    def draw(generator: random.Random) -> tuple[str, Record]:
+        a, b = (generator.randrange(10**digits) for _ in range(2))
+        low, high = sorted((a, b))
+        return f"addition {low}+{high}", Record(
+            fields={"prompt": f"{a}+{b}=", "completion": str(a + b)}, source=f"addition:{a}+{b}"
+        )
+
+    return _splits(draw, count, held_out, seed)
+
+
+def reversal_tasks(
+    *, shortest: int = 4, longest: int = 8, count: int = 20_000, held_out: float = 0.05, seed: int = 0
+) -> TaskSplits:
+    """`abcd>` and `dcba`: `shortest` to `longest` letters, each length as often."""
+    _refuse(1 <= shortest <= longest, f"shortest={shortest}, longest={longest}: no such lengths")
+
+    def draw(generator: random.Random) -> tuple[str, Record]:
+        length = generator.randint(shortest, longest)
+        text = "".join(generator.choice(string.ascii_lowercase) for _ in range(length))
+        return f"reversal {min(text, text[::-1])}", Record(
+            fields={"prompt": f"{text}>", "completion": text[::-1]}, source=f"reversal:{text}"
+        )
+
+    return _splits(draw, count, held_out, seed)
+
+
+def countdown_tasks(
+    *, numbers: int = 3, largest: int = 20, count: int = 20_000, held_out: float = 0.05, seed: int = 0
+) -> TaskSplits:
+    """`3,7,5>26` and then `=`: an expression of some of the numbers, each at most once, that gives the target, `3*7+5`.
+
+    Rows have `numbers` and `target`, from 1 to 99, as well. Any such expression is right; `completion` is the one that the
+    target was made of, which uses all numbers.
+    """
+    _refuse(numbers >= 2 and largest >= 1, f"numbers={numbers}, largest={largest}: too few")
+
+    def draw(generator: random.Random) -> tuple[str, Record] | None:
+        values = [generator.randint(1, largest) for _ in range(numbers)]
+        order = generator.sample(values, numbers)
+        operators = [generator.choice("+-*") for _ in order[1:]]
+        target = _value(order, operators)
+        if not 0 < target < 100:
+            return None
+        expression = str(order[0]) + "".join(f"{sign}{n}" for sign, n in zip(operators, order[1:], strict=True))
+        shown = ",".join(map(str, values))
+        return f"countdown {sorted(values)} {target}", Record(
+            fields={
+                "prompt": f"{shown}>{target}=",
+                "completion": expression,
+                "numbers": values,
+                "target": target,
+            },
+            source=f"countdown:{shown}>{target}",
+        )
+
+    return _splits(draw, count, held_out, seed)
+
+
+def _value(numbers: list[int], operators: list[str]) -> int:
+    """Products first, as the expression reads."""
+    terms, signs = [numbers[0]], [1]
+    for operator, number in zip(operators, numbers[1:], strict=True):
+        if operator == "*":
+            terms[-1] *= number
+        else:
+            terms.append(number)
+            signs.append(1 if operator == "+" else -1)
+    return sum(sign * term for sign, term in zip(signs, terms, strict=True))
+
+
+def _refuse(fine: bool, what: str) -> None:
+    if not fine:
+        raise DataError(f"{what}, which makes no tasks. Give sizes that do.")
+
+
+def _splits(
+    draw: Callable[[random.Random], tuple[str, Record] | None], count: int, held_out: float, seed: int
+) -> TaskSplits:
+    _refuse(count >= 1, f"count={count}: too few")
+    if not 0 < held_out < 1:
+        raise DataError(f"held_out={held_out}: not a part of the tasks. Give a number between 0 and 1.")
+    halves: tuple[list[Record], list[Record]] = ([], [])
+    for name, record in _distinct(draw, count, random.Random(seed)):
+        halves[is_held_out(name, held_out)].append(record)
+    return TaskSplits(train=halves[0], held_out=halves[1])
+
+
+def _distinct(
+    draw: Callable[[random.Random], tuple[str, Record] | None], count: int, generator: random.Random
+) -> Iterator[tuple[str, Record]]:
+    """Up to `count` tasks, each prompt once; fewer where a hundred draws in a row find nothing new."""
+    seen: set[str] = set()
+    fruitless = 0
+    while len(seen) < count and fruitless < 100:
+        found = draw(generator)
+        fruitless += 1
+        if found is not None and found[1].source not in seen:
+            fruitless = 0
+            seen.add(found[1].source)
+            yield found

@@ -1,0 +1,1 @@
+"""Text to token files: corpora, tokenizers, packing of documents into rows."""

@@ -1,0 +1,74 @@
+"""Documents to samples of one length, as a pure function of the tokens, the document offsets and an index.
+
+The documents of a token file lie end to end, each `[bos] text eos`. Sample i sees the seq_len + 1 tokens from
+i * seq_len on; neighbours share one token, so that every token but the very first is a label in exactly one sample.
+Legend: T = seq_len.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from meshkit.data.text.tokens import Tokens, read_ids
+from meshkit.errors import DataError
+
+IGNORED = -100
+"""the label that no loss counts; torch's own default"""
+
+
+def sample_count(tokens: Tokens, seq_len: int, *, last: Literal["drop", "pad"] = "drop") -> int:
+    """How many samples a token file makes.
+
+    last: "drop" leaves out the labels that do not fill a sample, "pad" makes them one more, padded, sample.
+    Raises: DataError if seq_len < 1 or if there is no sample.
+    """
+    if seq_len < 1:
+        raise DataError(f"seq_len={seq_len}: a sample needs at least 1 token. Give seq_len >= 1.")
+    labels = len(tokens.ids) - 1
+    count = labels // seq_len if last == "drop" else -(-labels // seq_len)
+    if count < 1:
+        needed = seq_len + 1 if last == "drop" else 2
+        raise DataError(
+            f"{tokens.path}: has {len(tokens.ids)} tokens, but one sample of seq_len={seq_len} takes {needed}. "
+            "Use more text or a smaller seq_len."
+        )
+    return count
+
+
+def pack_sample(tokens: Tokens, index: int, *, seq_len: int, documents: bool = True) -> dict[str, torch.Tensor]:
+    """Sample `index` of a token file: input_ids [T], labels [T] (already shifted) and position_ids [T], all int64.
+
+    documents=True keeps documents apart: positions restart at 0 at each document (and at the start of the sample),
+    and no label crosses into the next document. documents=False is one stream: no position_ids, every label counts.
+    Where the tokens end before the sample does, it is padded: inputs 0, labels -100, positions from 0 again.
+    Raises: DataError for an id outside the vocabulary.
+    """
+    start = index * seq_len
+    window = read_ids(tokens, start, start + seq_len + 1)
+    padded = np.zeros(seq_len + 1, dtype=np.int64)
+    padded[: len(window)] = window
+    labels = padded[1:].copy()
+    labels[max(len(window) - 1, 0) :] = IGNORED
+    sample = {"input_ids": padded[:-1], "labels": labels}
+    if documents:
+        first, after = np.searchsorted(tokens.offsets, [start + 1, start + seq_len + 1])
+        starts = np.asarray(tokens.offsets[first:after]) - start  # in 1..T; the end of the tokens starts the padding
+        labels[starts - 1] = IGNORED
+        restarts = np.zeros(seq_len + 1, dtype=np.int64)
+        restarts[starts] = starts
+        sample["position_ids"] = np.arange(seq_len) - np.maximum.accumulate(restarts[:-1])
+    return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+
+def pack_batch(tokens: Tokens, indices: list[int], *, seq_len: int, documents: bool = True) -> dict[str, torch.Tensor]:
+    """The samples of `indices` as rows, [B, T] each; no index makes tensors [0, T].
+
+    An index past the last sample makes a row of padding, whose labels are all -100.
+    """
+    samples = [pack_sample(tokens, index, seq_len=seq_len, documents=documents) for index in indices]
+    names = ["input_ids", "labels", "position_ids"] if documents else ["input_ids", "labels"]
+    empty = torch.empty(0, seq_len, dtype=torch.int64)
+    return {name: torch.stack([sample[name] for sample in samples]) if samples else empty.clone() for name in names}

@@ -1,0 +1,10 @@
+"""Who failed, where: the watchdog and its heartbeat, locations, stragglers, the guard against NaN."""
+
+from ._run_main import run_main as run_main
+from .location import Location as Location
+from .location import location_now as location_now
+from .location import location_of as location_of
+from .location import register_modules as register_modules
+from .nan_guard import NonFiniteGuard as NonFiniteGuard
+from .stragglers import Report as Report
+from .stragglers import Stragglers as Stragglers

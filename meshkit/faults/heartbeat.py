@@ -1,0 +1,138 @@
+"""The roll of a world: what each rank last said of itself, kept in the world's store, and who it is that others miss."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Left = Literal["", "done", "error", "lost", "told"]
+BEAT_S = 1.0
+RANKS_AT_A_BEAT = 500  # a larger world beats less often: one store hears all of them
+PATIENCE_BEATS = 5  # a rank that says nothing for so long has ended, or its host is not reached
+SHOWN = 8  # ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """left: how the rank ended: well, by an error of its own, since it lost others, since it was told to; "" while it runs.
+
+    since: time.monotonic() on its host at which its place was first this one; now: when it said so.
+    """
+
+    host: str
+    pid: int
+    beat: int
+    place: str
+    waits: bool
+    since: float
+    now: float
+    left: Left = ""
+    error: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone, which only its own host can tell."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return Path("/proc/self/stat").exists()
+        return state in "ZX"
+
+
+class Heartbeat:
+    """Entries of all ranks. Every method asks the store, and raises or hangs where its host is gone."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self.beat_s = BEAT_S * max(1.0, size / RANKS_AT_A_BEAT)
+        self.patience_s = PATIENCE_BEATS * self.beat_s
+
+    def write(self, entry: Entry) -> None:
+        self._store.set(f"roll/{self.rank}", json.dumps(asdict(entry)))
+
+    def read(self, rank: int) -> Entry | None:
+        key = f"roll/{rank}"
+        return Entry(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def first(self, what: str) -> bool:
+        """Whether no rank asked this before."""
+        return int(self._store.add(f"roll/first/{hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}", 1)) == 1
+
+    def missing(self, *, told: bool = False) -> str:
+        """Who keeps the others waiting, once it is known: errors at once, silence after `patience_s`.
+
+        "" if that one has said it on this host already. told: ranks are being ended, so only those that fell silent count.
+        """
+        began = time.monotonic()
+        before = self._read_others()
+        while True:
+            time.sleep(0.2)
+            now = self._read_others()
+            if errors := [rank for rank, entry in now.items() if entry is not None and entry.left == "error"]:
+                elsewhere = [rank for rank in errors if (entry := now[rank]) and entry.host != socket.gethostname()]
+                return "" if told else _lines(now, elsewhere, _failed)
+            silent = [rank for rank, entry in now.items() if _silent(before[rank], entry)]
+            gone = [rank for rank in silent if (entry := now[rank]) is not None and entry.ended]
+            if gone:
+                return _lines(now, gone, _is_gone)
+            if not silent:
+                return "" if told else _among_those_here(now)
+            if time.monotonic() - began > self.patience_s:
+                return _lines(now, silent, _is_silent)
+
+    def _read_others(self) -> dict[int, Entry | None]:
+        return {rank: self.read(rank) for rank in range(self.size) if rank != self.rank}
+
+
+def _silent(before: Entry | None, now: Entry | None) -> bool:
+    """Whether a rank has said nothing between two readings."""
+    return now is None or (not now.left and before is not None and before.beat == now.beat)
+
+
+def _among_those_here(entries: dict[int, Entry | None]) -> str:
+    """All ranks answer: who keeps the others waiting?"""
+    here = {rank: entry for rank, entry in entries.items() if entry is not None}
+    if done := [rank for rank, entry in here.items() if entry.left == "done"]:
+        return _lines(entries, done, lambda rank, entry: f"rank {rank} on {entry.host} has finished already.")
+    if busy := [rank for rank, entry in here.items() if not entry.left and not entry.waits]:
+        return _lines(entries, busy, _is_busy)
+    return "Every rank answers, and waits for others: " + _lines(entries, here, _is_busy)
+
+
+def _lines(entries: dict[int, Entry | None], ranks: Iterable[int], line: Any) -> str:
+    ranks = list(ranks)
+    texts = [
+        f"rank {rank} never said where it is." if (entry := entries[rank]) is None else line(rank, entry)
+        for rank in ranks[:SHOWN]
+    ]
+    return "\n".join(texts + ([f"and {len(ranks) - SHOWN} more ranks."] if len(ranks) > SHOWN else []))
+
+
+def _failed(rank: int, entry: Entry) -> str:
+    return f"rank {rank} on {entry.host} failed at {entry.place}: {entry.error}"
+
+
+def _is_gone(rank: int, entry: Entry) -> str:
+    return (
+        f"rank {rank} on {entry.host} has ended without a word (killed, out of memory, or a crash): process {entry.pid} is "
+        f"gone. Last seen, a moment before, at {entry.place}."
+    )
+
+
+def _is_silent(rank: int, entry: Entry) -> str:
+    return (
+        f"rank {rank} on {entry.host} does not answer: process {entry.pid} or its host has ended, or the network to it. "
+        f"Last seen at {entry.place}."
+    )
+
+
+def _is_busy(rank: int, entry: Entry) -> str:
+    return f"rank {rank} on {entry.host} lives, and has been for {entry.now - entry.since:.0f} s at {entry.place}."

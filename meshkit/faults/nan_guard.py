@@ -1,0 +1,100 @@
+"""Steps whose gradients are not finite: skipped or refused, and where the first such value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshkit.core._torch import tree_leaves
+from meshkit.core.sharding import local_tensor
+from meshkit.errors import StepError
+from meshkit.parallel.data import after_inference
+from meshkit.step import Run
+
+
+@dataclass
+class NonFiniteGuard:
+    """What to do with a step whose gradient norm is not finite: skip up to `max_skips` of them in a row, then stop."""
+
+    max_skips: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    def allows(self, run: Run, norm: Tensor, *, step: int) -> bool:
+        """True to take the step, False to skip it. Every rank sees the same norm, so every rank decides the same.
+
+        Raises: StepError naming the step, the ranks whose loss is not finite, and the first module whose output is not while
+        its inputs are: found by running the forwards of the step again.
+        """
+        if torch.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row <= self.max_skips:
+            return False
+        finite = [True] * run.mesh.spec.world_size
+        dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))), group=run.mesh.group)
+        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        where = (
+            f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
+        )
+        raise StepError(
+            f"step {step}: the gradient norm is {norm.item()}; {where}. {_first_module(run)}{self.skipped_in_a_row - 1} such "
+            f"steps in a row were skipped (at most {self.max_skips}). Look at that batch, lower the learning rate, or allow "
+            "more skips."
+        )
+
+
+@torch.no_grad()
+def _first_module(run: Run) -> str:
+    """A sentence. A module passes on what it was given, so the first to make such a value is the origin."""
+    if run.last_call is None:
+        return ""
+    found: list[tuple[int, str]] = []
+    with torch.compiler.set_stance("force_eager"), _outputs_watched(run.model, found):
+        for part, _ in run.parts(*run.last_call[:2], run.last_call[3]):
+            run.infer(part, run.last_call[2])
+    after_inference(run.model)
+    all_found: list[list[tuple[int, str]]] = [[]] * run.mesh.spec.world_size
+    dist.all_gather_object(all_found, found, group=run.mesh.group)
+    first = min((entry for entries in all_found for entry in entries), default=None)
+    if first is None:
+        return (
+            "Run again, all modules return finite values: it was the loss function, the backward, or a passing fault. "
+        )
+    ranks = [str(rank) for rank, entries in enumerate(all_found) if first in entries]
+    return f"Run again, the first value that is not finite is returned by {first[1]} on rank {', '.join(ranks)}. "
+
+
+@contextmanager
+def _outputs_watched(model: nn.Module, found: list[tuple[int, str]]) -> Iterator[None]:
+    """Inside, notes the first (number of the call, name) that makes a value that is not finite out of such that are."""
+    calls = 0
+
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if not found and not _finite(out) and _finite((args, kwargs)):
+            found.append((calls, name or "the model"))
+
+    handles = [
+        module.register_forward_hook(partial(after, name), with_kwargs=True) for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(tree: Any) -> bool:
+    tensors = [local_tensor(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())

@@ -1,0 +1,203 @@
+"""Logits that are not made: the head's input and weight, which a chunked loss multiplies a few tokens at a time.
+
+Dims: B batch, T tokens, C features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from meshkit.core import _torch
+from meshkit.core.patch_class import patch_class
+from meshkit.core.sharding import chunk
+from meshkit.errors import PlanError, StepError
+from meshkit.plan import Plan, match_table
+from meshkit.strategy import ChunkedLoss
+
+
+class Head:
+    """What the hidden state is multiplied with: weight [V, C] and bias [V] of this rank, of `vocabulary` tokens in all.
+
+    axis: the mesh axis that shares the vocabulary, or None; first: this rank's first token.
+    Not a dataclass: FSDP looks for outputs of a module inside of those, and would take the weight for one.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        loss: ChunkedLoss,
+        vocabulary: int,
+        axis: DeviceMesh | None = None,
+    ) -> None:
+        self.weight, self.bias, self.loss, self.vocabulary, self.axis = weight, bias, loss, vocabulary, axis
+        self.first = 0 if axis is None else chunk(vocabulary, axis.size(), axis.get_local_rank()).start
+
+    def over(self, axis: DeviceMesh) -> Head:
+        """The same, where the weight is this rank's part."""
+        return Head(self.weight, self.bias, loss=self.loss, vocabulary=self.vocabulary, axis=axis)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLogits:
+    """Logits [..., V] as a product that is yet to be made: `hidden` [..., C] times the head.
+
+    `mk.cross_entropy` and `mk.loss.token_log_probs` take it; indexing takes tokens out of it; `to_logits` makes it.
+    The head's weight must be whole until the loss has run: FSDP keeps it between forward and backward, but frees it when an
+    evaluation comes between.
+    """
+
+    hidden: Tensor
+    head: Head
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.hidden.shape[:-1], self.head.vocabulary])
+
+    def __getitem__(self, index: Any) -> LinearLogits:
+        """Tokens; the vocabulary stays whole."""
+        dims = sum(part is not None for part in index) if isinstance(index, tuple) else 1
+        if dims > self.hidden.ndim - 1 or (isinstance(index, tuple) and Ellipsis in index):
+            raise IndexError(
+                f"LinearLogits {tuple(self.shape)}: an index takes tokens, of its first {self.hidden.ndim - 1} dims. For "
+                "single logits use to_logits()."
+            )
+        return LinearLogits(self.hidden[index], self.head)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"LinearLogits has no {name!r}: MemoryPolicy(loss=ChunkedLoss()) makes no logits. Give it to mk.cross_entropy or "
+            "mk.loss.token_log_probs, or make them by to_logits()."
+        )
+
+    def to_logits(self) -> Tensor:
+        """The logits themselves, as a head without a chunked loss returns them: with tp a DTensor sharded on its last dim."""
+        head = self.head
+        local = F.linear(self.hidden, whole_weight(head.weight), head.bias)
+        return local if head.axis is None else as_logits(local, head.axis, head.vocabulary)
+
+
+_torch.register_pytree(
+    LinearLogits, lambda x: ([x.hidden], x.head), lambda children, head: LinearLogits(children[0], head)
+)
+
+
+def as_logits(local: Tensor, axis: DeviceMesh, vocabulary: int) -> DTensor:
+    """Local logits [..., V/tp] as one DTensor [..., V] sharded on its last dim."""
+    shape = torch.Size([*local.shape[:-1], vocabulary])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, axis, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride)
+
+
+def whole_weight(weight: Tensor) -> Tensor:
+    """The weight, if FSDP has not freed it. Raises: StepError."""
+    if weight.numel() and not weight.untyped_storage().nbytes():
+        raise StepError(
+            "loss: the head's weight has been freed since the forward that made these logits. Compute the loss before the "
+            "next evaluation or generation of the same model, and call each backward before the next step."
+        )
+    return weight
+
+
+# ---------------------------------------------------------------------------------------------- the head of a model
+
+
+def head_of(model: nn.Module, plan: Plan, *, asked: str = "MemoryPolicy(loss=ChunkedLoss())") -> str:
+    """The linear layer that makes logits: the one that is vocab() in the plan, what get_output_embeddings() returns, or one
+    called lm_head. asked: what needs it. Raises: PlanError if there is none, or several.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    styles = match_table(plan.tensor, modules, what="module")
+    found = [name for name in linear if name in styles and styles[name].kind == "vocab"]
+    if not found:
+        ask = getattr(model, "get_output_embeddings", None)
+        told = ask() if callable(ask) else None
+        found = [name for name in linear if modules[name] is told]
+    found = found or [name for name in linear if name.rpartition(".")[2] == "lm_head"]
+    if len(found) != 1:
+        raise PlanError(
+            f"{asked}: {f'several heads, {found}' if found else 'no head'} in "
+            f"{type(model).__name__}. Give the one linear layer that makes its logits the style vocab() in the plan's tensor "
+            "table."
+        )
+    (name,) = found
+    return str(name)
+
+
+def plan_head(model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, sequence: bool, device_type: str) -> str:
+    """The name of the head that will return `LinearLogits`. Changes nothing.
+
+    Raises: PlanError for a head or a backend that cannot.
+    """
+    name = head_of(model, plan)
+    head = model.get_submodule(name)
+    if type(head).forward is not nn.Linear.forward:
+        raise PlanError(
+            f"MemoryPolicy(loss=ChunkedLoss()): {name!r} is a {type(head).__name__} with a forward of its own, which a "
+            "chunked loss would leave out. Use nn.Linear as the head, or loss=None."
+        )
+    styles = match_table(plan.tensor, dict(model.named_modules(remove_duplicate=False)), what="module")
+    kind = styles[name].kind if name in styles else "vocab"  # what no style covers, tensor_parallel refuses
+    if tp > 1 and kind != "vocab" and (sequence or kind != "replicate"):
+        raise PlanError(
+            f"MemoryPolicy(loss=ChunkedLoss()): with tp={tp} the head {name!r} is {kind}() in the plan, whose output is no "
+            "whole logits. Make it vocab(), or use loss=None."
+        )
+    if loss.backend == "liger":
+        _refuse_liger(tp, device_type)
+    return name
+
+
+def chunk_head(head: nn.Module, loss: ChunkedLoss) -> None:
+    """Let the head return `LinearLogits`, in place, before tensor parallelism and what splits linear layers."""
+    patch_class(head, forward=_forward(loss))
+
+
+def _refuse_liger(tp: int, device_type: str) -> None:
+    asked = "ChunkedLoss(backend='liger')"
+    if device_type != "cuda":
+        raise PlanError(f"{asked} has kernels for GPUs, but the mesh is on {device_type}. Use backend='torch'.")
+    if tp > 1:
+        raise PlanError(f"{asked} needs the whole vocabulary on each rank, but tp={tp}. Use backend='torch', or tp=1.")
+    if find_spec("liger_kernel") is None:
+        raise PlanError(
+            f"{asked}: liger-kernel is not installed. `pip install 'meshkit[liger]'`, or use backend='torch'."
+        )
+
+
+def _forward(loss: ChunkedLoss) -> Any:
+    def forward(self: nn.Linear, input: Tensor) -> LinearLogits:
+        hidden, weight, bias = _Together.apply(input, self.weight, self.bias)
+        return LinearLogits(hidden, Head(weight, bias, loss=loss, vocabulary=self.out_features))
+
+    return forward
+
+
+class _Together(torch.autograd.Function):
+    """The head's input, weight and bias as they are, with gradients that come back through one node.
+
+    FSDP hooks the module's output, which is `hidden` here, to prepare for gradients; that must happen before the weight's
+    arrives. Detached, so that the output is not a view, of which FSDP warns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        out = tuple(None if value is None else value.detach() for value in values)
+        frozen = [value for value, needed in zip(out[1:], ctx.needs_input_grad[1:], strict=True) if not needed]
+        ctx.mark_non_differentiable(*[value for value in frozen if value is not None])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads

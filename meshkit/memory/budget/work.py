@@ -1,0 +1,61 @@
+"""What a piece of code keeps and does, counted operator by operator. Works on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
+
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode, tree_leaves
+from meshkit.strategy import Rates
+
+
+class Kept(TorchDispatchMode):
+    """The memory that operators made inside the context and that is still alive, each storage once; `known` is left out."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._known = {_torch.storage_key(tensor) for tensor in known}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and _torch.storage_key(leaf) not in self._known:
+                storage = leaf.untyped_storage()
+                self._made[_torch.storage_key(leaf)] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class Work(TorchDispatchMode):
+    """The time of the operators inside the context: each at the rate that bounds it, one after another."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        self.rates, self.seconds = rates, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(result.alias_info is not None for result in func._schema.returns):
+            return out  # a view, or what was there already
+        made, given = _bytes(out), _bytes((args, kwargs))
+        if func.namespace in ("_c10d_functional", "meshkit"):
+            self.seconds += max(made, given) / self.rates.link_bytes_per_s
+            return out
+        counted = flop_registry.get(func.overloadpacket)
+        flops = counted(*args, **kwargs, out_val=out) if counted is not None else 0
+        self.seconds += max(flops / self.rates.flops_per_s, (made + given) / self.rates.memory_bytes_per_s)
+        return out
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,12 @@
+"""Who: the axes of a mesh, their sizes, and the ranks of each group."""
+
+from .mesh import Mesh as Mesh
+from .mesh import device_of as device_of
+from .mesh import gather_over_data as gather_over_data
+from .mesh import init_mesh as init_mesh
+from .spec import DENSE_AXES as DENSE_AXES
+from .spec import EXPERT_AXES as EXPERT_AXES
+from .spec import MeshSpec as MeshSpec
+from .world import fake_world as fake_world
+from .world import main_rank_first as main_rank_first
+from .world import start_world as start_world

@@ -1,0 +1,291 @@
+"""Who: the axes of a run, their sizes, and the ranks that form each group.
+
+A mesh is on all ranks of the world or on a part of them, and its ranks are seen in two views. The dense view is
+`pp × dp_replicate × dp_shard × cp × tp`; the expert view of the same ranks is `pp × dp_replicate × edp × ep × etp`. `tp`
+varies fastest, so its groups sit on the fastest links. Axes of size 1 always exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from itertools import pairwise
+from math import lcm
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshkit.core import _torch
+from meshkit.errors import MeshError
+from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh.world import start_world
+
+Gathered = TypeVar("Gathered")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks of this world as a `DeviceMesh`, with the axes that several blocks share already combined.
+
+    `mesh["tp"]` and `mesh["dp_replicate", "dp_shard"]` are plain DeviceMeshes, ready for any PyTorch API.
+    A mesh on a part of the world is known on all ranks: those outside know its `spec` and `ranks`, and that it is not
+    `here`; all else raises there.
+    """
+
+    spec: MeshSpec
+    ranks: tuple[int, ...]
+    """of the world, increasing; a rank's place in this is its rank of the mesh"""
+    whole: dist.ProcessGroup | None
+    """see `group`"""
+    dense: DeviceMesh
+    data: DeviceMesh  # what fully_shard shards over: (dp_replicate, dp_shard*cp), or 1-D without replicas
+    tokens: DeviceMesh  # 1-D: every rank that holds different tokens
+    # By axes: DeviceMesh takes a millisecond to slice itself, and a step of generation asks three times.
+    _slices: dict[str | tuple[str, ...], DeviceMesh] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        if (known := self._slices.get(axes)) is not None:
+            return known
+        names = (axes,) if isinstance(axes, str) else axes
+        for name in names:
+            if name not in DENSE_AXES and name not in EXPERT_AXES:
+                near = difflib.get_close_matches(name, DENSE_AXES + EXPERT_AXES, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise MeshError(f"mesh[{name!r}]: there is no such axis.{hint} The axes are {', '.join(DENSE_AXES)}.")
+        self.require_here(f"mesh[{', '.join(map(repr, names))}]")
+        found = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
+        return self._slices.setdefault(axes, found)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is one of the mesh's."""
+        return self.whole is not None
+
+    def require_here(self, what: str) -> None:
+        """Raises: MeshError on a rank outside, naming `what` was asked."""
+        if not self.here:
+            raise MeshError(
+                f"{what}: this is rank {dist.get_rank()} of the world, and the mesh is on {_ranges(self.ranks)}. Ask on "
+                "those only: `if mesh.here:`."
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the mesh."""
+        self.require_here("mesh.group")
+        assert self.whole is not None
+        return self.whole
+
+    @cached_property
+    def expert(self) -> DeviceMesh:
+        """The expert view. Built on first use, which is a collective: every rank must ask. On a part it is there already."""
+        mesh = _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks)
+        _take_timeout(mesh, self.whole)
+        return mesh
+
+    @cached_property
+    def expert_ranks(self) -> DeviceMesh:
+        """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use, as `expert`."""
+        mesh = _combine(self.expert, ("ep", "etp"), self.spec, self.ranks)
+        _take_timeout(mesh, self.whole)
+        return mesh
+
+    @property
+    def expert_data(self) -> DeviceMesh:
+        """What fully_shard shards experts over: (dp_replicate, edp), or edp without replicas."""
+        return self.expert["dp_replicate", "edp"] if self.spec.dp_replicate > 1 else self.expert["edp"]
+
+    @property
+    def shard(self) -> DeviceMesh:
+        """1-D: what fully_shard shards over, without replicas."""
+        return self.data[self.data.mesh_dim_names[-1]] if self.data.mesh_dim_names else self.data
+
+    @property
+    def device_type(self) -> str:
+        return self.dense.device_type
+
+    @property
+    def rank(self) -> int:
+        """Of the mesh: 0 is its first, whichever rank of the world that is."""
+        return dist.get_rank(self.group)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank reads: ranks that differ only in tp (or pp) read the same."""
+        self.require_here("mesh.data_rank")
+        return self.dense.get_local_rank("dp_replicate") * self.spec.dp_shard + self.dense.get_local_rank("dp_shard")
+
+    @property
+    def data_ranks(self) -> int:
+        return self.spec.dp_replicate * self.spec.dp_shard
+
+    @property
+    def row_multiple(self) -> int:
+        """Of which rows that are as short as they can be have their length: what sequence parallelism and kernels like."""
+        return lcm(8, self.spec.tp)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.dense)
+
+    def describe(self) -> str:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return self.spec.describe(ranks_per_node=per_node, ranks=self.ranks)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device on the mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def gather_over_data(mesh: Mesh, own: Gathered) -> list[Gathered]:
+    """What each data rank has, in their order; the same on every rank, which must all call it.
+
+    Wire: over the ranks with different tokens, a gather of objects.
+    """
+    if mesh.data_ranks == 1:
+        return [own]
+    found: list[Any] = [None] * mesh.tokens.size()
+    dist.all_gather_object(found, (mesh.data_rank, own), group=mesh.tokens.get_group())
+    by_rank = dict(found)  # ranks of cp have the same
+    return [by_rank[rank] for rank in range(mesh.data_ranks)]
+
+
+def init_mesh(
+    spec: MeshSpec | str = "",
+    *,
+    ranks: Sequence[int] | None = None,
+    device_type: str | None = None,
+    timeout: timedelta | None = None,
+    **sizes: int,
+) -> Mesh:
+    """Build a mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
+
+    An empty spec means dp_shard=-1. Starts the process group from torchrun's environment when there is none yet, or a
+    world of one rank when not launched by torchrun. `device_type` defaults to the accelerator, else the CPU.
+    ranks: the part of the world that the mesh is on, `range(4, 8)` for one; None is all of it. Meshes may overlap. Models on
+    meshes that do not overlap train at the same time. On ranks outside, `mesh.here` is False.
+    timeout: how long any collective of any axis may take, after which a waiting rank raises; default 10 minutes for a new
+    world, and for one that is there already its own.
+    Collective: every rank of the world must call it with the same arguments, those outside of `ranks` too.
+    Wire: with `ranks`, an all-gather of the arguments.
+
+    Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
+    different meshes.
+    """
+    if sizes and spec:
+        raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
+    wanted = (
+        spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
+    )
+    device_type = device_type or _default_device_type()
+    if not dist.is_initialized():
+        start_world(device_type, timeout or timedelta(minutes=10))
+    elif timeout is not None and ranks is None:
+        _torch.set_timeout(_torch.world(), timeout)
+    world = dist.get_world_size()
+    part = range(world) if ranks is None else ranks
+    if ranks is not None:
+        _refuse_different_calls(wanted, part)
+        _refuse_ranks(part, world)
+    resolved = wanted.resolve(len(part), part=ranks is not None)
+    whole = _torch.world() if len(part) == world else _part(part, timeout)
+    dense = _device_mesh(device_type, resolved, DENSE_AXES, part)
+    shard = _combine(dense, ("dp_shard", "cp"), resolved, part)
+    data = shard
+    if resolved.dp_replicate > 1 and whole is not None:
+        data = dense["dp_replicate", "dp_shard"]
+        if resolved.cp > 1:
+            data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
+    tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved, part) if resolved.dp_replicate > 1 else shard
+    for mesh in (dense, data, tokens):
+        _take_timeout(mesh, whole)
+    made = Mesh(spec=resolved, ranks=tuple(part), whole=whole, dense=dense, data=data, tokens=tokens)
+    if len(part) < world:
+        _ = made.expert_ranks  # now, while the ranks outside take part
+    return made
+
+
+def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
+    """A collective of the whole world, whatever the ranks."""
+    grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").reshape(tuple(spec.sizes(axes).values()))
+    return DeviceMesh(device_type, grid, mesh_dim_names=axes)
+
+
+def _part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """A group of these ranks; None outside. A collective of the whole world."""
+    group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_torch.world()))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
+    """Groups are made by all ranks together: one that asks for another mesh would leave the others waiting."""
+    calls: list[tuple[MeshSpec, list[int]]] = [(spec, list(ranks))] * dist.get_world_size()
+    dist.all_gather_object(calls, (spec, list(ranks)))
+    for rank, call in enumerate(calls):
+        if call != calls[0]:
+            first, other = (f"{_short(spec)} on {_ranges(on)}" for spec, on in (calls[0], call))
+            raise MeshError(
+                f"init_mesh(ranks=...): rank 0 asks for {first}, rank {rank} for {other}. Every rank of the world makes "
+                "every mesh, in the same order, those it is not on too."
+            )
+
+
+def _refuse_ranks(ranks: Sequence[int], world: int) -> None:
+    if not ranks or any(after <= before for before, after in pairwise(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
+        raise MeshError(
+            f"init_mesh(ranks={ranks!r}): ranks are an increasing part of 0 to {world - 1}, and at least one. For example, "
+            f"ranks=range(0, {max(1, world // 2)})."
+        )
+
+
+def _short(spec: MeshSpec) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(spec).items() if size != 1) or "tp=1"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{'ranks' if len(ranks) != 1 else 'rank'} {shown}"
+
+
+def _take_timeout(mesh: DeviceMesh, whole: dist.ProcessGroup | None) -> None:
+    """DeviceMesh gives its groups the backend's default timeout: give them that of the group of all of the mesh's ranks."""
+    if whole is None:
+        return
+    for group in mesh.get_all_groups():
+        _torch.set_timeout(group, _torch.timeout_of(whole))
+
+
+def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
+    """One axis out of several; no new group when at most one of them is larger than 1. Outside of `ranks`, the view."""
+    large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
+    if dist.get_rank() not in ranks:
+        if len(large) > 1:
+            _torch.attend_flattening([[ranks[place] for place in group] for group in spec.groups(*large)])
+        return view
+    if len(large) <= 1:
+        return view[large[0] if large else axes[0]]
+    return _torch.flatten_mesh(view[large], "_".join(large))
+
+
+def _default_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"

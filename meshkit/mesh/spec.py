@@ -1,0 +1,142 @@
+"""The axes of a mesh and their sizes, as data: two views of the same ranks, without a process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from meshkit.errors import MeshError
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """Axis sizes. One dense axis may be -1: the ranks that are left.
+
+    `MeshSpec(dp_shard=-1, tp=2).resolve(8)` has dp_shard=4.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in dataclasses.asdict(self).items():
+            if axis in ("ep", "etp") and size == -1:
+                raise MeshError(f"mesh {axis}=-1: only {', '.join(DENSE_AXES)} can be -1. Give {axis} a size.")
+            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+                raise MeshError(
+                    f"mesh {axis}={size!r}: an axis size is a whole number of at least 1, or -1 for the ranks that are "
+                    "left."
+                )
+        free = [axis for axis in DENSE_AXES if getattr(self, axis) == -1]
+        if len(free) > 1:
+            raise MeshError(f"mesh {' '.join(f'{axis}=-1' for axis in free)}: only one axis can be -1. Fix the others.")
+
+    @staticmethod
+    def parse(text: str) -> MeshSpec:
+        """`"dp_shard=2 tp=2"` to a spec. Axes may be separated by spaces or commas; axes not named have size 1."""
+        sizes: dict[str, int] = {}
+        names = [field.name for field in dataclasses.fields(MeshSpec)]
+        for word in text.replace(",", " ").split():
+            axis, equals, value = word.partition("=")
+            if not equals:
+                raise MeshError(f'mesh "{text}": {word!r} is not axis=size. Write, for example, "dp_shard=2 tp=2".')
+            if axis not in names:
+                near = difflib.get_close_matches(axis, names, n=1)
+                hint = f"Did you mean {near[0]!r}? " if near else ""
+                raise MeshError(f'mesh "{text}": there is no axis {axis!r}. {hint}The axes are {", ".join(names)}.')
+            if axis in sizes:
+                raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
+            try:
+                sizes[axis] = int(value)
+            except ValueError:
+                raise MeshError(f'mesh "{text}": the size of {axis!r} is {value!r}, not a whole number.') from None
+        return MeshSpec(**sizes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks this spec needs. Meaningful once no axis is -1."""
+        return prod(getattr(self, axis) for axis in DENSE_AXES)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel copies of each expert: what ep and etp leave of dp_shard × cp × tp."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    def sizes(self, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in axes}
+
+    def resolve(self, world_size: int, *, part: bool = False) -> MeshSpec:
+        """This spec with -1 replaced and every size checked against the world, or the part of it that the mesh is on.
+
+        Raises: MeshError with the arithmetic when the axes do not multiply to `world_size`.
+        """
+        there, change = ("the part", "ranks=") if part else ("the world", "--nproc-per-node")
+        free = [axis for axis in DENSE_AXES if getattr(self, axis) == -1]
+        fixed = prod(size for size in self.sizes().values() if size != -1)
+        product = "*".join(f"{axis}={size}" for axis, size in self.sizes().items() if size not in (1, -1)) or "tp=1"
+        if world_size % fixed:
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise MeshError(
+                f"mesh {product} needs a multiple of {fixed} ranks, but {there} has {world_size}. "
+                f"Change {change}, or make the product of the axes one of {divisors}."
+            )
+        if not free and fixed != world_size:
+            raise MeshError(
+                f"mesh {product} uses {fixed} of the {world_size} ranks{' of the part' * part}. Start {fixed} ranks, put it "
+                "on a part of them by init_mesh(ranks=...), or give one axis the size -1 to take all that are left, for "
+                "example dp_shard=-1."
+            )
+        spec = dataclasses.replace(self, **{free[0]: world_size // fixed}) if free else self
+        fold, experts = spec.dp_shard * spec.cp * spec.tp, spec.ep * spec.etp
+        if fold % experts:
+            raise MeshError(
+                f"mesh ep={spec.ep} etp={spec.etp} needs ep*etp={experts} to divide "
+                f"dp_shard*cp*tp={spec.dp_shard}*{spec.cp}*{spec.tp}={fold}. Choose ep and etp from the divisors of {fold}."
+            )
+        return spec
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The ranks of every group of an axis, or of several axes of one view as one, in order of the first rank.
+
+        Needs no process group.
+        """
+        view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        sizes = [getattr(self, name) for name in view]
+        grid = torch.arange(prod(sizes)).reshape(sizes)
+        rows = grid.permute(*(d for d, name in enumerate(view) if name not in axes), *map(view.index, axes))
+        return sorted(rows.reshape(-1, prod(getattr(self, axis) for axis in axes)).tolist())
+
+    def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
+        """One line per axis: its groups of ranks and whether they stay inside a node.
+
+        ranks: those of the world that the mesh is on; None is 0, 1, ...
+        Needs no process group: describe a mesh of 1024 ranks on a laptop.
+        """
+        lines = [f"{self.world_size} ranks, {ranks_per_node} per node"]
+        on = range(self.world_size) if ranks is None else ranks
+        for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
+            for axis in axes:
+                size = getattr(self, axis)
+                if title == "expert" and axis in DENSE_AXES:
+                    continue  # pp and dp_replicate are the same groups in both views
+                groups = [[on[place] for place in group] for group in self.groups(axis)]
+                nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
+                link = "-" if size == 1 else "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
+                shown = " ".join(str(group) for group in groups[:4]) + (
+                    f" ... {len(groups)} groups" * (len(groups) > 4)
+                )
+                lines.append(f"  {title:6} {axis:12} {size:>4}  {link:28} {shown if size > 1 else ''}".rstrip())
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Models to and from Hugging Face folders: configurations, names, weights, adapters."""

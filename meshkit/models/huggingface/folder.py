@@ -1,0 +1,361 @@
+"""Hugging Face folders (config.json, safetensors), read into shards and written from them one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshkit.core.model_state import full_model_of, full_state, group_of
+from meshkit.core.sharding import full_tensor
+from meshkit.errors import CheckpointError, PlanError
+from meshkit.lora import lora_of
+from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
+from meshkit.models.huggingface.config import (
+    CONFIG_FILE,
+    FAMILIES,
+    ModelConfig,
+    config_to_dict,
+    read_json,
+    write_config,
+)
+from meshkit.models.huggingface.names import Piece, is_passed_over, named_pieces
+from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+from meshkit.models.reward import RewardModel
+
+WEIGHTS_FILE = "model.safetensors"
+_ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The model of ours that a config is of, with values as torch's own modules start with."""
+    match config:
+        case MixtralConfig():
+            return Mixtral(config)
+        case Qwen3MoeConfig():
+            return Qwen3Moe(config)
+        case DeepseekV3Config():
+            return DeepseekV3(config)
+        case LlamaConfig():
+            return Llama(config)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: Iterable[str] = ()) -> nn.Module:
+    """Read the safetensors of a Hugging Face folder into the model's parameters and persistent buffers, in place.
+
+    They may be plain tensors or DTensors on any mesh: each rank reads only the regions it holds, one tensor at a time,
+    and converts them to the parameter's dtype and device. Nothing is communicated, and nothing is changed if names or
+    shapes do not fit. `model` is one of `meshkit.models` or a dense transformers model; a tied parameter may be in the
+    folder under one of its names or under all. Stacked experts are read expert by expert, those that the rank holds.
+    fresh: names of parameters that keep their values if the folder has none, such as the score of a reward model that
+    begins as a language model.
+    Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
+    """
+    pieces = named_pieces(model, "load_pretrained")
+    files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_passed_over(model, key)}
+    pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
+    _refuse_other_names(pieces, files, Path(folder))
+    for file, keys in _by_file(files).items():
+        with open_safetensors(file) as reader:
+            for key in keys:
+                _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
+    loaded: dict[tuple[int, int | None], str] = {}
+    for file, keys in _by_file(files).items():
+        with open_safetensors(file) as reader:
+            for key in keys:
+                held = pieces[key].held()
+                if held is None:
+                    continue
+                region, local = held
+                first = loaded.setdefault(pieces[key].identity, key)
+                part = reader.get_slice(key)[region]
+                if first == key:
+                    pieces[key].write(local, part)
+                elif not torch.equal(local, part.to(local)):
+                    raise CheckpointError(
+                        f"{file}: {key!r} and {first!r} differ, but are one tied parameter in the model. Build it with "
+                        "tie_word_embeddings=False."
+                    )
+    return model
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Name of each tensor in the folder -> the file that holds it."""
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.exists():
+        with open_safetensors(single) as reader:
+            return dict.fromkeys(reader.keys(), single)
+    if not index.exists():
+        raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}.")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map.")
+    return {key: folder / name for key, name in weight_map.items()}
+
+
+def _by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
+    out: dict[Path, list[str]] = {}
+    for key, file in files.items():
+        out.setdefault(file, []).append(key)
+    return out
+
+
+def _refuse_other_names(pieces: dict[str, Piece], files: dict[str, Path], folder: Path) -> None:
+    present = {pieces[key].identity for key in files if key in pieces}
+    missing = [key for key, piece in pieces.items() if piece.identity not in present]
+    unexpected = [key for key in files if key not in pieces]
+    scales = next((key for key in unexpected if key.endswith("weight_scale_inv")), None)
+    if scales:
+        raise CheckpointError(
+            f"{files[scales]} holds {scales!r}: the weights are fp8 in blocks with a scale each, which are not read. Convert "
+            "the folder to bf16 first, DeepSeek's with fp8_cast_bf16.py of its repository."
+        )
+    if missing and missing[0].endswith((".enorm.weight", ".hnorm.weight", ".eh_proj.weight")):
+        raise CheckpointError(
+            f"{folder} has no tensor {missing[0]!r}, of a module that predicts further ahead; transformers writes none. "
+            "Build the model with num_nextn_predict_layers=0."
+        )
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no tensor {missing[0]!r}, which the model needs ({len(missing)} of {len(pieces)} are "
+            f"missing, {len(unexpected)} are unexpected). Build the model from this folder's {CONFIG_FILE}."
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{files[unexpected[0]]} holds {unexpected[0]!r}, which the model does not have ({len(unexpected)} are "
+            f"unexpected). Build the model from this folder's {CONFIG_FILE}."
+        )
+
+
+def _refuse_other_shape(file: Path, key: str, found: Any, piece: Piece) -> None:
+    tensor = piece.tensor
+    if tuple(found.get_shape()) != piece.shape:
+        raise CheckpointError(
+            f"{file}: {key!r} has the shape {tuple(found.get_shape())}, but the model's has {piece.shape}. "
+            f"Build the model from this folder's {CONFIG_FILE}."
+        )
+    if (tensor.is_floating_point() or piece.packed is not None) and found.get_dtype() not in (
+        "F64",
+        "F32",
+        "F16",
+        "BF16",
+    ):
+        raise CheckpointError(
+            f"{file}: {key!r} has the dtype {found.get_dtype()}, which cannot be converted to {tensor.dtype}. "
+            "Quantised files are not supported."
+        )
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """A safetensors reader whose errors name the file."""
+    if not file.exists():
+        raise CheckpointError(f"{file} does not exist, but {INDEX_FILE} refers to it.")
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged or incomplete: {error}.") from error
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def save_pretrained(
+    model: nn.Module,
+    config: ModelConfig | Mapping[str, object],
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: float = 5e9,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> None:
+    """Write a folder that transformers' `from_pretrained` and `load_pretrained` read. Every rank must call it.
+
+    config: of the model; for a transformers model `model.config.to_dict()`. dtype: of the file's floating tensors, None
+    keeps the model's. extra: more fields for config.json, see `save_config`. The folder must not exist or be empty; it
+    appears under its name when it is complete, and not before.
+    Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each tensor of other stages.
+    Memory: rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
+    of stacked experts all.
+    Raises: CheckpointError, on every rank, if the folder is not empty; PlanError for a config that no family has.
+    """
+    folder = Path(folder)
+    if lora_of(model) is not None:
+        raise PlanError(
+            "save_pretrained: the model has adapters, which such a folder has no place for. Call mk.lora.merge first, or "
+            "write them alone by mk.models.save_lora."
+        )
+    raw = _config_of(model, config)
+    pieces = named_pieces(model, "save_pretrained")
+    first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
+    pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}
+    shards = _split(pieces, max_shard_bytes, dtype)
+    partial = folder.with_name(f".{folder.name}.partial")
+
+    def begin() -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(
+                f"save_pretrained: {folder} exists and is not empty. Choose another folder or remove it."
+            )
+        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        if len(shards) > 1:
+            total = sum(_bytes(piece, dtype) for piece in pieces.values())
+            weight_map = {key: file for file, keys in shards.items() for key in keys}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        write_config(raw, partial, extra)
+        partial.rename(folder)
+
+    on_rank_zero(model, begin)
+    wholes = _wholes(model, pieces, everywhere=False)
+    for file, keys in shards.items():
+        held = _held_on_rank_zero(model, {key: pieces[key] for key in keys}, wholes, dtype)
+        if is_rank_zero(model):
+            save_file(held, partial / file, metadata={"format": "pt"})
+    on_rank_zero(model, finish)
+
+
+def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:
+    raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
+    if not isinstance(model, RewardModel):
+        return raw
+    name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
+    return {**raw, **_ONE_LABEL, "architectures": [name]}
+
+
+def _held_on_rank_zero(
+    model: nn.Module, pieces: dict[str, Piece], wholes: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """What one file holds, on the host. Every rank takes as many wholes, for each is a collective."""
+    held = {}
+    for key, part in islice(wholes, len(pieces)):
+        if is_rank_zero(model):
+            # A copy, for safetensors takes no two tensors in one storage.
+            copy = pieces[key].expert is not None
+            held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
+    return held
+
+
+def stream_pretrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in a Hugging Face folder, whole tensor) of each parameter and persistent buffer, on every rank of the model.
+
+    What an engine of inference loads. A tied parameter comes under each of its names. Every rank must take all of them, in
+    step. Do not write into them. Dtype and device are the model's.
+    Wire: the all-gathers of one tensor at a time; with pp also a broadcast of each over the stages.
+    Memory: one tensor of the model, of stacked experts all.
+    Raises: PlanError for a model with adapters.
+    """
+    if lora_of(model) is not None:
+        raise PlanError(
+            "stream_pretrained: the model has adapters, which are no weights of their own. Call mk.lora.merge."
+        )
+    yield from _wholes(model, named_pieces(model, "stream_pretrained"), everywhere=True)
+
+
+def _wholes(model: nn.Module, pieces: dict[str, Piece], *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+    """Each piece as a whole tensor, one of the model at a time; as it is, on meta, where `gatherer` does not bring it."""
+    owners, gather = gatherer(model, everywhere=everywhere)
+    gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
+    for key, piece in pieces.items():
+        if gathered is None or gathered[0] is not piece.tensor:
+            gathered = None  # one whole at a time
+            gathered = piece.tensor, gather(piece.tensor, owners.get(id(piece.tensor), 0))
+        yield key, piece.of(gathered[1])
+
+
+def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
+    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor).
+
+    A collective of the ranks that hold the tensor and of the model's rank 0, which gets it; others get it as it is, on meta.
+    everywhere: of all ranks of the model, which all get it.
+    """
+    whole = full_model_of(model)
+    if whole is None:
+        return {}, lambda tensor, owner: full_tensor(tensor)
+    group, rank = whole.group, dist.get_rank(whole.group)
+    reaches_zero = dist.get_global_rank(group, 0) == dist.get_process_group_ranks(group_of(model))[0]
+    state = full_state(model)
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=next(model.parameters()).device)
+
+    def gather(tensor: Tensor, owner: int) -> Tensor:
+        value = full_tensor(tensor).contiguous() if rank == owner else tensor
+        if everywhere:
+            value = value if rank == owner else empty(tensor)
+            dist.broadcast(value, group=group, group_src=owner)
+        elif reaches_zero and owner != 0 and rank == owner:
+            dist.send(value, group=group, group_dst=0)
+        elif reaches_zero and owner != 0 and rank == 0:
+            value = empty(tensor)
+            dist.recv(value, group=group, group_src=owner)
+        return value
+
+    return {id(state[name]): owner for name, owner in whole.owners.items()}, gather
+
+
+def _split(pieces: dict[str, Piece], max_bytes: float, dtype: torch.dtype | None) -> dict[str, list[str]]:
+    """File name -> the tensors in it, in order, each file filled up to max_bytes."""
+    parts: list[list[str]] = [[]]
+    room = max_bytes
+    for key, piece in pieces.items():
+        size = _bytes(piece, dtype)
+        if parts[-1] and size > room:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(key)
+        room -= size
+    if len(parts) == 1:
+        return {WEIGHTS_FILE: parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": keys for number, keys in enumerate(parts, 1)}
+
+
+def _bytes(piece: Piece, dtype: torch.dtype | None) -> int:
+    return piece.numel() * _saved_dtype(piece.tensor, dtype).itemsize
+
+
+def _saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_rank_zero(model: nn.Module) -> bool:
+    """Of the ranks that hold the model."""
+    return not _distributed() or dist.get_rank(group_of(model)) == 0
+
+
+def on_rank_zero(model: nn.Module, action: Callable[[], None]) -> None:
+    """Do it on the model's rank 0; its others wait for it, and raise what it raised. Wire: one broadcast of a string."""
+    refusal: list[str | None] = [None]
+    if is_rank_zero(model):
+        try:
+            action()
+        except (CheckpointError, OSError) as error:
+            refusal = [str(error)]
+    if _distributed():
+        dist.broadcast_object_list(refusal, group=group_of(model), group_src=0)
+    if refusal[0] is not None:
+        raise CheckpointError(refusal[0])

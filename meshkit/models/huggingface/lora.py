@@ -1,0 +1,195 @@
+"""Adapters alone, in the folder format of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshkit.errors import CheckpointError
+from meshkit.lora import Lora, is_adapter, lora_of
+from meshkit.models.huggingface.config import read_json
+from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_zero, open_safetensors
+from meshkit.models.huggingface.names import Piece, adapter_pieces, named_pieces
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Fields of a config by which an adapter computes otherwise than ours: what they must be.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "layers_to_transform": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "megatron_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),  # others change the weights beneath
+}
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
+    """Write the adapters as a folder that PEFT's `from_pretrained` and `load_lora` read. Every rank must call it.
+
+    base: name or path of the frozen model, noted in the folder. The folder must not exist or be empty; it appears under its
+    name when it is complete. For a model whose names are transformers' ones, as those of `meshkit.models` become.
+    Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each of other stages.
+    Memory: rank 0 holds all adapters on the host. Raises: CheckpointError, on every rank, if the folder is not empty;
+    PlanError for a model without adapters.
+    """
+    folder = Path(folder)
+    pieces = adapter_pieces(model, "save_lora")
+    config = _config(model, pieces, base)
+    partial = folder.with_name(f".{folder.name}.partial")
+
+    def begin() -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"save_lora: {folder} exists and is not empty. Choose another folder or remove it.")
+        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        save_file(held, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        partial.rename(folder)
+
+    on_rank_zero(model, begin)
+    owners, gather = gatherer(model)
+    held: dict[str, Tensor] = {}
+    for key, piece in pieces.items():
+        whole = gather(piece.tensor, owners.get(id(piece.tensor), 0))
+        if is_rank_zero(model):
+            held[PREFIX + key] = whole.to("cpu", copy=True).contiguous()
+    on_rank_zero(model, finish)
+
+
+def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dict[str, object]:
+    lora = lora_of(model)
+    assert lora is not None
+    targets = list(dict.fromkeys(key.rpartition(".lora_")[0] for key in pieces if is_adapter(key)))
+    others = [key.removesuffix(".weight") for key in named_pieces(model, "save_lora") if key.endswith(".weight")]
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    saved = dict.fromkeys(key.rpartition(".")[0] for key in pieces if not is_adapter(key))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": lora.dropout,
+        "target_modules": _short(targets, others),
+        "modules_to_save": list(saved) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _short(targets: list[str], modules: list[str]) -> list[str]:
+    """Last components of names if they name no other module, else the names: PEFT adapts all that end in one."""
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in targets))
+    told = set(targets)
+    alone = all(name in told for name in modules if name.rpartition(".")[2] in leaves)
+    return leaves if alone else targets
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def lora_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `mk.lora` must be told so that `load_lora` can read the folder: targets, rank, alpha, rslora, modules_to_save.
+
+    lora_dropout is left out, since it changes training only. Raises: CheckpointError for adapters of another kind.
+    """
+    config = _read_config(Path(folder))
+    return {
+        "targets": _patterns(Path(folder), config["target_modules"]),
+        "rank": config["r"],
+        "alpha": float(config["lora_alpha"]),
+        "rslora": bool(config.get("use_rslora", False)),
+        "modules_to_save": _patterns(Path(folder), config.get("modules_to_save") or []),
+    }
+
+
+def load_lora(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Read a folder of `save_lora` or PEFT into the model's adapters, in place, on any mesh.
+
+    Each rank reads only the regions it holds. Nothing is communicated, and nothing is changed if anything does not fit.
+    Raises: CheckpointError for other adapters than the model's, naming the first difference; PlanError without adapters.
+    """
+    folder = Path(folder)
+    pieces = {PREFIX + key: piece for key, piece in adapter_pieces(model, "load_lora").items()}
+    _refuse_other(lora_of(model), _read_config(folder), folder)
+    with open_safetensors(folder / WEIGHTS_FILE) as reader:
+        found = list(reader.keys())
+        missing = [key for key in pieces if key not in set(found)]
+        unexpected = [key for key in found if key not in pieces]
+        if missing or unexpected:
+            which = (
+                f"has no {missing[0]!r}, which the model has" if missing else f"has {unexpected[0]!r}, the model not"
+            )
+            raise CheckpointError(
+                f"{folder}: {which} ({len(missing)} are missing, {len(unexpected)} unexpected). Give mk.lora the options "
+                "that mk.models.lora_options reads from this folder."
+            )
+        for key in found:
+            shape = tuple(reader.get_slice(key).get_shape())
+            if shape != pieces[key].shape:
+                raise CheckpointError(f"{folder}: {key!r} has the shape {shape}, but the model's {pieces[key].shape}.")
+        with torch.no_grad():
+            for key in found:
+                held = pieces[key].held()
+                if held is not None:
+                    held[1].copy_(reader.get_slice(key)[held[0]])
+    return model
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG_FILE).exists():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, as a folder of adapters does.")
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+    for key, allowed in PLAIN.items():
+        if key in config and config[key] not in allowed:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {key}={config[key]!r} is not supported, only {allowed[0]!r}. Merge these adapters "
+                "into their model with PEFT."
+            )
+    return config
+
+
+def _refuse_other(lora: Lora | None, config: dict[str, Any], folder: Path) -> None:
+    assert lora is not None
+    ours = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    theirs = {"r": config["r"], "lora_alpha": config["lora_alpha"], "use_rslora": bool(config.get("use_rslora"))}
+    if ours != theirs:
+        raise CheckpointError(
+            f"{folder}: the adapters have {theirs}, but the model's {ours}. Give mk.lora the options that "
+            "mk.models.lora_options reads from this folder."
+        )
+
+
+def _patterns(folder: Path, names: Any) -> tuple[str, ...]:
+    """PEFT takes a module whose name is one of these or ends in one; names of our models have no leading `model.`."""
+    if not isinstance(names, list) or not all(re.fullmatch(r"[\w.]+", name) for name in names):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: modules {names!r} are not a list of names. Give mk.lora its targets yourself."
+        )
+    own = dict.fromkeys(name.removeprefix("model.") for name in names)
+    return tuple(name if name in ("lm_head", "embed_tokens") or "." in name else f"**.{name}" for name in own)

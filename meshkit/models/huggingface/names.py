@@ -1,0 +1,169 @@
+"""Under which names a model's tensors are in Hugging Face files: one tensor per expert, whatever is stacked in memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from meshkit.core.model_state import full_model_of, full_state
+from meshkit.core.quantized_weight import BlockCodes
+from meshkit.core.sharding import local_slices, local_tensor
+from meshkit.errors import PlanError
+from meshkit.lora import is_adapter, lora_of
+from meshkit.models.deepseek import DeepseekV3
+from meshkit.models.moe import MixtralConfig
+from meshkit.models.reward import RewardModel
+
+MIXTRAL_WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_proj|up_proj|down_proj)")
+# A router's state of training, which these files have no place for; its bias they have for DeepSeek alone.
+OF_TRAINING = (".last_counts", ".e_score_correction_bias")
+
+
+class Piece(NamedTuple):
+    """What one tensor of a file holds: a whole tensor of the model, or one expert of a stacked one.
+
+    packed: how the model writes it in few bits, and how many numbers a row of it is.
+    """
+
+    tensor: Tensor
+    expert: int | None = None
+    packed: tuple[BlockCodes, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.packed is not None:
+            return (*self.tensor.shape[:-1], self.packed[1])
+        return tuple(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
+
+    @property
+    def identity(self) -> tuple[int, int | None]:
+        """Same for the names of one tied parameter."""
+        return id(self.tensor), self.expert
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This piece of the model's whole tensor."""
+        return whole if self.expert is None else whole[self.expert]
+
+    def held(self) -> tuple[tuple[slice, ...], Tensor] | None:
+        """(region of the piece that this rank holds, where it is), or None if it holds nothing of it."""
+        if self.tensor.is_meta:  # another stage holds it
+            return None
+        region, local = local_slices(self.tensor), local_tensor(self.tensor)
+        if self.expert is not None:
+            held = region[0]
+            if not held.start <= self.expert < held.stop:
+                return None
+            region, local = region[1:], local[self.expert - held.start]
+        if self.packed is not None:
+            codes, columns = self.packed
+            ends = (min(codes.columns(end), columns) for end in (region[-1].start, region[-1].stop))
+            region = (*region[:-1], slice(*ends))
+        return (region, local) if local.numel() else None
+
+    def write(self, local: Tensor, part: Tensor) -> None:
+        """The file's numbers of the region of `held` into where it is."""
+        local.copy_(part if self.packed is None else self.packed[0].encode(part.to(local.device)))
+
+
+def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
+    """Parameters and persistent buffers by their names in Hugging Face files; a tied one under each of its names.
+
+    Without adapters, which have files of their own: see `adapter_pieces`.
+    """
+    own = full_state(model)
+    lora = lora_of(model)
+    if lora is None:
+        return _pieces(model, own, verb)
+    codes = lora.base
+    packed = {id(own[f"{name}.weight"]): columns for name, columns in lora.packed.items()}
+    pieces = _pieces(model, {name: tensor for name, tensor in own.items() if not is_adapter(name)}, verb)
+    return {
+        key: piece._replace(packed=(codes, packed[id(piece.tensor)])) if codes and id(piece.tensor) in packed else piece
+        for key, piece in pieces.items()
+    }
+
+
+def adapter_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
+    """Adapters and modules that train whole beside them, by the names that the model's files would have for them."""
+    lora = lora_of(model)
+    if lora is None:
+        raise PlanError(f"{verb}: the model has no adapters. Call mk.lora on it before parallelize().")
+    saved = tuple(f"{name}." for name in lora.saved)
+    own = {name: tensor for name, tensor in full_state(model).items() if is_adapter(name) or name.startswith(saved)}
+    return _pieces(model, own, verb, part=True)
+
+
+def _pieces(model: nn.Module, own: dict[str, Tensor], verb: str, *, part: bool = False) -> dict[str, Piece]:
+    elsewhere = full_model_of(model) is not None
+    for name, tensor in own.items():
+        if tensor.is_meta and not elsewhere:
+            raise PlanError(f"{verb}: {name!r} is still on meta. Call parallelize() or model.to_empty() first.")
+    if any(name.startswith("model.") for name in own):  # a transformers model
+        fused = next((name for name in own if name.endswith(".experts.gate_up_proj")), None)
+        if fused:
+            raise PlanError(
+                f"{verb}: {fused!r} has two projections in one, and files have them apart. Use meshkit.models' own model, "
+                "or transformers' from_pretrained and save_pretrained."
+            )
+        return {name: Piece(tensor) for name, tensor in own.items()}
+    pieces = {
+        key: piece
+        for name, tensor in own.items()
+        if not name.endswith(OF_TRAINING[:1] if isinstance(model, DeepseekV3) else OF_TRAINING)
+        for key, piece in _in_files(model, name, tensor)
+    }
+    return pieces if part else pieces | _shared_copies(model)
+
+
+def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
+    key = name if name.startswith(("lm_head.", "score.")) else f"model.{_layer_name(model, name)}"
+    mixtral = isinstance(getattr(model, "config", None), MixtralConfig)  # a reward model is no Mixtral
+    if mixtral:
+        key = key.replace(".mlp.", ".block_sparse_moe.")
+    stacked = STACKED.fullmatch(key)
+    if stacked is None:
+        yield key, Piece(tensor)
+        return
+    projection = stacked["projection"]
+    projection = MIXTRAL_WEIGHTS[projection] if mixtral else projection
+    for expert in range(tensor.shape[0]):
+        yield f"{stacked['experts']}.{expert}.{projection}.weight", Piece(tensor, expert)
+
+
+def _layer_name(model: nn.Module, name: str) -> str:
+    """DeepSeek's files have the modules of `mtp` as more layers, with the decoder layer's parts among their own."""
+    if not isinstance(model, DeepseekV3) or not name.startswith("mtp."):
+        return name
+    _, index, rest = name.split(".", 2)
+    rest = f"shared_head.{rest}" if rest.startswith("norm.") else rest.removeprefix("layer.")
+    return f"layers.{model.config.num_hidden_layers + int(index)}.{rest}"
+
+
+def _shared_copies(model: nn.Module) -> dict[str, Piece]:
+    """Second names, which DeepSeek's files have for the embedding and the head in each module of `mtp`."""
+    copies: dict[str, Piece] = {}
+    if isinstance(model, DeepseekV3):
+        for index in range(len(model.mtp)):
+            layer = f"model.layers.{model.config.num_hidden_layers + index}"
+            copies[f"{layer}.embed_tokens.weight"] = Piece(model.embed_tokens.weight)
+            copies[f"{layer}.shared_head.head.weight"] = Piece(model.lm_head.weight)
+    return copies
+
+
+def is_passed_over(model: nn.Module, key: str) -> bool:
+    """Whether files may hold it for others: rotary frequencies, which every implementation recomputes, the modules that
+    predict further ahead, for a DeepseekV3 that has none, and the head, for a model that scores."""
+    if key.endswith("rotary_emb.inv_freq") or (key == "lm_head.weight" and isinstance(model, RewardModel)):
+        return True
+    if not isinstance(model, DeepseekV3) or len(model.mtp):
+        return False
+    layer: Any = re.match(r"model\.layers\.(\d+)\.", key)
+    return layer is not None and int(layer[1]) >= model.config.num_hidden_layers

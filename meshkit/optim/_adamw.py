@@ -1,0 +1,65 @@
+"""The optimizer that a run's memory policy asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshkit.core.model_state import copies_of
+from meshkit.optim.fused import ShardedAdamW
+from meshkit.optim.host_offload import OffloadedAdamW
+from meshkit.optim.low_bit import LowBitAdamW
+from meshkit.step import Run
+from meshkit.strategy import OptimizerPolicy
+
+
+def adamw(
+    model: Run | nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> Optimizer:
+    """AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed.
+
+    Of a run, as its `MemoryPolicy(optimizer=...)` says: fused, on the host, or with moments of few bits; of a plain
+    module, fused.
+    Raises: PlanError for parameters on meta, and for what `LowBitAdamW` cannot hold.
+    """
+    policy = model.resolved.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in named.values() if param.ndim > 1], "weight_decay": weight_decay},
+        {"params": [param for param in named.values() if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if policy.offload is not None:
+        offload = policy.offload
+        # Stages exchange the gradients of tied weights first.
+        streams = not (isinstance(model, Run) and model.pipeline is not None)
+        return OffloadedAdamW(
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            resident=offload.resident,
+            delayed=offload.delayed,
+            stream=streams,
+        )
+    if policy.states != "fp32" or policy.stochastic_rounding:
+        copies = copies_of(model.model) if isinstance(model, Run) else {}
+        names = {param: copies.get(name, name) for name, param in named.items()}
+        for group in groups:
+            group["params"] = [(names[param], param) for param in group["params"]]
+        return LowBitAdamW(
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            states=policy.states,
+            stochastic_rounding=policy.stochastic_rounding,
+        )
+    return ShardedAdamW(groups, lr=lr, betas=betas, eps=eps)

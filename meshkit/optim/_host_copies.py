@@ -1,0 +1,99 @@
+"""Memory of the host for state that leaves the device, and the stream that carries it there and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshkit.core.host_accounting import made_on_host
+
+ALIGNMENT = 64  # bytes: a cache line
+CHUNK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor lies: so many bytes into a chunk."""
+
+    chunk: int
+    offset: int
+
+
+def place_tensors(sizes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> tuple[list[Place], list[int]]:
+    """(place of each tensor of so many bytes, bytes of each chunk), in order, none across two chunks.
+
+    Chunks are powers of two, since PyTorch's allocator of pinned memory rounds up to one: a single slab of 33 GiB would
+    pin 64 GiB. Pinning every tensor by itself takes minutes for a large model.
+    """
+    places: list[Place] = []
+    chunks: list[int] = []
+    used = chunk_bytes
+    for size in sizes:
+        if used + size > (chunks[-1] if chunks else 0):
+            chunks.append(max(chunk_bytes, 1 << (size - 1).bit_length() if size else 0))
+            used = 0
+        places.append(Place(chunk=len(chunks) - 1, offset=used))
+        used += -(-size // ALIGNMENT) * ALIGNMENT
+    if chunks and chunks[-1] > used:  # the last one is no larger than it must be
+        chunks[-1] = min(chunks[-1], max(ALIGNMENT, 1 << (used - 1).bit_length() if used else 0))
+    return places, chunks
+
+
+def host_tensors(like: Sequence[tuple[torch.Size, torch.dtype]], *, pinned: bool) -> list[Tensor]:
+    """Contiguous host tensors of these shapes and dtypes, zero, in few allocations."""
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in like]
+    places, chunks = place_tensors(sizes)
+
+    def slab(size: int) -> Tensor:
+        return made_on_host(lambda: torch.zeros(size, dtype=torch.uint8, pin_memory=pinned))
+
+    slabs = [slab(chunk) for chunk in chunks]
+    return [
+        slabs[place.chunk][place.offset : place.offset + size].view(dtype).view(shape)
+        for place, size, (shape, dtype) in zip(places, sizes, like, strict=True)
+    ]
+
+
+class Carrier:
+    """Copies between the device and the host beside the computation; where the device is the host, plain copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_host = device.type == "cpu"
+        self._device = device
+        self._stream: Any = None if self.on_host else torch.Stream(device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target = source, once what is queued on the current stream is done; `target` is ready after `wait`."""
+        if self.on_host:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.device.type != "cpu":
+                tensor.record_stream(self._stream)  # its memory is not given away before the copy is done
+
+    def mark(self) -> Any:
+        """A point in time after all copies so far; `mark.synchronize()` has the host wait for it."""
+        return _Passed() if self.on_host else self._stream.record_event()
+
+    def wait(self) -> None:
+        """The host waits for all copies."""
+        if not self.on_host:
+            self._stream.synchronize()
+
+    def before_compute(self) -> None:
+        """The current stream waits for all copies; the host does not."""
+        if not self.on_host:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+class _Passed(contextlib.nullcontext[None]):
+    def synchronize(self) -> None:
+        pass

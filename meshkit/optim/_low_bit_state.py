@@ -1,0 +1,110 @@
+"""Moments in few bits: codes, and one fp32 scale for every block of a row.
+
+| states | levels                                    | block | bytes of one moment                 |
+|--------|-------------------------------------------|-------|-------------------------------------|
+| 8bit   | 256, dense near 0 (Dettmers et al. 2022)  | 256   | 1 + 4/256                           |
+| 4bit   | 16, dense near 0; second moment: linear   | 128   | 1/2 + 4/128, two codes in a byte    |
+| fp8    | those of e4m3                             | 256   | 1 + 4/256                           |
+
+Blocks run along the last dim of the **whole** tensor, not of a rank's part flattened: codes and scales are then sharded as
+the parameter is, and a checkpoint loads onto another mesh bit for bit. A plan that splits rows must split them between
+blocks, which take a smaller size for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshkit.strategy import States
+
+BLOCKS: dict[States, int] = {"8bit": 256, "4bit": 128, "fp8": 256}
+SMALLEST_BLOCK = 16
+SMALLEST_SCALE = 1e-12
+E4M3_MAX = 448.0
+
+
+@cache
+def levels(states: States, signed: bool) -> tuple[float, ...]:
+    """The values of all codes, ascending; the largest is 1."""
+    if states == "4bit" and not signed:
+        return tuple((torch.arange(1, 17) / 16).tolist())  # no zero: a second moment of 0 would divide by nothing
+    return dynamic_levels(signed=signed, exponents=3 if states == "4bit" else 7, bits=4 if states == "4bit" else 8)
+
+
+def dynamic_levels(*, signed: bool, exponents: int, bits: int) -> tuple[float, ...]:
+    """Decades from 1 downwards, each split in half as many steps as the one above it, of both signs; 0 and 1.
+
+    Source: Dettmers 2016 (arXiv 1511.04561), Dettmers et al. 2022.
+    """
+    fraction_bits = bits - 1 - exponents if signed else bits - exponents
+    values = [0.0, 1.0]
+    for decade in range(exponents):
+        steps = 2 ** (decade + fraction_bits)
+        edges = torch.linspace(0.1, 1, steps + 1)
+        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - exponents + 1)).tolist()
+        values += means + ([-mean for mean in means] if signed else [])
+    return tuple(sorted(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowBitState:
+    """How one moment of one parameter is stored. columns: of the local part's last dim; block: elements a scale is for."""
+
+    states: States
+    signed: bool
+    block: int
+
+    def code_columns(self, columns: int) -> int:
+        return -(-columns // 2) if self.states == "4bit" else columns
+
+    def scale_columns(self, columns: int) -> int:
+        return -(-columns // self.block)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values: [..., C] fp32 -> (codes [..., code_columns(C)] uint8, scales [..., scale_columns(C)] fp32)."""
+        columns = values.shape[-1]
+        blocks = self.scale_columns(columns)
+        padded = torch.nn.functional.pad(values, (0, blocks * self.block - columns))
+        largest = padded.unflatten(-1, (blocks, self.block)).abs().amax(-1).clamp(min=SMALLEST_SCALE)
+        if self.states == "fp8":
+            scale = largest / E4M3_MAX
+            codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+            return codes.view(torch.uint8), scale
+        known = torch.tensor(levels(self.states, self.signed), device=values.device)
+        between = (known[1:] + known[:-1]) / 2
+        scaled = values / self._spread(largest, columns)
+        codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
+        if self.states == "4bit":
+            codes = torch.nn.functional.pad(codes, (0, columns % 2))
+            codes = codes[..., 0::2] << 4 | codes[..., 1::2]
+        return codes, largest
+
+    def decode(self, codes: Tensor, scale: Tensor, columns: int) -> Tensor:
+        """The values, [..., C] fp32."""
+        spread = self._spread(scale, columns)
+        if self.states == "fp8":
+            return codes.view(torch.float8_e4m3fn).float() * spread
+        if self.states == "4bit":
+            codes = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)[..., :columns]
+        known = torch.tensor(levels(self.states, self.signed), device=codes.device)
+        return known[codes.int()] * spread
+
+    def _spread(self, scale: Tensor, columns: int) -> Tensor:
+        return scale.repeat_interleave(self.block, -1)[..., :columns]
+
+
+def block_of(states: States, *, columns: int, row_parts: int) -> int | None:
+    """Elements of a block where rows of the whole tensor are cut in `row_parts`; None if no block fits between the cuts."""
+    if row_parts == 1:
+        return BLOCKS[states]
+    part = -(-columns // row_parts)
+    block = BLOCKS[states]
+    while block >= SMALLEST_BLOCK:
+        if part % block == 0:
+            return block
+        block //= 2
+    return None

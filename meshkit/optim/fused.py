@@ -1,0 +1,99 @@
+"""torch's fused AdamW on the parts of sharded parameters that this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from meshkit.core import _torch
+from meshkit.core.sharding import local_tensor
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """The same update, bit for bit, of the same kernel, as `AdamW(..., fused=True)`; state is sharded as its parameter.
+
+    An update is the same whatever the placements are, so DTensor need not work out what it becomes: with torch 2.15 that
+    takes 0.08 s of each rank's processor for each shape of a parameter on three axes, and 0.8 s on four.
+    Wire: nothing.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's is a decorated one
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = _zeros(param)
+            states = [self.state[param] for param in params]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [local_tensor(param) for param in params],
+                [local_tensor(_placed_gradient(param)) for param in params],
+                [local_tensor(state["exp_avg"]) for state in states],
+                [local_tensor(state["exp_avg_sq"]) for state in states],
+                max_exp_avg_sqs=[],
+                state_steps=[local_tensor(state["step"]) for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        return loss
+
+
+def _placed_gradient(param: Tensor) -> Tensor:
+    """Of uneven parts of a compiled block torch 2.11 leaves whole gradients: see `_torch.local_shard`."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad
+
+
+def _zeros(param: Tensor) -> dict[str, Tensor]:
+    local = local_tensor(param)
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=local.device),
+        "exp_avg": placed(param, torch.zeros_like(local)),
+        "exp_avg_sq": placed(param, torch.zeros_like(local)),
+    }
+
+
+# What every optimizer here needs: a closure's loss, state where its parameter is, and state as it was saved.
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of an optimizer's step returns, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def placed(param: Tensor, local: Tensor) -> Tensor:
+    return _torch.place_like(param, local) if isinstance(param, DTensor) else local
+
+
+def paired_states(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """(parameter, its state) of a state_dict; afterwards the groups' options are set too. torch's own casts the state."""
+    groups = list(zip(optimizer.param_groups, state_dict["param_groups"], strict=True))
+    for group, saved in groups:
+        for param, index in zip(group["params"], saved["params"], strict=True):
+            yield param, state_dict["state"].get(index, {})
+    for group, saved in groups:
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})

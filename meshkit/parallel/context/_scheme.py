@@ -1,0 +1,129 @@
+"""From a mask and what the user fixed to a layout, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from meshkit.mask import Mask
+from meshkit.parallel.context._assign import Runs, assign, cut, received, work
+from meshkit.parallel.context._layout import KVExchange, Layout
+from meshkit.parallel.context._traffic import Shape, total, traffic
+from meshkit.strategy import Balance, ContextPolicy
+
+BALANCED = 1.05  # work of the busiest rank over the mean that "auto" accepts to send less
+
+
+@dataclass(frozen=True)
+class Choice:
+    """imbalance: work of the busiest group of ranks over the mean."""
+
+    layout: Layout
+    balance: Balance
+    imbalance: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, tokens {self.balance}, work max/mean {self.imbalance:.3f}; {self.reason}"
+
+    @property
+    def scheme(self) -> str:
+        """As a person says it: `ring`, `ulysses`, `ulysses=2 × group_cast`."""
+        return _scheme(self.layout)
+
+
+def _scheme(layout: Layout) -> str:
+    if layout.groups == 1:
+        return "ulysses"
+    return (f"ulysses={layout.ulysses} × " if layout.ulysses > 1 else "") + layout.exchange
+
+
+@lru_cache(maxsize=256)
+def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1) -> Choice:
+    """The layout of one stream of tokens. Pure: every rank finds the same.
+
+    multiple: each rank's tokens are padded to a multiple of it, and to at least one.
+    """
+    policy.refuse_misfit(ranks)
+    found = list(_candidates(mask, ranks, policy, shape, multiple))
+    sent = [_bytes(layout, shape) for layout, _, _ in found]
+    best = min(range(len(found)), key=sent.__getitem__)
+    names = [f"{_scheme(layout)} {size:,}" for (layout, _, _), size in zip(found, sent, strict=True)]
+    reason = f"bytes a layer: {names[best]}"
+    if len(found) > 1:
+        reason += f", the fewest; {', '.join(name for name in names if name != names[best])}"
+    return Choice(*found[best], reason)
+
+
+def choose_for_rows(
+    mask: Mask, rows: int, tokens: int, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1
+) -> tuple[Choice, int]:
+    """(the layout of `rows` rows of `tokens` tokens, how many rows are split alike).
+
+    A mask of one row's tokens splits all rows alike; one of more makes a single stream of them, end to end.
+    """
+    alike = rows if mask.tokens == tokens else 1
+    return choose(mask, ranks, policy, replace(shape, rows=alike), multiple=multiple), alike
+
+
+def _candidates(
+    mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, multiple: int
+) -> Iterator[tuple[Layout, Balance, float]]:
+    for exchange, ulysses in _shapes_of(ranks, policy, shape):
+        groups = ranks // ulysses
+        runs, balance = _balanced(mask, groups, policy, exchange)
+        pieces = tuple(piece for own in runs for piece in cut(own, ulysses))
+        lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
+        layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
+        yield layout, balance, _imbalance(work(mask, runs))
+
+
+def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tuple[KVExchange, int]]:
+    """(exchange, ulysses) of every scheme that the policy leaves open."""
+    match policy.scheme:
+        case "auto" if policy.ulysses is None:
+            for ulysses in range(1, ranks + 1):
+                even = shape.heads % ulysses == 0 and (shape.kv_heads % ulysses == 0 or ulysses % shape.kv_heads == 0)
+                if ranks % ulysses == 0 and (even or ulysses == 1):
+                    yield "group_cast", ulysses
+        case "auto":
+            yield "group_cast", policy.ulysses or 1
+        case "ulysses":
+            yield "group_cast", ranks
+        case _:
+            yield policy.scheme, policy.ulysses or 1
+
+
+def _balanced(mask: Mask, groups: int, policy: ContextPolicy, exchange: KVExchange) -> tuple[list[Runs], Balance]:
+    """The assignment to groups: the least traffic among those that are balanced, where traffic depends on it."""
+    if policy.balance != "auto":
+        return assign(mask, groups, balance=policy.balance, slack=policy.slack), policy.balance
+    if groups == 1:
+        return assign(mask, groups, balance="contiguous"), "contiguous"
+    if exchange != "group_cast":  # everybody gets every key anyway
+        kinds: tuple[Balance, ...] = ("zigzag", "per_document") if len(mask.components) > 1 else ("zigzag",)
+    else:
+        kinds = ("contiguous", "zigzag", "locality")
+    found = [(assign(mask, groups, balance=kind, slack=policy.slack), kind) for kind in kinds]
+    loads = [_imbalance(work(mask, runs)) for runs, _ in found]
+    fit = [pair for pair, load in zip(found, loads, strict=True) if load <= max(BALANCED, 1 + policy.slack)]
+    if not fit:
+        return found[loads.index(min(loads))]
+    if exchange != "group_cast":
+        return fit[0]
+    return min(fit, key=lambda pair: sum(received(mask, pair[0])))
+
+
+def _imbalance(loads: list[int]) -> float:
+    return max(loads) * len(loads) / max(sum(loads), 1)
+
+
+def _padded(tokens: int, multiple: int) -> int:
+    return max(ceil(tokens / multiple), 1) * multiple
+
+
+def _bytes(layout: Layout, shape: Shape) -> int:
+    """What the rank that sends most sends for one layer, forward and backward."""
+    return max(sum(map(total, traffic(layout, rank, shape))) for rank in range(layout.ranks))

@@ -1,0 +1,333 @@
+"""Tensor and sequence parallelism on one mesh axis, for any nn.Module, by a table of names.
+
+Parameters become DTensors on the axis: names, checkpoints and FSDP see whole parameters. Activations stay plain
+tensors: inside a forward each module computes with its local shards, and hooks place the collectives of
+`meshkit.core.collectives` where a region begins and ends. So the model's own code runs unchanged on fewer heads and features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshkit.core import _torch
+from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
+from meshkit.core.patch_class import patch_class
+from meshkit.core.quantized_weight import codes_of
+from meshkit.core.sharding import chunk
+from meshkit.errors import PlanError
+from meshkit.loss.linear_logits import LinearLogits, as_logits
+from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
+from meshkit.parallel.tensor.regather import Region, mark, refuse_without_sequence
+from meshkit.plan import Style, match_table
+
+SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
+
+View = Callable[[nn.Parameter | None], Tensor | None]
+
+
+def tensor_parallel(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Mapping[str, Style],
+    sequence: bool = False,
+    regather: bool = False,
+) -> nn.Module:
+    """Split the module over one mesh axis as `plan` says, in place.
+
+    plan: module pattern -> style (`column()`, `row()`, ...); every module that holds parameters must be covered.
+    sequence: hold the residual stream sharded along dim -2 between regions. Then inputs and outputs of the module are
+    sharded that way too, unless an embedding or a head begins or ends it. Otherwise they are whole on every rank.
+    regather: with sequence=True, linear layers keep this rank's part of a region's input, which backward gathers again.
+    Wire, per region and direction: one all-reduce of its input or output; with sequence=True an all-gather and a
+    reduce-scatter of the same size instead, and with regather one more all-gather in backward. Whole parameters used on parts
+    add one all-reduce of their gradient.
+    Parameters keep their values, which must be the same on every rank; on meta they stay on meta.
+    Raises: PlanError for a plan that does not fit the module or the axis.
+    Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
+    """
+    if mesh.ndim != 1:
+        raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
+    refuse_without_sequence(regather=regather, sequence=sequence)
+    if mesh.size() == 1:
+        match_table(
+            plan, dict(module.named_modules(remove_duplicate=False)), what="module"
+        )  # typos show on one rank too
+        return module
+    layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
+    _distribute(module, mesh, layout)
+    for name, child in list(module.named_modules()):
+        _localize(child, name, mesh, layout)
+    modules = dict(module.named_modules())
+    for call in layout.calls:
+        if call.module in modules:
+            region = Region(SEQUENCE_DIM, mesh) if regather and call.kind == "enter" else None
+            _communicate(modules[call.module], mesh, layout, call, region)
+            if region is not None:
+                _keep_parts(modules, layout, call, region)
+    _repeat_own_heads(modules, layout, mesh.get_local_rank())
+    return module
+
+
+class FakeAxis:
+    """An axis of which one rank is there, for tensors that have shapes and no values: nothing is sent."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def get_local_rank(self) -> int:
+        return self._rank
+
+    def get_group(self) -> Any:
+        return SimpleNamespace(group_name="alone")
+
+
+def shard_without_ranks(
+    part: nn.Module, name: str, layout: TensorLayout, *, rank: int = 0, regather: bool = False
+) -> nn.Module:
+    """Let a part of a model, without values and of its own, compute as that of one tensor rank, in place.
+
+    name: the part's, in the model that the layout is of. It then tells what a rank keeps and computes, without ranks.
+    """
+    axis: Any = FakeAxis(layout.size, rank)
+    modules = {f"{name}.{key}" if key else name: child for key, child in part.named_modules()}
+    for prefix, child in modules.items():
+        for key, param in list(child.named_parameters(recurse=False)):
+            placement = layout.params[f"{prefix}.{key}"].placement
+            if isinstance(placement, Shard):
+                own = chunk(param.shape[placement.dim], layout.size, rank)
+                shape = list(param.shape)
+                shape[placement.dim] = own.stop - own.start
+                child._parameters[key] = nn.Parameter(param.new_empty(shape), param.requires_grad)
+        _localize(child, prefix, axis, layout)
+    for call in layout.calls:
+        if call.module in modules:
+            region = Region(SEQUENCE_DIM, axis) if regather and call.kind == "enter" else None
+            _communicate(modules[call.module], axis, layout, call, region)
+            if region is not None:
+                _keep_parts(modules, layout, call, region)
+    _repeat_own_heads(modules, layout, rank)
+    return part
+
+
+def _repeat_own_heads(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
+    """Attention of transformers repeats key/value heads by a number that it keeps."""
+    for name, heads in layout.heads.items():
+        if name in modules and hasattr(modules[name], "num_key_value_groups"):
+            modules[name].num_key_value_groups = heads[rank].query // heads[rank].kv  # type: ignore[assignment]
+
+
+def inside_forward(module: nn.Module, key: str) -> Tensor:
+    """What `module.<key>` is inside the module's forward: the local tensor to compute with, connected for autograd."""
+    if not hasattr(module, "_computing"):
+        value: Tensor = getattr(module, key)
+        return value
+    module._computing = True  # type: ignore[assignment]
+    try:
+        local: Tensor = getattr(module, key)
+        return local
+    finally:
+        module._computing = False  # type: ignore[assignment]
+
+
+def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replicate) -> DTensor:
+    """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta.
+
+    placements: one for each axis of the mesh, different dims.
+    """
+    local = param.detach()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            part = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(placement.dim, part.start, part.stop - part.start)
+    if any(isinstance(placement, Shard) for placement in placements):
+        local = local.clone()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
+    )
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> None:
+    """Replace every parameter by a DTensor on the axis; a tied parameter stays one parameter."""
+    made: dict[int, nn.Parameter] = {}
+    owners = [
+        (owner, key, f"{prefix}.{key}" if prefix else key, param)
+        for prefix, owner in module.named_modules()
+        for key, param in owner.named_parameters(recurse=False)
+    ]
+    for owner, key, name, param in owners:
+        if name not in layout.params:
+            continue
+        if id(param) not in made:
+            value = shard_parameter(param, mesh, layout.params[name].placement)
+            made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+        owner._parameters[key] = made[id(param)]
+
+
+def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayout) -> None:
+    """Inside the module's forward, `self.weight` is the local tensor to compute with, connected for autograd.
+
+    Outside of it `module.weight` stays the parameter, a DTensor, as FSDP, checkpoints and users expect.
+    """
+    held = [key for key, _ in module.named_parameters(recurse=False)]
+    if not held or layout.styles[name].kind == "experts":
+        return
+    kind = layout.styles[name].kind
+    layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in held}
+    if isinstance(module, nn.Linear):
+        module.own_columns = _own_columns(module, layouts["weight"], mesh)  # type: ignore[assignment]
+        if codes_of(module) is not None and layouts["weight"].dim == 1:
+            layouts["weight"] = replace(layouts["weight"], indices=None)  # the layer picks them after it has decoded
+    views = {key: _view(key, each, mesh) for key, each in layouts.items()}
+    if kind == "row" and "bias" in views:
+        # Added after the sum: the forward's own addition would count it once per rank.
+        bias = views.pop("bias")
+        views["bias"] = lambda param: None
+        module.register_forward_hook(lambda module, args, out: out + bias(module._parameters["bias"]))
+    forward = None
+    if kind == "vocab" and isinstance(module, nn.Embedding):
+        forward = _vocab_embedding_forward(module, mesh)
+    compute_with(module, views, forward)
+
+
+def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:
+    """Of which features of the whole layer's input this rank's input is; None for all."""
+    if layout.indices is not None and layout.dim == 1:
+        return torch.tensor(layout.indices[mesh.get_local_rank()])
+    if isinstance(layout.placement, Shard) and layout.placement.dim == 1:
+        part = chunk(linear.in_features, mesh.size(), mesh.get_local_rank())
+        return torch.arange(part.start, part.stop)
+    return None
+
+
+def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None) -> None:
+    """While `module` computes, each of these attributes is what its view makes of the parameter.
+
+    forward: what to run instead of the class's own.
+    """
+    forward = forward or type(module).forward
+
+    def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled recompute may not change attributes on 2.11
+            return forward(self, *args, **kwargs)
+        self._computing = True  # type: ignore[assignment]
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self._computing = False  # type: ignore[assignment]
+
+    module._computing = False  # type: ignore[assignment]
+    local_forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    patch_class(module, forward=local_forward, **{key: _local_inside_forward(key, view) for key, view in views.items()})
+
+
+def _local_inside_forward(key: str, view: View) -> Any:
+    def read(module: nn.Module) -> Tensor | None:
+        param = module._parameters[key]
+        return view(param) if module._computing or torch.compiler.is_compiling() else param
+
+    return property(read)
+
+
+def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
+    indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
+
+    def view(param: nn.Parameter | None) -> Tensor:
+        assert param is not None
+        value = (
+            _torch.local_shard(param) if isinstance(param, DTensor) else param
+        )  # a shard already: see `shard_without_ranks`
+        if layout.gradient == "sum":
+            value = copy_to_axis(value, mesh)
+        return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
+
+    return view
+
+
+def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
+    part = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+    padding = module.padding_idx
+    own_padding = padding - part.start if padding is not None and part.start <= padding < part.stop else None
+
+    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+        """Look up the ids this rank holds; zero for the others, which their owner adds."""
+        if part.start == part.stop:
+            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))  # of a row of zeros
+        outside = (ids < part.start) | (ids >= part.stop)
+        found = F.embedding((ids - part.start).masked_fill(outside, 0), self.weight, own_padding)
+        return found.masked_fill(outside.unsqueeze(-1), 0)
+
+    return forward
+
+
+def _communicate(
+    module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call, region: Region | None = None
+) -> None:
+    """Hook the collectives of one call onto the module. region: enters instead of a plain all-gather."""
+    sequence = layout.sequence
+    if region is not None:
+        _on_first_input(module, region.enter)
+    elif call.kind == "enter":
+        _on_first_input(module, lambda x: gather_dim(x, SEQUENCE_DIM, mesh) if sequence else copy_to_axis(x, mesh))
+    if call.kind == "enter":
+        if layout.styles[call.module].kind == "vocab":
+            assert isinstance(module, nn.Linear)
+            vocabulary = module.out_features
+            module.register_forward_hook(lambda module, args, out: _logits_over(out, mesh, vocabulary))
+    elif call.kind == "split":
+        _on_first_input(module, lambda x: split_dim(x, SEQUENCE_DIM, mesh))
+    elif call.kind in ("leave", "leave_whole"):
+        scatter = sequence and call.kind == "leave"
+        # Before the hook that adds a row's bias: the sum comes first.
+        module.register_forward_hook(
+            lambda module, args, out: (
+                scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh)
+            ),
+            prepend=True,
+        )
+    else:
+        _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
+        if call.kind == "gather_split":
+            module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
+
+
+def _keep_parts(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:
+    """The linear layers that may read the input of the region keep this rank's part of it."""
+    for name in readers(modules, layout, call):
+        region.keep_part(modules[name])
+    modules[call.module].register_forward_hook(lambda module, args, out: region.leave(), always_call=True)
+    mark(modules[call.module], region)
+
+
+def _on_first_input(module: nn.Module, change: Any) -> None:
+    """Apply `change` to the first argument of the module's forward, passed by position or by name."""
+    first = next(iter(inspect.signature(module.forward).parameters))
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, first: change(kwargs[first])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _logits_over(out: Tensor | LinearLogits, mesh: DeviceMesh, vocabulary: int) -> DTensor | LinearLogits:
+    """What the head returns, as logits whose vocabulary is shared over the axis."""
+    if isinstance(out, LinearLogits):
+        return replace(out, head=out.head.over(mesh))
+    return as_logits(out, mesh, vocabulary)

@@ -1,0 +1,352 @@
+"""What tensor parallelism decides, as data: where each parameter lies, which calls communicate. Needs no ranks.
+
+`tensor_parallel` executes this, `explain` prints and prices it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from meshkit.core.quantized_weight import codes_of
+from meshkit.core.sharding import chunk, even_part
+from meshkit.errors import PlanError
+from meshkit.plan import Style, match_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamLayout:
+    """One parameter on the tensor axis.
+
+    gradient: "own" is this rank's shard; "same" is whole and equal on every rank; "sum" is whole, each rank holding a
+    summand. indices: the rows (dim 0) or columns (dim 1) each rank computes with, where that is not its shard.
+    """
+
+    placement: Shard | Replicate
+    gradient: Literal["own", "same", "sum"]
+    dim: int = 0
+    indices: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One communicating step in the forward of a module; `width` is the size of the last dim of what is sent."""
+
+    module: str
+    kind: Literal["enter", "leave", "leave_whole", "split", "gather_split", "gather"]
+    width: int
+
+
+class Heads(NamedTuple):
+    """The heads of one attention module that one rank computes."""
+
+    query: int
+    kv: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    size: int
+    sequence: bool
+    params: dict[str, ParamLayout] = field(default_factory=dict)  # by name; a tied parameter under each of its names
+    calls: list[Call] = field(default_factory=list)
+    styles: dict[str, Style] = field(default_factory=dict)
+    shared_entry: dict[str, str] = field(default_factory=dict)  # column module -> the container that enters for it
+    heads: dict[str, tuple[Heads, ...]] = field(default_factory=dict)  # attention module -> the heads of each rank
+
+
+def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, sequence: bool) -> TensorLayout:
+    """Match the plan against the module and decide every parameter's layout on an axis of `size` ranks.
+
+    Raises: PlanError for a pattern that matches nothing, a module with parameters that no pattern covers, a style on a
+    module it cannot serve, more ranks than query heads.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    layout = TensorLayout(size=size, sequence=sequence, styles=match_table(plan, modules, what="module"))
+    for name, child in modules.items():
+        _add_module(layout, name, child)
+    # Containers after all modules: what a rank stores of a projection may change once its heads are known.
+    for name, style in layout.styles.items():
+        if style.kind == "split" and sequence:
+            layout.calls.append(Call(module=name, kind="split", width=_width(modules[name])))
+        elif style.kind in ("enter", "attention"):
+            _add_container(layout, name, modules[name], style, modules)
+    # And single columns after containers: those inside of one share its entry.
+    for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
+        if style.kind == "column" and not style.inner and name not in layout.shared_entry:
+            layout.calls.append(
+                Call(module=name, kind="enter", width=_linear(name, modules[name], "column").in_features)
+            )
+    for name, child in modules.items():
+        _refuse_split_blocks(layout, name, child)
+    _check_tied(module, layout)
+    return layout
+
+
+def _add_module(layout: TensorLayout, name: str, module: nn.Module) -> None:
+    """Decide what the module's own parameters are, by its style."""
+    style = layout.styles.get(name)
+    held = [key for key, _ in module.named_parameters(recurse=False)]
+    if style is None:
+        if held:
+            raise PlanError(
+                f"plan: module {name or '(the model itself)'!r} ({type(module).__name__}) holds the parameter "
+                f"{held[0]!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
+                "vocab(), sequence(), per_head() or replicate()."
+            )
+    elif style.kind in ("column", "row", "vocab"):
+        _add_sharded(layout, name, module, style)
+    elif style.kind in ("enter", "attention", "split"):
+        if held:
+            raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {held}.")
+    elif style.kind != "experts":  # theirs is the expert view
+        _add_whole(layout, name, module, style, held)
+
+
+def _add_whole(layout: TensorLayout, name: str, module: nn.Module, style: Style, held: list[str]) -> None:
+    """A module that every rank holds whole. Where it computes with a part, of heads or tokens, its gradients are summands."""
+    summed = style.kind == "per_head" or (style.kind == "sequence" and layout.sequence)
+    for key in held:
+        layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
+    if style.kind == "replicate" and layout.sequence and held and not style.inner:
+        layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
+    if style.kind == "head" and layout.sequence:
+        layout.calls.append(Call(module=name, kind="gather", width=_linear(name, module, "head").in_features))
+
+
+def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
+    """For a whole model with sequence=True: something must cut the hidden states, or every rank would think its own a part.
+
+    Raises: PlanError where no embedding is split over its vocabulary, and no container is a split().
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    styles = match_table(plan, modules, what="module")
+    for name, style in styles.items():
+        if style.kind == "split" or (style.kind == "vocab" and isinstance(modules[name], nn.Embedding)):
+            return
+    whole = [name for name in styles if isinstance(modules[name], nn.Embedding)]
+    raise PlanError(
+        "sequence=True shards hidden states along the sequence, but the plan cuts them nowhere"
+        + (
+            f": {whole[0]!r} is looked up whole ({styles[whole[0]]}). Give it vocab()"
+            if whole
+            else ". Give an embedding vocab()"
+        )
+        + ", or split() to the first module that takes them whole; or use sequence=False."
+    )
+
+
+def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
+    shard: ParamLayout = ParamLayout(placement=Shard(0), gradient="own")
+    weight, bias = _join(name, "weight"), _join(name, "bias")
+    if style.kind == "vocab" and isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise PlanError(f"plan: vocab() on {name!r}: max_norm, scale_grad_by_freq and sparse are not supported.")
+        layout.params[weight] = shard
+        splits = any(other.kind == "split" for other in layout.styles.values())
+        layout.calls.append(Call(module=name, kind="leave_whole" if splits else "leave", width=module.embedding_dim))
+        return
+    linear = _linear(name, module, style.kind)
+    if style.group > 1:
+        _refuse_split_groups(layout, name, linear, style)
+    if style.kind == "row":
+        layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
+        if linear.bias is not None:  # added once, after the sum
+            gradient: Literal["same", "sum"] = "sum" if layout.sequence else "same"
+            layout.params[bias] = ParamLayout(placement=Replicate(), gradient=gradient)
+        if not style.inner:
+            layout.calls.append(Call(module=name, kind="leave", width=linear.out_features))
+        return
+    layout.params[weight] = shard
+    if linear.bias is not None:
+        layout.params[bias] = shard
+    if style.kind == "vocab":
+        layout.calls.append(Call(module=name, kind="enter", width=linear.in_features))
+
+
+def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
+    features = linear.in_features if style.kind == "row" else linear.out_features
+    groups = features // style.group
+    if features % style.group or groups % layout.size:
+        raise PlanError(
+            f"plan: {name!r} has {features} features in groups of {style.group}, and tp={layout.size} does not divide the "
+            f"{groups} groups. Choose a tp that divides {groups}."
+        )
+
+
+def _refuse_split_blocks(layout: TensorLayout, name: str, module: nn.Module) -> None:
+    """Rows in few bits are split between blocks, or a rank would hold codes without their scale."""
+    codes = codes_of(module)
+    if codes is None or not isinstance(module, nn.Linear):
+        return
+    placement = layout.params[_join(name, "weight")].placement
+    if isinstance(placement, Shard) and placement.dim == 1 and module.in_features % (codes.block * layout.size):
+        raise PlanError(
+            f"plan: the rows of {name!r}, {module.in_features} features in few bits, are split over tp={layout.size}, but "
+            f"not into whole blocks of {codes.block}. Give mk.lora a base_block that divides "
+            f"{module.in_features / layout.size:g}, or use another tp."
+        )
+
+
+def _add_container(
+    layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
+) -> None:
+    columns = [
+        child
+        for child in modules
+        if child.startswith(name + ".") and getattr(layout.styles.get(child), "kind", "") == "column"
+    ]
+    if not columns:
+        raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
+    layout.shared_entry.update(dict.fromkeys(columns, name))
+    # What enters is what the first linear layer reads: a projection that is whole on every rank may come before the columns.
+    inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
+    first = next(child for child in inside if isinstance(modules[child], nn.Linear))
+    layout.calls.append(Call(module=name, kind="enter", width=_linear(first, modules[first], "column").in_features))
+    if style.kind == "attention":
+        _split_heads(layout, name, module, style, modules)
+
+
+def _split_heads(
+    layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
+) -> None:
+    """Give every rank whole query heads and the key/value heads they read."""
+    query_heads, kv_heads, head_dim = whole = _whole_heads(name, module, style, modules)
+    if layout.size > query_heads:
+        raise PlanError(
+            f"tp={layout.size} needs at least {layout.size} query heads, but {name!r} has {query_heads}. "
+            f"Use tp of at most {query_heads}."
+        )
+    layout.heads[name] = tuple(_rank_heads(whole, layout.size, rank) for rank in range(layout.size))
+    query, key, value, output = (_join(name, child) for child in style.projections)
+    own_query = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
+    own_kv = [_kv_heads(heads, query_heads // kv_heads) for heads in own_query]
+    if query_heads % layout.size:
+        _replicate_heads(layout, query, 0, own_query, head_dim)
+        _replicate_heads(layout, output, 1, own_query, head_dim)
+    if query_heads % layout.size or kv_heads % layout.size:
+        _replicate_heads(layout, key, 0, own_kv, head_dim)
+        _replicate_heads(layout, value, 0, own_kv, head_dim)
+
+
+def attention_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> dict[str, tuple[Heads, ...]]:
+    """The heads that each of `size` tensor ranks computes in every attention module of the plan."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    styles = match_table(plan, modules, what="module")
+    whole = {
+        name: _latent_heads(name, style, styles, modules) if style.query else _whole_heads(name, module, style, modules)
+        for name, module in modules.items()
+        if (style := styles.get(name)) is not None and (style.kind == "attention" or style.query)
+    }
+    return {name: tuple(_rank_heads(heads, size, rank) for rank in range(size)) for name, heads in whole.items()}
+
+
+def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> Heads | None:
+    """The first attention module's heads on the tensor rank that has most: alike on every rank. None without attention."""
+    layers = attention_heads(module, plan, size=size)
+    return max(next(iter(layers.values()))) if layers else None
+
+
+def _rank_heads(whole: Heads, size: int, rank: int) -> Heads:
+    own = tuple(even_part(whole.query, size, rank))
+    return Heads(len(own), len(_kv_heads(own, whole.query // whole.kv)), whole.head_dim)
+
+
+def _whole_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]) -> Heads:
+    head_dim = getattr(module, style.head_dim, None)
+    if not isinstance(head_dim, int):
+        raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
+    projections = [_join(name, child) for child in style.projections]
+    missing = [child for child in projections if child not in modules]
+    if missing:
+        raise PlanError(
+            f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
+        )
+    query, key = (_linear(child, modules[child], "column").out_features // head_dim for child in projections[:2])
+    return Heads(query, key, head_dim)
+
+
+def _latent_heads(name: str, style: Style, styles: Mapping[str, Style], modules: dict[str, nn.Module]) -> Heads:
+    """Of latent attention: each group of the queries is a head, with a key and a value of its own."""
+    child = _join(name, style.query)
+    made = styles.get(child)
+    if child not in modules or made is None or made.kind != "column" or made.group == 1:
+        found = (
+            f"{child!r} is {made or 'not covered'} in the plan" if child in modules else f"there is no module {child!r}"
+        )
+        raise PlanError(
+            f"plan: enter(query={style.query!r}) on {name!r} names the child that makes the queries, but {found}. Name a "
+            "child that is column(group=...), where the group is the size of a head of q."
+        )
+    heads = _linear(child, modules[child], "column").out_features // made.group
+    return Heads(heads, heads, made.group)
+
+
+def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:
+    """Store the projection whole on every rank; each computes with its own heads."""
+    indices = tuple(tuple(h * head_dim + i for h in own for i in range(head_dim)) for own in heads)
+    whole = ParamLayout(placement=Replicate(), gradient="sum", dim=dim, indices=indices)
+    layout.params[_join(name, "weight")] = whole
+    if dim == 0 and _join(name, "bias") in layout.params:
+        layout.params[_join(name, "bias")] = whole
+    for child, inner in layout.styles.items():  # an adapter's, which is split as the projection
+        if inner.inner and child.startswith(f"{name}.") and inner.kind == ("row" if dim else "column"):
+            layout.params[_join(child, "weight")] = whole
+
+
+def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """The key/value heads these query heads read: each once if all are read equally often, else one per query head."""
+    read = [head // group for head in query_heads]
+    once = tuple(dict.fromkeys(read))
+    return once if len({read.count(head) for head in once}) == 1 else tuple(read)
+
+
+def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
+    """A parameter with several names must be laid out the same way under each."""
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if layout.params.get(name) != layout.params.get(other):
+            raise PlanError(
+                f"plan: {name!r} and {other!r} are one tied parameter, but the plan lays them out differently "
+                f"({layout.params[name].placement} and {layout.params[other].placement}). Give both modules the same style."
+            )
+
+
+def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) -> list[str]:
+    """The linear layers that may read the input of a region: all inside of it but rows, which end it."""
+    return [
+        name
+        for name, child in modules.items()
+        if (name == call.module or name.startswith(call.module + "."))
+        and isinstance(child, nn.Linear)
+        and getattr(layout.styles.get(name), "kind", "row") != "row"
+    ]
+
+
+def shard_sizes(size: int, parts: int) -> list[int]:
+    """Lengths of the parts of an uneven shard, as DTensor lays it out."""
+    slices = [chunk(size, parts, index) for index in range(parts)]
+    return [part.stop - part.start for part in slices]
+
+
+def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
+        raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
+    return module
+
+
+def _width(module: nn.Module) -> int:
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return next(module.parameters()).shape[-1]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,153 @@
+"""A plan for models nobody wrote a plan for, by the names and shapes of their modules, saying what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import nn
+
+from meshkit.errors import PlanError
+from meshkit.plan.styles import Plan, Style, attention, column, enter, per_head, replicate, row, sequence, split, vocab
+
+# Names used by transformers' decoders of the Llama, Qwen2, Qwen3 and Mistral families, and by meshkit's own.
+ATTENTION = {"q_proj": column(), "k_proj": column(), "v_proj": column(), "o_proj": row()}
+GATED_MLP = {"gate_proj": column(), "up_proj": column(), "down_proj": row()}
+# First and second linear layer of a plain MLP, under the names people give them.
+MLP_PAIRS = [
+    ("up", "down"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("w1", "w2"),
+    ("linear1", "linear2"),
+    ("in_proj", "out_proj"),
+]
+ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+
+
+def auto_plan(model: nn.Module) -> Plan:
+    """Derive a plan from names and shapes; `print(plan)` shows what was decided.
+
+    Decoders with transformers' Llama names are split by heads, features and vocabulary, and their repeated layers are the
+    blocks. In other models, pairs of linear layers (`up`/`down`, `fc1`/`fc2`, or a Sequential of two linears with
+    elementwise functions between) are split by features. Whatever else holds parameters is computed whole by every rank.
+    Raises: PlanError for a model without parameters.
+    """
+    if not any(True for _ in model.parameters()):
+        raise PlanError(f"auto_plan: {type(model).__name__} has no parameters, so there is nothing to plan.")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    pattern = partial(_general, modules=modules)
+    decoder = any(_is_attention(child) for child in modules.values())
+    tensor: dict[str, Style] = {}
+    for name, child in modules.items():
+        for part, style in _split_styles(child):
+            _add(tensor, pattern(_join(name, part) if part else name), style)
+    for name, child in modules.items():
+        if any(True for _ in child.parameters(recurse=False)):
+            tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
+    layers = _layers(modules)
+    if decoder and layers:
+        tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
+    return Plan(
+        tensor=tensor,
+        blocks=tuple(dict.fromkeys(map(pattern, layers))),
+        units=tuple(name for name in modules if decoder and _last(name) in ("embed_tokens", "lm_head")),
+        mlps=tuple(dict.fromkeys(pattern(name) for name, child in modules.items() if _is_gated_mlp(child))),
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return ATTENTION.keys() <= dict(module.named_children()).keys() and isinstance(
+        getattr(module, "head_dim", None), int
+    )
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    return GATED_MLP.keys() <= dict(module.named_children()).keys() and not _is_attention(module)
+
+
+def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
+    """(child, "" for the module itself; style) of what is split by heads or by features."""
+    children = dict(module.named_children())
+    if _is_attention(module):
+        yield "", attention()
+        norms = {"q_norm": per_head(), "k_norm": per_head()}
+        yield from ((child, style) for child in children if (style := (ATTENTION | norms).get(child)) is not None)
+    elif _is_gated_mlp(module):
+        yield "", enter()
+        yield from GATED_MLP.items()
+    else:
+        for first, second in [*_named_pairs(module), *_sequential_pairs(module)]:
+            yield first, column()
+            yield second, row()
+
+
+def _other_style(name: str, module: nn.Module, *, decoder: bool) -> Style:
+    """Of a module that holds parameters, and that nothing splits by heads or features."""
+    if decoder and (isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and _last(name) == "lm_head")):
+        return vocab()
+    return sequence() if decoder and "norm" in _last(name) else replicate()
+
+
+def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
+    if tensor.setdefault(pattern, style) != style:
+        raise PlanError(
+            f"auto_plan: modules like {pattern!r} are not alike ({tensor[pattern]} and {style}). Write the plan."
+        )
+
+
+def _named_pairs(module: nn.Module) -> list[tuple[str, str]]:
+    held = dict(module.named_children())
+    return [
+        (first, second)
+        for first, second in MLP_PAIRS
+        if isinstance(up := held.get(first), nn.Linear)
+        and isinstance(down := held.get(second), nn.Linear)
+        and up.out_features == down.in_features
+    ]
+
+
+def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
+    """(first, second) linear layers of a Sequential with only elementwise functions between them."""
+    if not isinstance(module, nn.Sequential):
+        return []
+    pairs: list[tuple[str, str]] = []
+    first: str | None = None
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            if first is not None:
+                pairs.append((first, name))
+            first = None if first is not None else name
+        elif not isinstance(child, ELEMENTWISE):
+            first = None
+    return pairs
+
+
+def _layers(modules: dict[str, nn.Module]) -> list[str]:
+    """The members of the longest ModuleList of modules of one type: the repeated blocks."""
+    lists = {
+        name: child
+        for name, child in modules.items()
+        if isinstance(child, nn.ModuleList) and len({type(member) for member in child}) == 1
+    }
+    if not lists:
+        return []
+    name, best = max(lists.items(), key=lambda item: len(item[1]))
+    return [f"{name}.{index}" if name else str(index) for index in range(len(best))]
+
+
+def _general(name: str, modules: dict[str, nn.Module]) -> str:
+    """`layers.3.mlp` to `layers.*.mlp`: members of a ModuleList are alike, members of a Sequential are not."""
+    parts = name.split(".")
+    return ".".join(
+        "*" if isinstance(modules.get(".".join(parts[:index])), nn.ModuleList) else part
+        for index, part in enumerate(parts)
+    )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

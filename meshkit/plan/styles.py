@@ -1,0 +1,169 @@
+"""What: for each part of a model, what happens to it on each axis. A plan is a table of name patterns.
+
+In a pattern `*` is one component of a module's dotted name, `**` any number of them, and `{q,k}` a choice:
+`"layers.*.self_attn.{q,k,v}_proj"`. Matching is strict: a pattern that matches nothing, and a module that two patterns
+match, are errors. A style marked `optional` may match nothing, for one plan that serves several models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Style:
+    """What one module does on the tensor axis, experts on theirs. Made by the functions below, which say what kinds mean."""
+
+    kind: Literal[
+        "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
+    ]
+    optional: bool = False
+    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    head_dim: str = "head_dim"
+    query: str = ""
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    group: int = 1
+    inner: bool = False
+    """of a module that its parent calls on the parent's own input or output: nothing is sent for it"""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({'optional=True' if self.optional else ''})"
+
+
+def column(*, group: int = 1, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the output features, and computes only those.
+
+    group: features that stay together, those of a head; then the axis must divide the number of groups.
+    """
+    return Style("column", optional, group=group)
+
+
+def row(*, group: int = 1, optional: bool = False) -> Style:
+    """Linear: each rank holds a part of the input features; the partial outputs are summed over the axis.
+
+    group: as for column().
+    """
+    return Style("row", optional, group=group)
+
+
+def vocab(*, optional: bool = False) -> Style:
+    """Embedding or output head: each rank holds a part of the vocabulary.
+
+    The head's logits leave as a DTensor sharded on the last dim, which `meshkit.cross_entropy` understands.
+    """
+    return Style("vocab", optional)
+
+
+def sequence(*, optional: bool = False) -> Style:
+    """A module on the residual stream, a norm: whole on every rank; with sequence=True it sees a part of the sequence."""
+    return Style("sequence", optional)
+
+
+def per_head(*, optional: bool = False) -> Style:
+    """A module between column and row, a query norm: whole on every rank, applied to this rank's heads or features."""
+    return Style("per_head", optional)
+
+
+def replicate(*, optional: bool = False) -> Style:
+    """A module that every rank computes whole, on the whole sequence."""
+    return Style("replicate", optional)
+
+
+def head(*, optional: bool = False) -> Style:
+    """A module that ends the model and that every rank computes whole, such as a score: its output is whole, too."""
+    return Style("head", optional)
+
+
+def enter(*, query: str = "", optional: bool = False) -> Style:
+    """A container whose first input feeds several column() children: the axis is entered once, not once per child.
+
+    query: of latent attention, whose heads are groups of features already: the child that makes the queries, a
+    column(group=...) of their size, each with a key and a value of its own. Then it is known what the module sends on cp.
+    """
+    return Style("enter", optional, query=query)
+
+
+def split(*, optional: bool = False) -> Style:
+    """A container before which the sequence is whole: with sequence=True its first input is split here.
+
+    For models that compute positions or masks from the embedding's output: with a split() in the plan that output stays
+    whole. Without one the embedding's own sum leaves each rank its part, at half the traffic.
+    """
+    return Style("split", optional)
+
+
+def attention(
+    *,
+    query: str = "q_proj",
+    key: str = "k_proj",
+    value: str = "v_proj",
+    output: str = "o_proj",
+    head_dim: str = "head_dim",
+    optional: bool = False,
+) -> Style:
+    """enter() for an attention module: its column() and row() children are split by whole heads.
+
+    `head_dim` names the module's attribute with the size of a head. Key and value heads that the axis does not divide
+    are stored whole on every rank, and each rank computes the ones its query heads need.
+    """
+    return Style("attention", optional, (query, key, value, output), head_dim)
+
+
+def experts(
+    *,
+    columns: tuple[str, ...] = ("gate_proj", "up_proj"),
+    rows: tuple[str, ...] = ("down_proj",),
+    optional: bool = False,
+) -> Style:
+    """A module of stacked experts, shared over the axes ep and etp of the expert view; see `expert_parallel`.
+
+    columns: its parameters [experts, features, inputs]; rows: those [experts, outputs, features]. etp splits the features.
+    On the tensor axis every rank brings its own tokens: the module's inputs are whole with sequence=False, and this rank's
+    part of the sequence with sequence=True.
+    """
+    return Style("experts", optional, columns=columns, rows=rows)
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter gets its first value: `normal` (std), `uniform` (half-width) or `constant` (value)."""
+
+    kind: Literal["normal", "uniform", "constant"]
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What happens to each part of a model.
+
+    tensor: module pattern -> style on the tensor axis. Every module that holds parameters must be covered when tp > 1.
+    blocks: patterns of the repeated blocks: the units of sharding, recompute and compile.
+    units: patterns of further modules that fully_shard gathers and frees on their own (embedding, head).
+    attention: patterns of modules that call F.scaled_dot_product_attention on their own, for cp; models that take a `mask`
+    and transformers' need none.
+    mlps: patterns of feed-forwards, which treat every token alike: what `MemoryPolicy.mlp_chunks` runs in parts.
+    init: parameter pattern -> initial value; what is not named is drawn as `initialize.default_init` says.
+    """
+
+    tensor: Mapping[str, Style] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    mlps: tuple[str, ...] = ()
+    init: Mapping[str, Init] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = ["Plan"]
+        for title, table in (("tensor", self.tensor), ("init", self.init)):
+            lines += [f"  {title:7} {pattern:42} {value}" for pattern, value in table.items()]
+        for title, patterns in (
+            ("blocks", self.blocks),
+            ("units", self.units),
+            ("attends", self.attention),
+            ("mlps", self.mlps),
+        ):
+            lines += [f"  {title:7} {pattern}" for pattern in patterns]
+        return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""The same step on one device: what everything is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode
+from meshkit.core.sharding import local_tensor
+from meshkit.errors import PlanError
+from meshkit.parallel.data import after_inference
+from meshkit.preflight.check._record import Recorder, tied_names
+from meshkit.step import Count, Loss, Run
+
+Step = Callable[[Any, dict[str, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """gradients: by every name of a parameter. outputs, output_gradients: of modules. order: (module, whether it ends)."""
+
+    loss: float | None
+    gradients: dict[str, Tensor | None]
+    outputs: dict[str, Tensor]
+    output_gradients: dict[str, Tensor]
+    order: list[tuple[str, bool]]
+
+
+class OneDevice:
+    """made: a Run on a mesh of one rank, or a plain module. parts: the loss and count that the step is made of, if known."""
+
+    def __init__(
+        self,
+        made: Run | nn.Module,
+        step: Step,
+        batch: Mapping[str, Tensor],
+        rows_of_ranks: list[slice],
+        *,
+        parts: tuple[Loss, Count] | None,
+    ) -> None:
+        self.made, self.step, self.batch, self.rows_of_ranks, self.parts = made, step, batch, rows_of_ranks, parts
+        self.model = model_of(made)
+        self.tied = tied_names(self.model)
+        self.rows = next(iter(batch.values())).shape[0]
+        self.shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters(remove_duplicate=False)}
+        self.first = {
+            name: local_tensor(param).cpu().clone()
+            for name, param in self.model.named_parameters()
+            if not param.is_meta
+        }
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                if param.numel():
+                    local_tensor(param).copy_(values[name])  # of one rank: the whole
+
+    def run(self, rows: slice = slice(None)) -> Result:
+        """Loss and gradients of these rows as a step of their own."""
+        recorder = Recorder(self.model)
+        self.model.zero_grad()
+        try:
+            with torch.compiler.set_stance("force_eager"), _Alone():
+                loss = self.step(self.made, self._rows(rows))
+        finally:
+            recorder.remove()
+        grads = {
+            name: None if param.grad is None else local_tensor(param.grad).cpu().clone()
+            for name, param in self.model.named_parameters(remove_duplicate=False)
+        }
+        return Result(as_number(loss), grads, recorder.outputs, recorder.gradients, recorder.order)
+
+    def of_ranks(self) -> list[Result]:
+        """The rows of each data rank that has some, as steps of their own."""
+        return [self.run(rows) for rows in self.rows_of_ranks if rows.start < rows.stop]
+
+    @torch.no_grad()
+    def not_a_sum(self) -> str | None:
+        """What shows that the loss, or the count, is not a sum over rows."""
+        if self.parts is None or self.rows < 2:
+            return None
+        halves = [slice(0, self.rows // 2), slice(self.rows // 2, self.rows)]
+        loss, count = self.parts
+        found = None
+        for what, function in (("loss", lambda part: loss(self.model, part)), ("count", count)):
+            whole, first, second = (float(function(self._rows(rows))) for rows in (slice(None), *halves))
+            if abs(whole - first - second) > 1e-2 * max(abs(whole), abs(first) + abs(second)):
+                found = (
+                    f"the {what} of all rows is {whole:.6g}, of their halves {first:.6g} and {second:.6g}: it is no sum"
+                )
+                break
+        after_inference(self.model)
+        return found
+
+    def _rows(self, rows: slice) -> dict[str, Tensor]:
+        device = next(self.model.parameters()).device
+        return {name: tensor[rows].to(device) for name, tensor in self.batch.items()}
+
+
+class _Alone(TorchDispatchMode):
+    """Refuse to wait for ranks that are not there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait_tensor" not in name:
+            size = _torch.group_of_call(args).size()
+            if size > 1:
+                raise PlanError(
+                    f"check: the model of one device calls {name} over {size} ranks. Take groups from the mesh that your "
+                    "function gets, or give the plain model as reference=."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(made: Run | nn.Module) -> nn.Module:
+    return made.model if isinstance(made, Run) else made
+
+
+def as_number(loss: Any) -> float | None:
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        return float(loss) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, int | float) else None

@@ -1,0 +1,223 @@
+"""Run a step of the real model, on a world and tensors that are not there, and count its bytes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshkit._parallelize import parallelize
+from meshkit.core import _torch
+from meshkit.core.host_accounting import estimating
+from meshkit.errors import PlanError
+from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
+from meshkit.mesh.world import fake_world
+from meshkit.optim import adamw
+from meshkit.preflight.estimate._kernels import cuda_kernels
+from meshkit.preflight.estimate._result import Estimate
+from meshkit.preflight.estimate._shapes import Shapes
+from meshkit.preflight.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
+from meshkit.step import Loss, Run, clip_grad_norm, next_token_loss
+from meshkit.strategy import Strategy
+
+Build = Callable[[Mesh], Run]
+MakeOptimizer = Callable[[Run], torch.optim.Optimizer]
+Kernels = Literal["cuda", "cpu"]
+
+CUDA_GRANULE = 512  # bytes; CUDACachingAllocator rounds every size up to a multiple of it
+
+
+def estimate(
+    model: nn.Module | Build,
+    spec: MeshSpec | str | None = None,
+    strategy: Strategy | None = None,
+    *,
+    rows: int,
+    seq_len: int,
+    microbatches: int | None = None,
+    world_size: int | None = None,
+    coordinate: dict[str, int] | None = None,
+    kernels: Kernels = "cuda",
+    optimizer: MakeOptimizer | None = None,
+    loss: Loss = next_token_loss,
+    **choices: Any,
+) -> Estimate:
+    """The bytes one rank will hold in an optimizer step, before anything runs: by kind, and the peak and where it is.
+
+    model: what `parallelize` gets, on meta; or a function (mesh) -> Run that calls `parallelize` itself, and then neither a
+    strategy nor choices. spec: default, the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes
+    them. The model is built, parallelized and stepped for real in `fake_world` on tensors without memory: no GPU, seconds,
+    about 1 GiB for Llama-3-8B on any number of ranks.
+    rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
+    it is run in; default: the strategy's, or 1.
+    world_size: default what `spec` needs. coordinate: the rank's place on each dense axis, default 0 everywhere; stages
+    differ. optimizer: what makes it of the run, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
+    kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
+    does; "cpu" counts what a run on CPU holds. Not in it: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
+    Compiled blocks are counted as if they were not. Tokens choose experts all alike.
+    Raises: MeshError and PlanError as the real run would, and PlanError for a model whose step depends on its values.
+    """
+    build = built_by(model, strategy, choices, asked="estimate")
+    chosen = Strategy.of(strategy, choices)
+    if kernels not in ("cuda", "cpu"):
+        raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
+    resolved = sized(spec, chosen, world_size)
+    place = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
+    began = time.monotonic()
+    with pretended_mesh(resolved, place, kernels=kernels) as mesh:
+        run = build(mesh)
+        batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+        tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
+        with tracker:
+            count_parameters(tracker, run.model)
+            made = (optimizer or adamw_of)(run)
+            for _ in range(2):  # the first makes the optimizer's state
+                tracker.forget_points()
+                tracked_step(tracker, run, made, batch, microbatches, loss)
+        return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+
+
+def built_by(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, asked: str) -> Build:
+    """What makes the run on a mesh. Raises: PlanError for choices beside a function, which makes its own."""
+    if not isinstance(model, nn.Module):
+        given = (["strategy"] if strategy is not None else []) + list(choices)
+        if given:
+            raise PlanError(
+                f"{asked}: a function that builds the run makes its own choices, but got {', '.join(given)} as well."
+            )
+        return model
+    chosen = Strategy.of(strategy, choices)
+
+    def build(mesh: Mesh) -> Run:
+        return parallelize(copy.deepcopy(model), mesh, chosen)
+
+    return build
+
+
+def sized(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | None) -> MeshSpec:
+    """The mesh without a -1. spec: None is the strategy's."""
+    if spec is None:
+        return strategy.mesh_for(world_size)
+    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
+    return wanted.resolve(world_size if world_size is not None else wanted.world_size)
+
+
+@contextmanager
+def pretended_mesh(spec: MeshSpec, place: dict[str, int], *, kernels: Kernels) -> Iterator[Mesh]:
+    """The mesh in a world that sends nothing, seen from one place; what is built on it has shapes and no values."""
+    with fake_world(spec.world_size, rank_at(spec, place)), ExitStack() as stack:
+        mesh = init_mesh(spec, device_type="cpu")
+        torch.compiler.set_stance("force_eager")
+        stack.callback(torch.compiler.set_stance, "default")
+        stack.enter_context(_torch.propagating_separately())
+        stack.enter_context(estimating(late=kernels == "cuda"))
+        stack.enter_context(Shapes())
+        if kernels == "cuda":
+            stack.enter_context(cuda_kernels(attention=spec.cp == 1))
+        yield mesh
+
+
+def adamw_of(run: Run) -> torch.optim.Optimizer:
+    return adamw(run, lr=1e-3)
+
+
+def rank_at(spec: MeshSpec, place: dict[str, int]) -> int:
+    """The rank at these places on the dense axes."""
+    rank = 0
+    for axis in DENSE_AXES:
+        size, at = getattr(spec, axis), place[axis]
+        if not 0 <= at < size:
+            raise PlanError(f"estimate: coordinate {axis}={at}, but {axis} has the places 0 to {size - 1}.")
+        rank = rank * size + at
+    return rank
+
+
+def place_of(spec: MeshSpec, rank: int) -> dict[str, int]:
+    """The places of a rank on the dense axes; the last varies fastest."""
+    place = {}
+    for axis in reversed(DENSE_AXES):
+        rank, place[axis] = divmod(rank, getattr(spec, axis))
+    return place
+
+
+def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
+    """What counts the bytes of the run's steps, real ones too."""
+    units = run.resolved.units_of(run.mesh["pp"].get_local_rank())
+    return Tracker(
+        run.model,
+        [*run.blocks, *units],
+        head=units[-1] if units else "",
+        device=run.mesh.device,
+        granule=granule,
+    )
+
+
+def count_parameters(tracker: Tracker, model: nn.Module) -> None:
+    tracker.count_as([*model.parameters(), *model.buffers()], "parameters")
+
+
+def tracked_step(
+    tracker: Tracker,
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    microbatches: int | None,
+    loss: Loss = next_token_loss,
+) -> None:
+    """One optimizer step, and where in it we are."""
+    tracker.start(FORWARD_BACKWARD)
+    run.forward_backward(batch, microbatches=microbatches, loss=loss, step=0)
+    tracker.start(CLIP)
+    clip_grad_norm(run, 1.0)
+    tracker.start(OPTIMIZER)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tracker.count_as(states, "optimizer state")
+    tracker.start("after the step")
+    optimizer.zero_grad()
+
+
+def result(tracker: Tracker, run: Run, place: dict[str, int], *, kernels: str, took_s: float = 0.0) -> Estimate:
+    """What a tracker of this rank has counted since `forget_points`."""
+    peak = max(tracker.points, key=lambda point: point.device_bytes)
+    most = {group: max(point.totals[index] for point in tracker.points) for index, group in enumerate(GROUPS)}
+    return Estimate(
+        spec=run.mesh.spec,
+        coordinate=place,
+        kernels=kernels,
+        most=most,
+        activations=dict(tracker.kept),
+        after_forward=dict(zip(GROUPS, tracker.after_forward, strict=True)),
+        peak=peak,
+        points=tuple(tracker.points),
+        took_s=took_s,
+    )
+
+
+# What a real run takes, to stand beside what was said.
+
+
+def measure(run: Run, optimizer: torch.optim.Optimizer, *, rows: int, seq_len: int, microbatches: int = 1) -> int:
+    """Peak bytes of the run's second optimizer step: CUDA's own count, and on a CPU that of `Tracker` on real tensors.
+
+    rows, seq_len: as `estimate` takes them. The tokens are zeros; the parameters change.
+    """
+    batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    device = run.mesh.device
+    tracker = tracker_of(run)
+    if device.type == "cuda":
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats(device)
+            tracked_step(tracker, run, optimizer, batch, microbatches)
+        return torch.cuda.max_memory_allocated(device)
+    with tracker:
+        count_parameters(tracker, run.model)
+        for _ in range(2):
+            tracker.forget_points()
+            tracked_step(tracker, run, optimizer, batch, microbatches)
+    return result(tracker, run, {}, kernels="cpu").peak_bytes

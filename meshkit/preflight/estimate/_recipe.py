@@ -1,0 +1,117 @@
+"""A training script as something that can be estimated.
+
+Two names make it one: a dataclass `Config` of its flags, and `build(config, mesh) -> Run`, which it calls itself. Of the
+config, `mesh`, `seq_len`, `global_batch` and `microbatches` say the rest; `build_optimizer(config, run)` if there is one, and
+`estimated_loss(model, batch)` where the model makes no logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from meshkit.errors import PlanError
+from meshkit.mesh import Mesh, MeshSpec
+from meshkit.preflight.estimate._estimate import Kernels, estimate
+from meshkit.preflight.estimate._result import Estimate
+from meshkit.step import Run, next_token_loss
+
+NEEDED = ("mesh", "seq_len", "global_batch")
+
+PROTOCOL = """\
+The command needs two names in the script, which it can use itself:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:                                    # its flags, as tyro reads them
+        mesh: str = "dp_shard=-1"
+        seq_len: int = 4096
+        global_batch: int = 64                       # sequences of one optimizer step, over all ranks
+        microbatches: int = 1
+
+    def build(config: Config, mesh: mk.Mesh) -> mk.Run:
+        with torch.device("meta"):
+            model = ...
+        return mk.parallelize(model, mesh, ...)
+
+and `if __name__ == "__main__":` before it starts to train."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script and its flags."""
+
+    module: ModuleType
+    config: Any
+
+    @property
+    def microbatches(self) -> int:
+        return int(getattr(self.config, "microbatches", 1))
+
+    def spec(self, world_size: int | None) -> MeshSpec:
+        """Raises: MeshError where the axes do not fit the world."""
+        spec = MeshSpec.parse(self.config.mesh)
+        return spec.resolve(world_size if world_size is not None else spec.world_size)
+
+    def rows(self, spec: MeshSpec) -> int:
+        """Sequences of the rank that has most."""
+        return -(-int(self.config.global_batch) // (spec.dp_replicate * spec.dp_shard))
+
+    def changed(self, **flags: Any) -> Recipe:
+        return Recipe(self.module, dataclasses.replace(self.config, **flags))
+
+    def build(self, mesh: Mesh) -> Run:
+        run: Run = self.module.build(self.config, mesh)
+        return run
+
+    def step(self, spec: MeshSpec) -> dict[str, Any]:
+        """What `estimate` takes besides the model, of the rank that has most rows."""
+        make = getattr(self.module, "build_optimizer", None)
+        return {
+            "rows": self.rows(spec),
+            "seq_len": int(self.config.seq_len),
+            "microbatches": self.microbatches,
+            "optimizer": None if make is None else partial(make, self.config),
+            "loss": getattr(self.module, "estimated_loss", next_token_loss),
+        }
+
+    def estimate(self, spec: MeshSpec, coordinate: dict[str, int], kernels: Kernels) -> Estimate:
+        return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, **self.step(spec))
+
+
+def load_script(path: Path, *, asked: str = "estimate") -> ModuleType:
+    """The script as a module, without running its main. asked: the command, for errors.
+
+    Raises: PlanError for a file that is not there, and for one without `Config` and `build`.
+    """
+    if not path.is_file():
+        raise PlanError(f"{asked}: there is no file {path}. Give the path of a training script.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{asked}: {path} is not a Python file. Give the path of a training script.")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses look their annotations up there
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+        if before is not None:
+            sys.modules[path.stem] = before
+    missing = [name for name in ("Config", "build") if not hasattr(module, name)]
+    if missing:
+        raise PlanError(f"{asked}: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
+    fields = {field.name for field in dataclasses.fields(module.Config)} if _is_config(module) else set()
+    if lacking := [name for name in NEEDED if name not in fields]:
+        raise PlanError(f"{asked}: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
+    return module
+
+
+def _is_config(module: ModuleType) -> bool:
+    return dataclasses.is_dataclass(module.Config)

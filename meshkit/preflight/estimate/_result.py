@@ -1,0 +1,167 @@
+"""What `estimate` found, and its printed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from meshkit.mesh import MeshSpec
+from meshkit.preflight.estimate._tracker import GROUPS, HOST, Point
+
+GIB, MIB = 2**30, 2**20
+BAR = 40  # characters of the longest bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes of one rank in one optimizer step. `str()` is the printed form.
+
+    most: of each group, the most at any moment. at_peak: of each group when the sum was greatest. activations: by module,
+    what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
+    measured_bytes: what a real run took, if `beside` was told.
+    """
+
+    spec: MeshSpec
+    coordinate: dict[str, int]
+    kernels: str
+    most: dict[str, int]
+    activations: dict[str, int]
+    after_forward: dict[str, int]
+    peak: Point
+    points: tuple[Point, ...] = field(repr=False)
+    took_s: float = 0.0
+    measured_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most on the device at any moment of the step."""
+        return self.peak.device_bytes
+
+    @property
+    def where(self) -> str:
+        """What was running then."""
+        return self.peak.where
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        return dict(zip(GROUPS, self.peak.totals, strict=True))
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.most["parameters"]
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.most["gradients"]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self.most["optimizer state"]
+
+    @property
+    def logits_bytes(self) -> int:
+        return self.most["logits and loss"]
+
+    @property
+    def window_bytes(self) -> int:
+        """Gathered parameters and gradients in reduction, each at its most."""
+        return self.most["gathered parameters"] + self.most["gradients in reduction"]
+
+    @property
+    def host_bytes(self) -> int:
+        return self.most["on the host"]
+
+    def beside(self, measured_bytes: int) -> Estimate:
+        """The same with what a run measured: `Meter`'s peak_allocated_bytes, torch.cuda.max_memory_allocated()."""
+        return replace(self, measured_bytes=measured_bytes)
+
+    def fits(self, device_bytes: int) -> bool:
+        return self.peak_bytes <= device_bytes
+
+    def __str__(self) -> str:
+        return "\n".join([*_heading(self), "", *_groups(self), "", *_blocks(self), *_end(self)])
+
+
+def said(size: int) -> str:
+    """4096 as 4.00 KiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+def axes_said(sizes: dict[str, int], plain: int) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != plain)
+
+
+def _heading(estimate: Estimate) -> list[str]:
+    spec = estimate.spec
+    sizes = {**spec.sizes(), "ep": spec.ep, "etp": spec.etp}
+    place = axes_said(estimate.coordinate, 0)
+    return [
+        f"{spec.world_size} ranks, {axes_said(sizes, 1) or 'one device'}; the rank at {place or '0 on every axis'}",
+        f"peak {said(estimate.peak_bytes)} in the {estimate.where.removeprefix('the ')}",
+    ]
+
+
+def _groups(estimate: Estimate) -> list[str]:
+    at_peak, most = estimate.at_peak, estimate.most
+    longest = max(1, *at_peak.values())
+    rows = [("", "at the peak", "at most", "")]
+    for index, group in enumerate(GROUPS):
+        if most[group] and index != HOST:
+            rows.append((group, said(at_peak[group]), said(most[group]), bar(at_peak[group], longest)))
+    rows.append(("all on the device", said(estimate.peak_bytes), "", ""))
+    if estimate.host_bytes:
+        rows.append(("on the host", said(at_peak["on the host"]), said(estimate.host_bytes), ""))
+    if estimate.measured_bytes is not None:
+        off = estimate.peak_bytes / estimate.measured_bytes - 1
+        rows.append(("measured", said(estimate.measured_bytes), "", f"the estimate is {off:+.1%} off"))
+    return table(rows)
+
+
+def _blocks(estimate: Estimate) -> list[str]:
+    """Modules in a row that keep the same are one line."""
+    runs: list[tuple[str, str, int, int]] = []
+    for name, size in estimate.activations.items():
+        if runs and runs[-1][2] == size:
+            runs[-1] = (runs[-1][0], name, size, runs[-1][3] + 1)
+        elif size:
+            runs.append((name, name, size, 1))
+    rows = [("kept for backward by", "each", "all, of one microbatch")]
+    for first, last, size, count in runs:
+        rows.append((first if count == 1 else f"{first} to {last}", said(size), said(size * count)))
+    return table(rows) if runs else []
+
+
+def _end(estimate: Estimate) -> list[str]:
+    kernels = {
+        "cuda": "RMSNorm and plain attention in bf16 as CUDA's kernels keep them, the rest as CPU's do",
+        "cpu": "as CPU's kernels keep them",
+    }
+    lines = [
+        "",
+        f"kernels: {kernels[estimate.kernels]}. Not in it: workspaces of kernels, NCCL's buffers, fragmentation",
+    ]
+    if estimate.spec.ep * estimate.spec.etp > 1:
+        lines.append("experts: as if tokens chose all alike")
+    return lines
+
+
+def bar(size: int, longest: int) -> str:
+    eighths = round(8 * BAR * size / longest)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """The first column to the left, numbers to the right."""
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < column < 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,299 @@
+"""Count the bytes of every storage that is alive, by what it is for.
+
+A storage is counted once, however many tensors look at it, from the operator that makes it until it dies. What it is for
+follows from where it is made: in whose forward, in a backward, in a step of the optimizer, in FSDP's messages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode, tree_leaves
+from meshkit.core.custom_op import body_of
+from meshkit.core.host_accounting import is_on_host, lies_on_host
+from meshkit.core.sharding import local_tensor
+
+GROUPS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "gathered parameters",
+    "gradients in reduction",
+    "activations",
+    "recomputed activations",
+    "logits and loss",
+    "work of backward",
+    "other",
+    "on the host",
+)
+HOST = GROUPS.index("on the host")
+_INDEX = {group: index for index, group in enumerate(GROUPS)}
+
+FORWARD_BACKWARD, CLIP, OPTIMIZER = "the loss", "clipping of gradients", "the optimizer's step"
+
+Totals = tuple[int, ...]
+"""bytes of each of GROUPS"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment: bytes by group, and where the step was."""
+
+    totals: Totals
+    where: str
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.totals) - self.totals[HOST]
+
+
+@dataclass
+class _Storage:
+    bytes: int
+    group: int
+    block: str
+    alive: weakref.ref[UntypedStorage]
+
+
+class Tracker:
+    """Inside, storages of `model`'s steps are counted; works on real tensors and on those without values.
+
+    blocks: names of modules whose activations are told apart (blocks and further units). head: the one of them that makes
+    logits. device: tensors elsewhere are on the host. granule: what the allocator rounds sizes up to, in bytes.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Iterable[str], *, head: str, device: torch.device, granule: int = 1
+    ) -> None:
+        self.points: list[Point] = []
+        self.kept: dict[str, int] = {}  # by module, bytes its forward has left alive for one microbatch
+        self.after_forward: Totals = (0,) * len(GROUPS)  # when the last forward was over
+        self.phase = ""
+        self._model, self._head, self._device, self._granule = model, head, device, granule
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._apart = set(blocks)
+        self._storages: dict[int, _Storage] = {}
+        self._totals = [0] * len(GROUPS)
+        self._by_block: defaultdict[str, int] = defaultdict(int)
+        self._stack: list[str] = []
+        self._before: list[int] = []
+        self._backward_of = ""
+        self._model_has_run = False
+        self._forced: str | None = None
+        self._around = ExitStack()
+        self._mode = _Mode(self)
+
+    # ------------------------------------------------------------------------------------------------ being active
+
+    def __enter__(self) -> Tracker:
+        with ExitStack() as stack:
+            for hook in (
+                nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+                nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+                *(
+                    param.register_post_accumulate_grad_hook(self._note_grad)
+                    for param in self._model.parameters()
+                    if param.requires_grad
+                ),
+            ):
+                stack.callback(hook.remove)
+            stack.enter_context(_torch.propagating_separately())
+            stack.enter_context(_torch.while_resizing(self._resized))
+            stack.enter_context(
+                _torch.while_sharding(
+                    lambda: self._for("gathered parameters"), lambda: self._for("gradients in reduction"), self._reduced
+                )
+            )
+            stack.enter_context(self._mode)
+            self._around = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.close()
+
+    def saw(self, out: Any) -> None:
+        """An operator has returned this."""
+        for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._see(value)
+
+    @contextmanager
+    def _for(self, group: str) -> Iterator[None]:
+        before, self._forced = self._forced, group
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    # --------------------------------------------------------------------------------------------------- counting
+
+    def count_as(self, tensors: Iterable[Tensor], group: str) -> None:
+        """Whatever these were counted as, now they are this."""
+        for tensor in tensors:
+            local = local_tensor(tensor)
+            self._see(local, group)
+            self._move(local, group)
+
+    def start(self, phase: str) -> None:
+        """What follows is this part of the step."""
+        self.phase = phase
+
+    def forget_points(self) -> None:
+        """Begin to look for a peak now."""
+        self.points.clear()
+        self.kept.clear()
+        self._point()
+
+    def now(self) -> Totals:
+        return tuple(self._totals)
+
+    def _see(self, tensor: Tensor, group: str | None = None) -> None:
+        if tensor.is_meta and not _torch.is_fake(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        if self._model_has_run and _torch.in_backward():
+            self._note_end_of_forward()
+        name, block = (group, "") if group is not None else self._purpose()
+        index = _INDEX[name]
+        if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
+            index, block = HOST, ""
+        held = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
+        self._storages[key] = held
+        self._set_bytes(held, storage.nbytes())
+
+    def _died(self, key: int) -> Callable[[Any], None]:
+        this = weakref.ref(self)
+
+        def died(_: Any) -> None:
+            tracker = this()
+            if tracker is not None and key in tracker._storages:
+                tracker._set_bytes(tracker._storages.pop(key), 0)
+
+        return died
+
+    def _set_bytes(self, held: _Storage, size: int) -> None:
+        size = -(-size // self._granule) * self._granule
+        grown = size - held.bytes
+        held.bytes = size
+        self._totals[held.group] += grown
+        if held.block:
+            self._by_block[held.block] += grown
+        if grown > 0:
+            self._point()
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        held = self._storages.get(storage._cdata)
+        if held is not None and self._forced == "gathered parameters":
+            self._regroup(held, self._forced)
+        if held is not None:
+            self._set_bytes(held, storage.nbytes())
+
+    def _move(self, tensor: Tensor, group: str) -> None:
+        held = self._storages.get(tensor.untyped_storage()._cdata)
+        if held is not None and held.group != HOST:
+            self._regroup(held, group)
+
+    def _regroup(self, held: _Storage, group: str) -> None:
+        self._totals[held.group] -= held.bytes
+        if held.block:
+            self._by_block[held.block] -= held.bytes
+        held.group, held.block = _INDEX[group], ""
+        self._totals[held.group] += held.bytes
+
+    def _point(self) -> None:
+        self.points.append(Point(tuple(self._totals), self.where))
+
+    # ----------------------------------------------------------------------------------------------- what it is for
+
+    @property
+    def where(self) -> str:
+        if _torch.in_backward():
+            inner = (
+                f"recompute of {self._stack[-1]}" if self._stack else f"backward of {self._backward_of or 'the loss'}"
+            )
+            return inner
+        if self._stack:
+            return f"forward of {self._stack[-1] or 'the model'}"
+        return self.phase
+
+    def _purpose(self) -> tuple[str, str]:
+        """(group, block) of what is made now."""
+        if self._forced is not None:
+            return self._forced, ""
+        if _torch.in_backward():
+            return ("recomputed activations" if self._stack else "work of backward"), ""
+        if self._stack:
+            name = next((name for name in reversed(self._stack) if name in self._apart), "")
+            return ("logits and loss", "") if name and name == self._head else ("activations", name or "around blocks")
+        if self.phase == FORWARD_BACKWARD and self._model_has_run:
+            return "logits and loss", ""
+        return ("optimizer state" if self.phase == OPTIMIZER else "other"), ""
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._stack.append(name)
+            self._before.append(self._by_block[name])
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None or not self._stack:
+            return
+        self._stack.pop()
+        before = self._before.pop()
+        if _torch.in_backward():
+            return
+        if name in self._apart and name != self._head:
+            self.kept[name] = self._by_block[name] - before
+        if not name:
+            self._model_has_run, self._backward_of = True, ""
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda grad: self._note_backward(name))
+                break
+
+    def _note_backward(self, name: str) -> None:
+        self._backward_of = name
+
+    def _note_end_of_forward(self) -> None:
+        """The first operator of a backward: nothing of the forward has been freed, and its own variables are gone."""
+        self.after_forward, self._model_has_run = self.now(), False
+        for name, size in self.kept.items():
+            # A block's output was still alive when it ended, kept or not. With many microbatches in flight this is more.
+            self.kept[name] = min(size, self._by_block[name])
+
+    def _note_grad(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self.count_as([param.grad], "gradients")
+
+    def _reduced(self, grads: list[Tensor]) -> None:
+        self.count_as(grads, "gradients")
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_torch.wraps_tensors(kind) for kind in types):
+            return NotImplemented  # a tensor made of tensors: those inside are counted when it gets to them
+        body = body_of(func.name().partition(".")[0])
+        if body is not None:
+            with self:  # dispatch is off inside of an operator of ours: look into it
+                return body(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.tracker.saw(out)
+        return out

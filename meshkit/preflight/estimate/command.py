@@ -1,0 +1,175 @@
+"""`python -m meshkit estimate`: a script's flags in, its bytes out."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import Positional, arg
+
+from meshkit.errors import MeshError, MeshkitError, PlanError
+from meshkit.mesh import MeshSpec
+from meshkit.preflight.estimate._drawing import svg
+from meshkit.preflight.estimate._estimate import Kernels, place_of
+from meshkit.preflight.estimate._recipe import Recipe, load_script
+from meshkit.preflight.estimate._result import Estimate, said, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Say what a training script will need on each rank, before it runs: bytes by kind, the peak and where it is.
+
+    The script's own flags follow, as in its launch: --mesh "dp_shard=8 tp=8" --model llama3-8b. It is built and stepped in a
+    world that is not there, on tensors without memory: no GPU, no data, one process.
+    """
+
+    script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
+    world: int | None = None
+    """ranks of the run; default: the product of the mesh's axes"""
+    rank: int | None = None
+    """which of them; default: the first of each pipeline stage, of which the fullest is shown"""
+    device_memory: str | None = None
+    """what a device has, as 80GiB: says whether the run fits, and if not, which flags would make it"""
+    kernels: Kernels = "cuda"
+    """whose kernels to count: those of the GPU it will run on, or of a CPU"""
+    svg: Annotated[Path | None, arg(metavar="FILE")] = None
+    """write a picture of the step in time"""
+
+
+def command(args: list[str]) -> None:
+    """args: what follows `estimate`."""
+    options, rest = tyro.cli(Memory, args=args, prog="python -m meshkit estimate", return_unknown_args=True)
+    device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
+    module = load_script(options.script)
+    recipe = Recipe(module, tyro.cli(module.Config, args=rest, prog=f"... {options.script}", description=""))
+    spec = recipe.spec(options.world)
+    places = _places(spec, options.rank)
+    found = [recipe.estimate(spec, place, options.kernels) for place in places]
+    worst = max(found, key=lambda one: one.peak_bytes)
+    print(worst)
+    if len(found) > 1:
+        print("\n" + "\n".join(_stages(found)))
+    if options.svg is not None:
+        options.svg.write_text(svg({" ".join(args[1:]): worst}), encoding="utf-8")
+        print(f"wrote {options.svg}")
+    if device_bytes is not None:
+        _say_whether_it_fits(recipe, spec, worst, device_bytes, options.kernels)
+
+
+def _places(spec: MeshSpec, rank: int | None) -> list[dict[str, int]]:
+    if rank is None:
+        return [{"pp": stage} for stage in range(spec.pp)]
+    if not 0 <= rank < spec.world_size:
+        raise MeshError(f"--rank {rank}: the ranks of this world are 0 to {spec.world_size - 1}.")
+    return [place_of(spec, rank)]
+
+
+def _stages(found: list[Estimate]) -> list[str]:
+    rows = [("rank of pp", "peak", "in the")]
+    rows += [(str(one.coordinate["pp"]), said(one.peak_bytes), one.where.removeprefix("the ")) for one in found]
+    return table(rows)
+
+
+def _say_whether_it_fits(recipe: Recipe, spec: MeshSpec, worst: Estimate, device_bytes: int, kernels: Kernels) -> None:
+    room = device_bytes - worst.peak_bytes
+    if room >= 0:
+        print(f"\nfits: {said(room)} of {said(device_bytes)} are left for workspaces, NCCL and fragmentation")
+        return
+    print(f"\ndoes not fit: {said(-room)} more than {said(device_bytes)}. What would change it, estimated:")
+    place = worst.coordinate
+    tried = advise(
+        recipe, recipe.rows(spec), worst, device_bytes, lambda changed: changed.estimate(spec, place, kernels)
+    )
+    for one in tried:
+        flags, peak, verdict = one.line(device_bytes)
+        print(f"  {flags:32} {peak:>10}  {verdict}")
+        sys.stdout.flush()
+
+
+def parse_bytes(text: str) -> int:
+    """80GiB, 80GB, 512MiB or 1000 as bytes. Raises: PlanError for something else."""
+    units = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units or match[1].count(".") > 1:
+        raise PlanError(f"--device-memory {text}: not a number of bytes. Write, for example, 80GiB.")
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+# Which flags would make a run fit: a short list, each of them estimated.
+
+# What to try, cheapest in time first. A flag that the recipe does not have is left out, and so is a value it has already.
+CHANGES: tuple[tuple[str, Any], ...] = (
+    ("zero", 3),
+    ("sequence", True),
+    ("loss_chunk", 1024),
+    ("precision", "bf16"),
+    ("recompute", "selective"),
+    ("recompute", "full"),
+    ("microbatches", None),  # one row at a time
+    ("offload", "host"),
+    ("optimizer_offload", True),
+)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Flags beyond those given, and the estimate with them; None where the run refuses them, and why."""
+
+    flags: dict[str, Any]
+    estimate: Estimate | None
+    refusal: str = ""
+
+    def line(self, device_bytes: int) -> tuple[str, str, str]:
+        said_of = {name: f"--{name.replace('_', '-')}" for name in self.flags}
+        flags = " ".join(
+            said_of[name] if value is True else f"{said_of[name]} {value}" for name, value in self.flags.items()
+        )
+        if self.estimate is None:
+            return flags, "", self.refusal
+        return flags, said(self.estimate.peak_bytes), "fits" if self.estimate.fits(device_bytes) else "does not fit"
+
+
+def advise(
+    recipe: Recipe, rows: int, now: Estimate, device_bytes: int, again: Callable[[Recipe], Estimate]
+) -> Iterator[Tried]:
+    """Try each change alone, and then those that helped together, until something fits.
+
+    now: what does not fit. again: estimates a changed recipe.
+    """
+    helped: dict[str, Any] = {}
+    for name, value in _changes(recipe, rows):
+        tried = _try(recipe, {name: value}, again)
+        yield tried
+        if tried.estimate is None:
+            continue
+        if tried.estimate.fits(device_bytes):
+            return
+        if tried.estimate.peak_bytes < now.peak_bytes:
+            helped[name] = value
+    if len(helped) > 1:
+        yield _try(recipe, helped, again)
+
+
+def _try(recipe: Recipe, flags: dict[str, Any], again: Callable[[Recipe], Estimate]) -> Tried:
+    try:
+        return Tried(flags, again(recipe.changed(**flags)))
+    except MeshkitError as error:
+        return Tried(flags, None, f"refused: {str(error).splitlines()[0]}")
+
+
+def _changes(recipe: Recipe, rows: int) -> Iterator[tuple[str, Any]]:
+    known = {field.name for field in fields(recipe.config)}
+    for name, value in CHANGES:
+        value = rows if name == "microbatches" else value
+        if name not in known or getattr(recipe.config, name) == value:
+            continue
+        if name == "recompute" and getattr(recipe.config, name) == "full":
+            continue
+        if name == "zero" and (getattr(recipe.config, name) is None or "pp=" in recipe.config.mesh):
+            continue
+        yield name, value

@@ -1,0 +1,131 @@
+"""See what a piece of code really sends and holds, to be set against what `explain` and `estimate` say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode, tree_leaves
+from meshkit.core.custom_op import body_of
+from meshkit.mesh import Mesh
+from meshkit.parallel.expert import in_expert_view
+from meshkit.preflight.explain import Message
+
+# Operator -> (collective, position of the tensor whose size counts).
+_OPERATORS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("send", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+}
+
+
+@contextmanager
+def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
+    """Count every collective of this rank inside the context, by axis, kind and size."""
+    found: Counter[Message] = Counter()
+    with _Observer(Axes(mesh), found):
+        yield found
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, axes: Axes, found: Counter[Message]) -> None:
+        super().__init__()
+        self.axes, self.found = axes, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        body = body_of(name)
+        if body is not None:
+            with self:  # dispatch is off inside an operator: watch its body
+                return body(*args, **(kwargs or {}))
+        if name == "c10d::alltoall_base_":
+            self._count_all_to_all(*args)
+        elif name in _OPERATORS:
+            op, position = _OPERATORS[name]
+            size = _bytes(args[position])
+            if name == "_c10d_functional::all_gather_into_tensor":
+                size *= args[1]  # it is given one part
+            self._count(op, size, _torch.group_of_call(args))
+        return func(*args, **(kwargs or {}))
+
+    def _count_all_to_all(self, output: Tensor, given: Tensor, *rest: Any) -> None:
+        """What goes to other ranks."""
+        group = _torch.group_of_call(rest)
+        splits = rest[2]
+        kept = splits[dist.get_rank(group)] if splits else given.shape[0] // group.size()
+        self._count("all_to_all", (given.shape[0] - kept) * _bytes(given[:1]), group)
+
+    def _count(self, op: str, size: int, group: dist.ProcessGroup) -> None:
+        if size:
+            self.found[Message(self.axes.of(group), op, size)] += 1
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(part) for part in value)
+
+
+class Axes:
+    """Which axis a group is of: by the group itself, since two axes may have the same ranks, else by its ranks.
+
+    An axis of all ranks is one group in both views, and has the name of the dense one.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        def large(*axes: str) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if getattr(mesh.spec, axis) > 1)
+
+        meshes: dict[tuple[str, ...], DeviceMesh] = {
+            large("dp_replicate", "dp_shard", "cp"): mesh.tokens,
+            large("dp_shard", "cp"): mesh.shard,
+            **{(axis,): mesh[axis] for axis in large("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        }
+        if in_expert_view(mesh.spec):
+            meshes[large("ep", "etp")] = mesh.expert_ranks
+            meshes |= {(axis,): mesh[axis] for axis in large("edp", "ep", "etp")}
+        groups = [("_".join(names), axis.get_group()) for names, axis in meshes.items() if names]
+        self.groups = [group for _, group in groups]
+        self._by_name = {group.group_name: name for name, group in reversed(groups)}
+        self._by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in reversed(groups)}
+
+    def of(self, group: dist.ProcessGroup) -> str:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return self._by_name.get(group.group_name) or self._by_ranks.get(ranks, str(ranks))
+
+
+class Peak(TorchDispatchMode):
+    """A context. bytes: the most that results of operators made inside took at one time, looked at after every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._known: set[int] = set()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        self._known |= given - self._made.keys()
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._made.values()))
+        return out

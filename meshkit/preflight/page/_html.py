@@ -1,0 +1,147 @@
+"""The page as one file: its order from top to bottom, its style and its script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshkit.parallel.pipeline import simulate
+from meshkit.parallel.pipeline.drawing import svg
+from meshkit.preflight.estimate._result import said
+from meshkit.preflight.page._sections import (
+    axis_table,
+    chip,
+    colour,
+    memory_bars,
+    memory_in_time,
+    memory_table,
+    mesh_grid,
+    message_table,
+    notes,
+    parameter_table,
+)
+
+if TYPE_CHECKING:
+    from meshkit.preflight.page._page import Alike, Page
+
+# Nothing may be loaded, from nowhere: the browser enforces it.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+TIMES = "At equal times of forward, input gradient and weight gradient, and messages that take none."
+
+
+def save_html(page: Page, path: str | Path) -> None:
+    """One file that loads nothing."""
+    Path(path).write_text(html(page), encoding="utf-8")
+
+
+def html(page: Page) -> str:
+    """One file, light and dark. Without scripts, as on paper, it shows rank 0."""
+    columns = "two" if page.is_complete else "one"
+    mesh = f'<div class="{columns}"><div>{mesh_grid(page)}</div><div>{_each(page, axis_table)}</div></div>'
+    sections = [
+        _section("mesh", "The mesh, and what rank <b class='chosen'>0</b> sends on each axis", mesh),
+        _memory(page),
+        _timeline(page),
+        _section("messages", "Messages of rank <b class='chosen'>0</b> in one step", _each(page, message_table)),
+        _section("parameters", "Parameters of rank <b class='chosen'>0</b>", _each(page, parameter_table)),
+        _section("notes", "Notes", _each(page, notes)),
+    ]
+    axes = {axis: {"colour": colour(axis), "groups": groups} for axis, groups in page.axes.items()}
+    data = {"axes": axes, "alike": page.of_rank}
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{escape(page.title)}: {escape(page.axes_text)}</title>
+<style>
+{_file("page.css")}</style>
+</head>
+<body>
+{_header(page)}
+{"".join(sections)}
+<script type="application/json" id="data">{json.dumps(data, separators=(",", ":"))}</script>
+<script>
+{_file("page.js")}</script>
+</body>
+</html>
+"""
+
+
+@cache
+def _file(name: str) -> str:
+    return files("meshkit.preflight.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _header(page: Page) -> str:
+    tiles = [
+        ("ranks", str(page.spec.world_size), page.axes_text),
+        ("parameters", short(page.parameters), f"{page.parameters:,}"),
+        ("tokens of a rank in a step", f"{page.rows * page.seq_len:,}", _rows(page)),
+    ]
+    fullest = page.fullest
+    if fullest is not None and fullest.estimate is not None:
+        peak = fullest.estimate.peak_bytes
+        tiles.append((f"peak, on rank {fullest.ranks[0]}", said(peak), _fit(page, peak)))
+    loudest = max(page.alike, key=lambda one: one.sent_bytes)
+    tiles.append((f"messages of rank {loudest.ranks[0]}", said(loudest.sent_bytes), "in a step, the most of any"))
+    if page.schedule is not None:
+        bubble = simulate(page.schedule).bubble_rate
+        tiles.append(("pipeline bubble", f"{100 * bubble:.1f} %", f"{page.schedule.name}, at equal times"))
+    cells = "".join(
+        f"<div><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
+        for name, value, more in tiles
+    )
+    chips = "".join(chip(axis, f"{axis} {len(groups[0])}") for axis, groups in page.axes.items())
+    return f'<header><h1>{escape(page.title)}</h1><p>{chips}</p><div class="tiles">{cells}</div></header>'
+
+
+def _rows(page: Page) -> str:
+    parts = f", in {page.microbatches} microbatches" if page.microbatches > 1 else ""
+    return f"{page.rows} × {page.seq_len}{parts}"
+
+
+def _fit(page: Page, peak: int) -> str:
+    if page.device_bytes is None:
+        return "the fullest"
+    return f"{'fits' if peak <= page.device_bytes else 'does not fit'} in {said(page.device_bytes)}"
+
+
+def _memory(page: Page) -> str:
+    if page.fullest is None:
+        return ""
+    body = f'<div class="two"><div>{memory_bars(page)}</div><div>{_each(page, memory_table)}</div></div>'
+    return _section("memory", "Memory of every rank, and of rank <b class='chosen'>0</b>", body + memory_in_time(page))
+
+
+def _timeline(page: Page) -> str:
+    if page.schedule is None:
+        return ""
+    picture = f'<div class="picture">{svg(simulate(page.schedule))}</div><p class="faint">{TIMES}</p>'
+    return _section("timeline", "The pipeline in time, by ranks of pp", picture)
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{title}</h2>{body}</section>\n'
+
+
+def _each(page: Page, draw: Callable[[Page, Alike], str]) -> str:
+    """One copy for all ranks that are alike; the script shows that of the chosen rank."""
+    return "".join(
+        f'<div class="alike" data-alike="{index}"{" hidden" * (index != page.of_rank[0])}>{draw(page, one)}</div>'
+        for index, one in enumerate(page.alike)
+    )
+
+
+def short(count: int) -> str:
+    """8030261248 as 8.03 B."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return str(count)

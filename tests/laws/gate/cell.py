@@ -1,0 +1,257 @@
+"""A cell of the gate: one choice for everything that a run can choose, as data that prints as one line and reads back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+
+import meshkit as mk
+
+MODELS = ("dense", "tied", "qwen", "window", "moe", "mla", "mlp", "transformers", "lora")
+ROUTED = ("moe", "mla")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo", "auto")
+SPLITS_BACKWARD = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "auto")
+
+# What is drawn whatever the model and the mesh are. The first is the plain choice.
+CHOICES: dict[str, tuple[object, ...]] = {
+    "sizes": ("even", "uneven"),
+    "sequence": (False, True),
+    "context": ("auto", "ring", "all_gather", "group_cast", "ulysses"),
+    "zero": (3, 1, 2),
+    "recompute": ("none", "full", "selective", "activation", "budget"),
+    "offload": ("none", "host", "disk"),
+    "regather": (False, True),
+    "tiles": (1, 3),
+    "loss": ("logits", "chunked"),
+    "precision": ("fp64", "fp32", "bf16"),
+    "optimizer": ("device", "host"),
+    "microbatches": (1, 2, 3),
+    "packing": (False, True),
+    "masked": (False, True),  # the first rows have no label: some ranks, or microbatches, have nothing to learn from
+}
+
+
+@cache
+def _parse(mesh: str) -> mk.MeshSpec:
+    return mk.MeshSpec.parse(mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    model: str = "dense"
+    mesh: str = "dp_shard=1"
+    schedule: str = "1f1b"
+    resume: str = ""  # after two steps: saved, and gone on from there on this mesh
+    sizes: str = "even"
+    sequence: bool = False
+    context: str = "auto"
+    zero: int = 3
+    recompute: str = "none"
+    offload: str = "none"
+    regather: bool = False
+    tiles: int = 1
+    loss: str = "logits"
+    precision: str = "fp64"
+    optimizer: str = "device"
+    microbatches: int = 1
+    packing: bool = False
+    masked: bool = False
+
+    @property
+    def spec(self) -> mk.MeshSpec:
+        return _parse(self.mesh)
+
+    @property
+    def layers(self) -> int:
+        pp = max(self.spec.pp, _parse(self.resume).pp if self.resume else 1)
+        return max(2, 2 * pp + (self.sizes == "uneven"))
+
+    def __str__(self) -> str:
+        """What is not the default, as a call that makes it again."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Cell({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+    def features(self) -> frozenset[str]:
+        """What the support page counts: axes, models and ways to save, each by one name."""
+        spec = self.spec
+        found = {
+            axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp") if getattr(spec, axis) > 1
+        }
+        zero = 1 if spec.pp > 1 else self.zero  # many microbatches are in flight between gathering and reducing
+        found |= {f"model: {self.model}", f"zero {zero}", self.precision}
+        found |= {"sequence"} if self.sequence and spec.tp > 1 else set()
+        found |= {f"cp: {self.context}"} if spec.cp > 1 else set()
+        found |= {f"pp: {self.schedule}"} if spec.pp > 1 else set()
+        found |= {f"recompute: {self.recompute}"} if self.recompute != "none" else set()
+        found |= {f"offload: {self.offload}"} if self.offload != "none" else set()
+        found |= {"regather"} if self.regather and "sequence" in found else set()
+        found |= {"tiles"} if self.tiles > 1 else set()
+        found |= {"chunked loss"} if self.loss == "chunked" else set()
+        found |= {"optimizer on the host"} if self.optimizer == "host" else set()
+        found |= {"accumulation"} if self.microbatches > 1 else set()
+        found |= {"packing"} if self.packing else set()
+        found |= {"rows without labels"} if self.masked else set()
+        found |= {"uneven sizes"} if self.sizes == "uneven" else set()
+        if self.resume:
+            found |= {"resume" if _parse(self.resume) == spec else "resume on another mesh"}
+        return frozenset(found)
+
+    def refusals(self) -> list[Refusal]:
+        """Why the plan must be refused, here or on the mesh that goes on."""
+        found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= self.features()]
+        if self.resume and self.resume != self.mesh:
+            told = {**vars(self), "mesh": self.resume, "schedule": "1f1b", "resume": ""}
+            found += Cell(**told).refusals()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Two features that a plan may not have together. match: in the error; reason: on the support page."""
+
+    one: str
+    other: str
+    match: str
+    reason: str
+
+
+REFUSALS = [
+    *(
+        Refusal(
+            one="recompute: budget",
+            other=f"model: {model}",
+            match="what routed experts keep depends on where tokens go",
+            reason="what routed experts keep depends on where tokens go, which no budget can know",
+        )
+        for model in ROUTED
+    ),
+    *(
+        Refusal(
+            one="tiles",
+            other=f"recompute: {mode}",
+            match=r"mlp_chunks=3 with recompute=",
+            reason="it would keep what tiles exist to let go",
+        )
+        for mode in ("selective", "activation", "budget")
+    ),
+    *(
+        Refusal(
+            one="tiles",
+            other=f"pp: {schedule}",
+            match="mlp_chunks=3 with a schedule that computes weight gradients apart",
+            reason="weight gradients computed apart keep every part's intermediates until then",
+        )
+        for schedule in SPLITS_BACKWARD
+    ),
+    Refusal(
+        one="tiles",
+        other="model: mlp",
+        match="the plan names no feed-forwards",
+        reason="`auto_plan` names no feed-forwards in a model nobody has seen",
+    ),
+    Refusal(
+        one="chunked loss",
+        other="model: mlp",
+        match="no head in OwnModel",
+        reason="`auto_plan` names no head in a model nobody has seen",
+    ),
+    Refusal(
+        one="sequence",
+        other="model: mlp",
+        match="the plan cuts them nowhere",
+        reason="`auto_plan` does not know where hidden states of a model nobody has seen begin",
+    ),
+    Refusal(
+        one="cp",
+        other="model: mlp",
+        match="takes no `mask`",
+        reason="the model takes no mask, so meshkit cannot know whether its tokens see each other",
+    ),
+    *(
+        Refusal(
+            one="recompute: activation",
+            other=f"model: {model}",
+            match="has no feed-forward with the steps",
+            reason="the feed-forward has no steps of its own to run again",
+        )
+        for model in ("mlp", "transformers")
+    ),
+]
+
+
+def smallest(*features: str) -> Cell:
+    """The plainest cell with these features, of those that `REFUSALS` name."""
+    told: dict[str, object] = {}
+    for feature in features:
+        kind, _, value = feature.partition(": ")
+        if kind == "pp":
+            told |= {"mesh": "pp=2", "schedule": value}
+        elif value:
+            told[kind] = value
+        else:
+            told |= {
+                "tiles": {"tiles": 3},
+                "chunked loss": {"loss": "chunked"},
+                "sequence": {"mesh": "tp=2", "sequence": True},
+                "cp": {"mesh": "cp=2"},
+            }[kind]
+    return Cell(**told)  # type: ignore[arg-type]
+
+
+@cache
+def meshes(ranks: int) -> list[str]:
+    """Every way to share so many ranks among the axes of the dense view, without folding."""
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+    def ways(left: int, count: int) -> Iterator[tuple[int, ...]]:
+        if count == 1:
+            yield (left,)
+            return
+        for size in range(1, left + 1):
+            if left % size == 0:
+                yield from ((size, *rest) for rest in ways(left // size, count - 1))
+
+    return [
+        " ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True) if size > 1) or "dp_shard=1"
+        for sizes in ways(ranks, len(axes))
+    ]
+
+
+@cache
+def foldings(mesh: str) -> list[str]:
+    """The same mesh with every ep and etp that fit in it."""
+    spec = _parse(mesh)
+    inside = spec.dp_shard * spec.cp * spec.tp
+    return [
+        f"{mesh} {folded}".strip()
+        for ep in range(1, inside + 1)
+        for etp in range(1, inside + 1)
+        if inside % (ep * etp) == 0
+        for folded in [" ".join(f"{name}={size}" for name, size in (("ep", ep), ("etp", etp)) if size > 1)]
+    ]
+
+
+def draw(seed: int, ranks: int) -> Cell:
+    """A cell on so many ranks, a function of the seed. One in twelve may be one that is refused; see `refusals`."""
+    rng = random.Random(f"{seed} {ranks}")
+    whatever = rng.random() < 1 / 12
+    while True:
+        cell = _draw(rng, ranks)
+        if whatever or not cell.refusals():
+            return cell
+
+
+def _draw(rng: random.Random, ranks: int) -> Cell:
+    """Each choice is the plain one in half of the cells."""
+    found: dict[str, object] = {
+        name: values[0] if rng.random() < 0.4 else rng.choice(values) for name, values in CHOICES.items()
+    }
+    model = rng.choice(MODELS)
+    mesh, other = rng.choice(meshes(ranks)), rng.choice(meshes(ranks))
+    if model in ROUTED:
+        mesh, other = rng.choice(foldings(mesh)), rng.choice(foldings(other))
+    schedule = rng.choice(SCHEDULES) if _parse(mesh).pp > 1 else "1f1b"
+    resume = rng.choice(["", mesh, other])
+    return Cell(model=model, mesh=mesh, schedule=schedule, resume=resume, **found)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""The gate: every law of the design on cells in which any two features meet, each cell against one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.laws.gate.cell import REFUSALS, Cell, Refusal, draw, smallest
+from tests.laws.gate.choose import covering
+from tests.laws.gate.verdict import verdict
+
+CELLS = [draw(*seed) for seed in covering(320, among=3000)]
+# What the gate once found broken.
+REGRESSIONS = [
+    Cell(model="transformers", mesh="dp_replicate=2", resume="dp_replicate=2", recompute="full", masked=True),
+    Cell(model="transformers", mesh="tp=2", sequence=True, recompute="budget", offload="disk"),
+    Cell(model="transformers", mesh="cp=2 tp=2", sizes="uneven", recompute="budget", loss="chunked"),
+    Cell(model="transformers", mesh="pp=2", precision="bf16"),
+    Cell(model="moe", mesh="tp=2 etp=2", recompute="selective"),
+    Cell(model="moe", mesh="tp=2 ep=2", sequence=True, recompute="full", tiles=3),
+    Cell(model="lora", mesh="dp_shard=2", microbatches=3),
+    Cell(model="lora", mesh="tp=2", sequence=True, recompute="full", loss="chunked", microbatches=2),
+    Cell(model="mla", mesh="cp=2", context="ring", masked=True),
+    Cell(  # on torch 2.11
+        model="mla", mesh="pp=2", resume="pp=2", schedule="auto", recompute="full", offload="host", precision="bf16"
+    ),
+    Cell(model="window", mesh="dp_replicate=4 cp=2", recompute="budget", microbatches=2, packing=True),
+]
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_law_holds(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("cell", REGRESSIONS, ids=str)
+def test_what_was_once_broken_holds(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.one}, {refusal.other}")
+def test_what_cannot_be_is_refused_with_its_reason(refusal: Refusal) -> None:
+    assert verdict(smallest(refusal.one, refusal.other)) == ""

@@ -1,0 +1,119 @@
+"""Context parallelism of modules nobody at meshkit wrote: their own attention, alone or in a whole run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.core.sharding import full_tensor
+from meshkit.step import next_token_loss
+from tests.laws.parity.cases import mesh_for
+from tests.world import pool
+
+TOL = 1e-10
+ROWS, TOKENS, VOCAB = 3, 13, 17
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.causal = nn.Linear(16, 48), nn.Linear(16, 16), causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(out.transpose(1, 2).flatten(-2))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.attn, self.mlp = OwnAttention(causal), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class OwnModel(nn.Module):
+    """Learned positions, and F.scaled_dot_product_attention called as anybody would."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(TOKENS, 16)
+        self.blocks = nn.ModuleList(OwnBlock(causal) for _ in range(2))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        x = self.tokens(input_ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model_and_batch(causal: bool = True) -> tuple[OwnModel, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = OwnModel(causal).double()
+    ids = torch.randint(0, VOCAB, (ROWS, TOKENS + 1))
+    return model, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+PLAN = mk.Plan(blocks=("blocks.*",), attention=("blocks.*.attn",))
+
+
+def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int, of_rows: bool = False) -> float:
+    one, batch = model_and_batch(causal)
+    F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()).backward()
+    expected = {name: p.grad for name, p in one.named_parameters()}
+    model, batch = model_and_batch(causal)
+    run = mk.parallelize(model, mesh_for(mesh), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
+    own = {name: x.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, x in batch.items()}
+    mask = None if causal else mk.Mask.full(TOKENS)
+    if of_rows:
+        mask = [mk.Mask.full(TOKENS)] * len(own["labels"])
+    run.forward_backward(own, microbatches=microbatches, mask=mask)
+    return max(float((full_tensor(p.grad) - expected[name]).abs().max()) for name, p in run.named_parameters())
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=3", "cp=4", "dp_shard=2 cp=2"])
+@pytest.mark.parametrize(
+    ("causal", "recompute"), [(True, "none"), (False, "none"), (True, "full"), (True, "selective")]
+)
+def test_a_module_with_its_own_attention_equals_one_device(mesh: str, causal: bool, recompute: str) -> None:
+    ranks = 2 if mesh == "cp=2" else 3 if mesh == "cp=3" else 4
+    assert max(pool(ranks).run(errors_of_a_run, mesh, causal, recompute, 2)) <= TOL
+
+
+def test_a_microbatch_without_rows_is_harmless_whatever_way_the_masks_of_rows_look() -> None:
+    assert max(pool(4).run(errors_of_a_run, "dp_shard=2 cp=2", False, "none", ROWS, True)) <= TOL
+
+
+def errors_of_interleaved_microbatches() -> float:
+    """Two forwards, then two backwards with recompute, as a pipeline runs them: each must see its own split."""
+    _, batch = model_and_batch()
+    halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
+    one, _ = model_and_batch()
+    for half in halves:
+        F.cross_entropy(one(half["input_ids"]).flatten(0, 1), half["labels"].flatten(), reduction="sum").backward()
+    model, _ = model_and_batch()
+    axis = mesh_for("cp=2")["cp"]
+    mk.context_parallel(model, axis, attention=["blocks.*.attn"])
+    mk.recompute(model, blocks=["blocks.0", "blocks.1"])
+    losses = [next_token_loss(model, mk.split_batch(model, half)) for half in halves]
+    for loss in losses:
+        loss.backward()
+    worst = 0.0
+    for (_, mine), (_, theirs) in zip(model.named_parameters(), one.named_parameters(), strict=True):
+        total = mine.grad.clone()
+        torch.distributed.all_reduce(total)
+        worst = max(worst, float((total - theirs.grad).abs().max()))
+    return worst
+
+
+def test_recompute_sees_the_split_of_its_own_microbatch() -> None:
+    assert max(pool(2).run(errors_of_interleaved_microbatches)) <= TOL

@@ -1,0 +1,374 @@
+"""A strategy is data: refused where it makes no sense, the same from a file, and the same from every verb."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshkit as mk
+from meshkit.memory import Treatment
+from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.parallel.pipeline.schedules import one_f_one_b
+from meshkit.program import read_program
+from meshkit.resolve import Resolved, resolve
+from meshkit.strategy import (
+    ActivationOffload,
+    BlockOverride,
+    Budget,
+    Capacity,
+    ChunkedLoss,
+    ContextPolicy,
+    ExpertPolicy,
+    Fp8,
+    MemoryPolicy,
+    OptimizerOffload,
+    OptimizerPolicy,
+    PipelinePolicy,
+    Precision,
+    Recompute,
+    Strategy,
+)
+from tests.laws.parity.cases import Cell, build, mesh_for
+from tests.world import pool
+
+EVERYTHING = Strategy(
+    mesh="pp=2 tp=2",
+    plan=mk.Plan(tensor={"a.*": mk.plan.column(), "b": mk.plan.column(group=4)}, blocks=("layers.*",)),
+    memory=MemoryPolicy(
+        recompute=Budget(bytes=100, rows=2, seq_len=4),
+        offload=ActivationOffload(to="disk", folder=Path("x")),
+        precision=Precision(reduce=torch.float64, fp8=Fp8(emulate=True)),
+        loss=ChunkedLoss(),
+        optimizer=OptimizerPolicy(offload=OptimizerOffload(resident=0.5)),
+    ),
+    zero=2,
+    sequence=True,
+    context=ContextPolicy(scheme="ring", slack=0.1),
+    experts=ExpertPolicy(capacity=Capacity(factor=1.5), hot=0),
+    pipeline=PipelinePolicy(schedule="zb-h1", stages=(1, 2)),
+    microbatches=4,
+    compile="aot_eager",
+    overrides={
+        "layers.0": BlockOverride(recompute="full"),
+        "layers.1": BlockOverride(recompute=Recompute(mode="selective", keep=("matmul",)), offload=False),
+    },
+)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Strategy)])
+def test_every_choice_comes_back_from_toml(name: str) -> None:
+    one = Strategy(**{name: getattr(EVERYTHING, name)})
+    assert one != Strategy(), "the choice is not at its default"
+    assert Strategy.from_toml(one.to_toml()) == one
+
+
+def test_all_choices_at_once_go_through_a_file(tmp_path: Path) -> None:
+    EVERYTHING.write(tmp_path / "run.toml")
+    assert Strategy.read(tmp_path / "run.toml") == EVERYTHING
+    assert Strategy().to_toml() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("zeros = 1", "run.toml: Strategy has no 'zeros'. Did you mean 'zero'?"),
+        ("zero = 'two'", "run.toml: zero: 'two' should be int"),
+        ("zero = true", "run.toml: zero: True should be int"),
+        ("memory = 3", "run.toml: memory: 3 should be a table of MemoryPolicy"),
+        ("[memory]\nprecision = {compute = 'bf61'}", "run.toml: memory: precision: compute: 'bf61' is no dtype"),
+        ("[memory]\nrecompute = 'bla'", r"MemoryPolicy\(recompute='bla'\): choose one of"),
+        ("[memory.recompute]\nbytes = 3", "run.toml: memory: recompute: Budget needs rows, seq_len"),
+        ("mesh = 'tq=2'", "there is no axis 'tq'"),
+        ("x =", "run.toml: this is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_place_in_it(text: str, error: str) -> None:
+    with pytest.raises(mk.MeshkitError, match=error):
+        Strategy.from_toml(text, source="run.toml")
+
+
+def test_what_is_no_data_cannot_be_written() -> None:
+    with pytest.raises(mk.errors.PlanError, match=r"PipelinePolicy.schedule=<function .*write_csv"):
+        Strategy(pipeline=PipelinePolicy(schedule=lambda ranks, microbatches: None)).to_toml()
+    with pytest.raises(mk.errors.PlanError, match="ExpertPolicy.dispatcher=.* only data can"):
+        Strategy(experts=ExpertPolicy(dispatcher=lambda experts, mesh: None)).to_toml()
+    with pytest.raises(mk.errors.PlanError, match="there is no file"):
+        Strategy.read("nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Strategy(microbatches=0), "microbatches=0"),
+        (lambda: BlockOverride(), "changes nothing"),
+        (lambda: BlockOverride(recompute="some"), "mode='some'"),  # type: ignore[arg-type]
+        (lambda: Strategy.of(None, {"zerro": 1}), "no choice 'zerro'. Did you mean 'zero'"),
+        (lambda: Strategy.of(Strategy(), {"zero": 1}), "a strategy and zero as well"),
+    ],
+)
+def test_odd_choices_are_refused(make: Callable[[], Any], error: str) -> None:
+    with pytest.raises(mk.errors.PlanError, match=error):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------------- resolve
+
+
+def resolved(strategy: Strategy, spec: str = "", layers: int = 3) -> Resolved:
+    model = build(Cell(mesh="", layers=layers))
+    plain = dataclasses.replace(strategy, plan=LLAMA_PLAN)
+    parsed = mk.MeshSpec.parse(spec)
+    return resolve(read_program(model), plain, parsed.resolve(parsed.world_size))
+
+
+def test_resolving_changes_nothing() -> None:
+    model = build(Cell(mesh="", layers=4))
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    strategy = Strategy(
+        plan=LLAMA_PLAN,
+        sequence=True,
+        memory=MemoryPolicy(recompute="selective", loss=ChunkedLoss(), offload=ActivationOffload()),
+        pipeline=PipelinePolicy(schedule="zbv"),
+    )
+    resolve(read_program(model), strategy, mk.MeshSpec(pp=2, cp=2, tp=2))
+    assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+
+
+def test_overrides_change_their_blocks_and_no_others() -> None:
+    found = resolved(
+        Strategy(
+            memory=MemoryPolicy(recompute="selective", offload=ActivationOffload(keep_last=0)),
+            overrides={"layers.0": BlockOverride(recompute="full", offload=False)},
+        )
+    ).treatments
+    selective = Recompute(mode="selective")
+    assert found == {
+        "layers.0": Treatment(Recompute(mode="full"), offload=False),
+        "layers.1": Treatment(selective, offload=True),
+        "layers.2": Treatment(selective, offload=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        (Strategy(overrides={"layer.0": BlockOverride(recompute="full")}), "matches no block. The nearest"),
+        (Strategy(overrides={"layers.0": BlockOverride(offload=True)}), "nothing says where to"),
+        (
+            Strategy(
+                memory=MemoryPolicy(offload=ActivationOffload()), overrides={"layers.2": BlockOverride(offload=True)}
+            ),
+            "keep_last=...\\) keeps it",
+        ),
+        (
+            Strategy(
+                memory=MemoryPolicy(recompute=Budget(bytes=10**9, rows=1, seq_len=8)),
+                overrides={"layers.2": BlockOverride(recompute="full")},
+            ),
+            "the budget chooses for every block",
+        ),
+        (
+            Strategy(memory=MemoryPolicy(mlp_chunks=2), overrides={"layers.0": BlockOverride(recompute="selective")}),
+            "tiles=2 with recompute='selective'",
+        ),
+        (Strategy(mesh="tp=2"), "the strategy is for the mesh tp=2, but this one is of one rank"),
+    ],
+)
+def test_what_a_strategy_cannot_have_together_is_refused(strategy: Strategy, error: str) -> None:
+    with pytest.raises(mk.errors.PlanError, match=error):
+        resolved(strategy)
+
+
+def trained(overrides: dict[str, BlockOverride]) -> list[torch.Tensor]:
+    run = mk.parallelize(build(Cell(mesh="", layers=3)), mesh_for("dp_shard=2"), plan=LLAMA_PLAN, overrides=overrides)
+    ids = torch.arange(32).reshape(2, 16) % 61
+    run.forward_backward({"input_ids": ids, "labels": ids.roll(-1, 1)})
+    return [param.grad.to_local() for param in run.parameters()]  # type: ignore[union-attr]
+
+
+def gradients_agree() -> bool:
+    plain = trained({})
+    other = trained({"layers.{0,2}": BlockOverride(recompute="full")})
+    return all(torch.equal(one, two) for one, two in zip(plain, other, strict=True))
+
+
+def test_overridden_blocks_have_the_same_gradients() -> None:
+    assert pool(2).run(gradients_agree) == [True, True]
+
+
+def test_a_strategy_has_its_own_number_of_microbatches() -> None:
+    assert pool(1).run(losses_by_microbatches) == [[True, True]]
+
+
+def losses_by_microbatches() -> list[bool]:
+    ids = torch.arange(64).reshape(4, 16) % 61
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    found = []
+    for strategy in (Strategy(plan=LLAMA_PLAN, microbatches=3), Strategy(plan=LLAMA_PLAN)):
+        run = mk.parallelize(build(Cell(mesh="", layers=1)), mesh_for(""), strategy)
+        calls: list[int] = []
+        run.model.register_forward_pre_hook(lambda module, args, calls=calls: calls.append(1))
+        run.forward_backward(batch)
+        found.append(len(calls) == (strategy.microbatches or 1))
+    return found
+
+
+# --------------------------------------------------------------------------------- the same refusal from every verb
+
+
+def lora_with_dropout() -> tuple[nn.Module, mk.Plan]:
+    model = llama()
+    return model, mk.lora.attach(model, plan=LLAMA_PLAN, rank=2, dropout=0.1)
+
+
+def llama(**changed: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            **changed,
+        )
+    )
+
+
+def on_meta() -> nn.Module:
+    model = llama().to("meta")
+    model.register_buffer("table", torch.empty(2, device="meta"))
+    return model
+
+
+def idle_stage() -> nn.Module:
+    model = llama()
+    model.requires_grad_(False)
+    next(iter(model.get_submodule("layers.0").parameters())).requires_grad_(True)
+    return model
+
+
+def in_part_on_meta() -> nn.Module:
+    model = llama()
+    model.get_submodule("layers.0").to("meta")
+    return model
+
+
+EMULATED, GATHERED = Fp8(emulate=True), Fp8(emulate=True, gather=True)
+REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
+    "fp8 with pp": (llama, "pp=2", {"memory": MemoryPolicy(precision=Precision(fp8=EMULATED))}, "fp8=...\\) with pp=2"),
+    "fp8 gather with tp": (
+        llama,
+        "tp=2",
+        {"memory": MemoryPolicy(precision=Precision(fp8=GATHERED))},
+        "Fp8\\(gather=True\\) with tp=2",
+    ),
+    "fp8 gather with the optimizer on the host": (
+        llama,
+        "dp_shard=2",
+        {
+            "memory": MemoryPolicy(
+                precision=Precision(fp8=GATHERED), optimizer=OptimizerPolicy(offload=OptimizerOffload())
+            )
+        },
+        "with an optimizer on the host",
+    ),
+    "fp8 without its hardware": (
+        llama,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(precision=Precision(fp8=Fp8()))},
+        "need an NVIDIA GPU",
+    ),
+    "a rank of pp that trains nothing": (idle_stage, "pp=2", {}, "pp rank 1 requires a gradient"),
+    "dropout of adapters with tiles": (
+        lora_with_dropout,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(mlp_chunks=2)},
+        "tiles=2 with lora",
+    ),
+    "dropout of adapters with compile": (lora_with_dropout, "dp_shard=2", {"compile": True}, "compile with lora"),
+    "stochastic rounding of fp32": (
+        llama,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(optimizer=OptimizerPolicy(stochastic_rounding=True))},
+        "rounds bf16 parameters",
+    ),
+    "a buffer on meta": (on_meta, "dp_shard=2", {}, "is on meta, and its value cannot be recovered"),
+    "a model on meta in part": (in_part_on_meta, "dp_shard=2", {}, "some parameters are on meta and some not"),
+    "ulysses that does not divide cp": (
+        llama,
+        "cp=2",
+        {"context": ContextPolicy(scheme="ring", ulysses=3)},
+        "ulysses=3 does not divide cp=2",
+    ),
+    "ep without experts": (llama, "dp_shard=2 ep=2", {}, "ep=2 etp=1, but the plan has no experts"),
+    "zero with pp": (llama, "pp=2", {"zero": 3}, "zero=3 with pp"),
+    "a typo in the plan on one rank of tp": (
+        llama,
+        "dp_shard=2",
+        {"plan": mk.Plan(tensor={"layer.*.mlp": mk.plan.replicate()})},
+        "matches no module",
+    ),
+    "a schedule for other microbatches": (
+        llama,
+        "pp=2",
+        {"pipeline": PipelinePolicy(schedule=one_f_one_b(2, 2)), "microbatches": 4},
+        "is for 2 ranks and 2 microbatches, but the run has 2 and 4",
+    ),
+    "compiled tiles": (
+        llama,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(mlp_chunks=2), "compile": True},
+        "tiles=2 with compile",
+    ),
+    "liger without a GPU": (
+        llama,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(loss=ChunkedLoss(backend="liger"))},
+        "has kernels for GPUs",
+    ),
+}
+
+
+def refusals(name: str) -> dict[str, str]:
+    make, mesh, choices, _ = REFUSED[name]
+    texts = {}
+
+    def say(verb: str, call: Callable[[nn.Module, dict[str, Any]], Any]) -> None:
+        made = make()
+        model, plan = made if isinstance(made, tuple) else (made, LLAMA_PLAN)
+        try:
+            call(model, {"plan": plan, **choices})
+        except mk.MeshkitError as error:
+            texts[verb] = str(error)
+
+    said = {"rows": 1, "seq_len": 8}
+    say("parallelize", lambda model, chosen: mk.parallelize(model, mesh_for(mesh), **chosen))
+    say("explain", lambda model, chosen: mk.explain(model, mesh, **said, device="cpu", **chosen))
+    say("page", lambda model, chosen: mk.preflight.page.explain_page(model, mesh, memory_bars=False, **said, **chosen))
+    return texts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_parallelize_refuses_every_verb_refuses_with_the_same_text(name: str) -> None:
+    *_, match = REFUSED[name]
+    for texts in pool(2).run(refusals, name):
+        assert set(texts) == {"parallelize", "explain", "page"}, texts
+        assert len(set(texts.values())) == 1, texts
+        assert re.search(match, texts["explain"])
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "fp8 with" in name or "idle" in name or "zero" in name])
+def test_estimate_refuses_it_too(name: str) -> None:
+    make, mesh, choices, match = REFUSED[name]
+    with pytest.raises(mk.errors.PlanError, match=match):
+        mk.estimate(make(), mesh, rows=1, seq_len=8, kernels="cpu", plan=LLAMA_PLAN, **choices)
