@@ -49,7 +49,7 @@ BLOCKS = {
     "context": Block("cp=2", "/meshkit/parallel/context/"),
     "pipeline": Block("pp=2", "/meshkit/parallel/pipeline/"),
     "expert": Block("dp_shard=2 ep=2", "/meshkit/parallel/expert/"),
-    "recompute": Block("dp_shard=2", "/meshkit/memory/recompute.py", mk.MemoryPolicy(recompute="full")),
+    "recompute": Block("dp_shard=2", "/meshkit/memory/_recompute.py", mk.MemoryPolicy(recompute="full")),
     "offload": Block(
         "dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.strategy.ActivationOffload())
     ),

@@ -107,7 +107,12 @@ def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.5)
-        run = mk.parallelize(model, mesh_for(f"pp={RANKS}"), plan=mk.Plan(blocks=("blocks.*",)), schedule=name)
+        run = mk.parallelize(
+            model,
+            mesh_for(f"pp={RANKS}"),
+            plan=mk.Plan(blocks=("blocks.*",)),
+            pipeline=mk.strategy.PipelinePolicy(schedule=name),
+        )
         batch = {"input_ids": torch.ones(MICROBATCHES, 2, dtype=torch.long)}
         step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
         step(microbatches=1)  # connections are made now
