@@ -18,6 +18,7 @@ from meshkit.plan import Init, Plan, match_table
 
 
 def normal(std: float) -> Init:
+    """Normal with mean 0."""
     return Init("normal", std)
 
 
@@ -27,6 +28,7 @@ def uniform(half_width: float) -> Init:
 
 
 def constant(value: float) -> Init:
+    """The same value everywhere."""
     return Init("constant", value)
 
 

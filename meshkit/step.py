@@ -1,4 +1,4 @@
-"""One optimizer step on any mesh: the loss of the whole step, its gradients, their norm."""
+"""The training step on any mesh: gradient accumulation, loss normalisation over the whole step, gradient clipping."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,16 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode, _VersionWrapper, c
 from meshkit.core.waiting import marked, waiting
 
 _c10d = torch.ops._c10d_functional
+
+# What selective recompute may keep of communication. Checked: 2.11, 2.15. What replaces them: public functional collectives.
+FUNCTIONAL_COLLECTIVES = frozenset(
+    {
+        _c10d.all_reduce.default,
+        _c10d.all_gather_into_tensor.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.wait_tensor.default,
+    }
+)
 
 # Many tensors in one kernel, as torch.nn.utils.get_total_norm has them. Checked: 2.11, 2.15. What replaces them: loops.
 foreach_norm = torch._foreach_norm
@@ -647,3 +658,15 @@ def allow_recompiles(functions: int) -> None:
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, 8 * functions)
+
+
+# 2.11, 2.15: the documentation of the memory visualiser tells users to call these two, but their names still start with an
+# underscore, and nothing public replaces them.
+
+
+def record_memory_history(enabled: bool) -> None:
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

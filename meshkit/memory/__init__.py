@@ -1,5 +1,7 @@
 """What is kept for backward: activation checkpointing (recompute), offload, fp8, feed-forwards in chunks."""
 
+from meshkit.memory import offload as offload
+
 from ._fp8 import chosen_linears as chosen_linears
 from ._fp8 import fp8_linears as fp8_linears
 from ._fp8 import plan_fp8 as plan_fp8

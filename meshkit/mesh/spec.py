@@ -1,4 +1,4 @@
-"""The axes of a mesh and their sizes, as data: two views of the same ranks, without a process group."""
+"""Mesh axes and their sizes (the topology), as data: two views of the same ranks, without a process group."""
 
 from __future__ import annotations
 

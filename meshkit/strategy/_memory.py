@@ -1,4 +1,4 @@
-"""How memory is spent, as data: what is kept for backward and where, which dtypes compute, how optimizer state is held."""
+"""Memory and mixed precision as data: what is kept for backward and where, which dtypes compute, the optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of unequal numbers between ranks, differentiable, in mirrored pairs.
+"""Expert all-to-all: rows of unequal numbers between ranks, differentiable, in mirrored pairs.
 
 | forward                                          | backward             |
 |--------------------------------------------------|----------------------|

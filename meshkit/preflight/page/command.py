@@ -11,8 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
-from meshkit.preflight.estimate._estimate import Kernels, place_of
-from meshkit.preflight.estimate._recipe import Recipe, load_script
+from meshkit.preflight.estimate import Kernels, Recipe, load_script, place_of
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.explain import explain_resolved
 from meshkit.preflight.page._html import save_html
