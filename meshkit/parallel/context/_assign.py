@@ -59,7 +59,7 @@ def zigzag(tokens: int, parts: int) -> list[Runs]:
 
 
 def per_document(mask: Mask, parts: int) -> list[Runs]:
-    """Zigzag inside chunk_size component of the mask: equal work, and nearly every rank needs keys of every document.
+    """Zigzag inside each component of the mask: equal work, and nearly every rank needs keys of every document.
 
     The tokens left over where 2 * parts does not divide a document are dealt to ranks one by one, continuing at the rank
     where the document before stopped (WLB-LLM), so token counts differ by at most one. A leftover token joins its rank's

@@ -196,7 +196,7 @@ class SplitMask:
     def join(self, values: Tensor) -> Tensor:
         """Gather values of this rank's tokens [B, T, ...] to those of all tokens [rows, tokens, ...], the same on every rank.
 
-        For losses over joined sequences, log-probabilities and generation. Differentiable if every rank then computes the
+        For losses over whole sequences, log-probabilities and generation. Differentiable if every rank then computes the
         same from the result. Wire: one all-gather, padded to the longest rank.
         """
         layout = self.layout

@@ -43,7 +43,7 @@ def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
 def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | None:
     """For each query head of a rank, the index of the local key/value head that it reads.
 
-    None if the kernel's query_heads grouping says the same: equal runs of query heads read one key/value head each.
+    None if the kernel's own grouping says the same: equal runs of query heads read one key/value head each.
     """
     query_heads, keys = even_part(heads, parts, part), kv_heads_read(part, parts, heads, kv_heads)
     if not query_heads:
@@ -54,7 +54,7 @@ def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | Non
 
 
 def to_heads(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: int) -> Tensor:
-    """x [B, L, heads + 2 kv_heads, D] of this rank's tokens -> [B, T, this_part heads, D] of its group's.
+    """x [B, L, heads + 2 kv_heads, D] of this rank's tokens -> [B, T, local heads, D] of its group's tokens.
 
     Wire: one all-to-all.
     """
