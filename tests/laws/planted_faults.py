@@ -138,8 +138,8 @@ FAULTS = [
     ),
     Fault(
         17,
-        "found.total() * weight / scale if found.losses",
-        "found.total() / scale if found.losses",
+        "report.total() * weight / self.scale if report.losses",
+        "report.total() / self.scale if report.losses",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
