@@ -139,9 +139,7 @@ def _part(owner: str, before: str) -> str:
     """The part of meshkit that a frame of this module belongs to; what is called from everywhere leaves the one before."""
     if owner.startswith("torch.distributed.fsdp"):
         return "parallel.data"
-    if not owner.startswith("meshkit.") or owner.startswith(
-        ("meshkit.faults", "meshkit.faults.location", "meshkit.models")
-    ):
+    if not owner.startswith("meshkit.") or owner.startswith(("meshkit.faults", "meshkit.models")):
         return before
     name = owner.removeprefix("meshkit.")
     if name.split(".")[0] in _EVERYWHERE:

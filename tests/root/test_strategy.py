@@ -176,7 +176,7 @@ def test_overrides_change_their_blocks_and_no_others() -> None:
         ),
         (
             Strategy(memory=MemoryPolicy(mlp_chunks=2), overrides={"layers.0": BlockOverride(recompute="selective")}),
-            "tiles=2 with recompute='selective'",
+            "mlp_chunks=2 with recompute='selective'",
         ),
         (Strategy(mesh="tp=2"), "the strategy is for the mesh tp=2, but this one is of one rank"),
     ],
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         lora_with_dropout,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2)},
-        "tiles=2 with lora",
+        "mlp_chunks=2 with lora",
     ),
     "dropout of adapters with compile": (lora_with_dropout, "dp_shard=2", {"compile": True}, "compile with lora"),
     "stochastic rounding of fp32": (
@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         llama,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2), "compile": True},
-        "tiles=2 with compile",
+        "mlp_chunks=2 with compile",
     ),
     "liger without a GPU": (
         llama,
