@@ -138,8 +138,8 @@ FAULTS = [
     ),
     Fault(
         17,
-        "found.total() * weight / self.scale if found.losses",
-        "found.total() / self.scale if found.losses",
+        "report.total() * weight / self.scale if report.losses",
+        "report.total() / self.scale if report.losses",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
@@ -150,8 +150,8 @@ FAULTS = [
     ),
     Fault(
         19,
-        "pending.wait()\n        held = arriving\n\n\ndef _ring_home",
-        "held = arriving\n\n\ndef _ring_home",
+        "pending.wait()\n        block = arriving\n\n\ndef _ring_gradients",
+        "block = arriving\n\n\ndef _ring_gradients",
         "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
     ),
 ]

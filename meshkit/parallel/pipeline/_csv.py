@@ -1,4 +1,4 @@
-"""Schedules as CSV: one's own format, which loses nothing, and that of torch.distributed.pipelining, which is read.
+"""Pipeline schedules as CSV: meshkit's own format (read, written), and torch.distributed.pipelining's (read).
 
     meshkit schedule,1f1b
     microbatches,2

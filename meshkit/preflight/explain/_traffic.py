@@ -109,9 +109,9 @@ def add_pipeline(ledger: TrafficLog, held: RankModel, cut: Cut, checked: Checked
     rank = held.at("pp")
     shared = held.spec.tp if held.sequence else 1
     for message in checked.sends[rank]:
-        part = parts[message.made.microbatch]
+        part = parts[message.output.microbatch]
         size = part.rows * (part.tokens // shared) * cut.width * held.compute.itemsize
-        why = "hidden states, forward" if message.made.op == "F" else "hidden states, backward"
+        why = "hidden states, forward" if message.output.op == "F" else "hidden states, backward"
         ledger.add("pp", "send", size, why)
     if rank in cut.ends:
         for names in cut.copied:

@@ -27,7 +27,7 @@ def add_experts(ledger: TrafficLog, held: RankModel, part: Part) -> None:
         again = held.treatment(name).recompute.runs_block_again
         flows = held.flow.leaves(name)
         chosen = _chosen(held, name)
-        plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, place=held.expert_place)
+        plan = even_routing(layout.experts, own * chosen, ep=spec.ep, etp=spec.etp, coordinate=held.expert_place)
         told = dispatch_traffic(plan, width=layout.width, itemsize=held.compute.itemsize)
         if spec.tp > 1 and not held.sequence:
             _add_token_parts(ledger, held, name, part, chosen, layout.width)

@@ -1,4 +1,4 @@
-"""A schedule in a trace viewer, simulated and measured."""
+"""Chrome traces (chrome://tracing, Perfetto) of pipeline schedules, simulated and measured."""
 
 from __future__ import annotations
 
