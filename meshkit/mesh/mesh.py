@@ -279,7 +279,7 @@ def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Seq
     large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
     if dist.get_rank() not in ranks:
         if len(large) > 1:
-            _torch.attend_flattening([[ranks[place] for place in group] for group in spec.groups(*large)])
+            _torch.join_flattening([[ranks[place] for place in group] for group in spec.groups(*large)])
         return view
     if len(large) <= 1:
         return view[large[0] if large else axes[0]]

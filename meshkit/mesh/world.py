@@ -108,7 +108,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         sys.excepthook = excepthook
         dist.destroy_process_group()
-        _torch.forget_shardings()
+        _torch.clear_sharding_caches()
 
 
 @contextmanager

@@ -222,7 +222,7 @@ def _tokens(part: Any) -> Tensor:
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two groups of the same ranks, made once."""
     timeout = _torch.timeout_of(group)
-    return _torch.twin_group(group, timeout=timeout), _torch.twin_group(group, timeout=timeout)
+    return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
 
 
 def plan_pipeline(
