@@ -279,7 +279,7 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Private: _set_default_timeout of each backend. Checked: 2.11, 2.15. Replaced by: torch.distributed.set_timeout, 2.15."""
+    """Private: _set_default_timeout of each backend. Checked: 2.11, 2.15. Replaced by: dist.set_timeout of 2.15."""
     if is_fake_group(group):
         return
     for device in group._device_types:
@@ -510,7 +510,7 @@ def around_fsdp(
     reducing: Callable[[], AbstractContextManager[None]],
     reduced: Callable[[list[Tensor]], None],
 ) -> Iterator[None]:
-    """Inside, FSDP gathers parameters in `gathering()`, reduces gradients in `reducing()`, then tells `reduced` what it holds.
+    """Inside, FSDP gathers parameters in `gathering()`, reduces gradients in `reducing()`, then `reduced` gets those.
 
     Private: methods of FSDPParamGroup by these names; there are no hooks around them. Checked: 2.11, 2.15. Replaced by:
     nothing yet.
