@@ -20,7 +20,7 @@ def host_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
 
     What it sends, from whichever thread, never queues behind or between the collectives of training.
     """
-    return _torch.twin_group(mesh.group, backend="gloo", timeout=timeout)
+    return _torch.copy_group(mesh.group, backend="gloo", timeout=timeout)
 
 
 def agree(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> list[T]:

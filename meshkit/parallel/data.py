@@ -110,7 +110,7 @@ def fully_shard(
     if mesh.size() == 1 and precision is None and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     if not all(param.is_floating_point() for param in module.parameters()):
-        _torch.send_bytes_as_they_are()
+        _torch.allow_integer_parameters()
     policy = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
         policy = MixedPrecisionPolicy(
@@ -124,7 +124,7 @@ def fully_shard(
     kept = set(keep_gathered)
     ignored_params = {param for name in ignored for param in modules[name].parameters()}
     # Inner units first: each call takes the parameters below it that no unit has taken, and the root what is left.
-    with _torch.detaching_as_placed():
+    with _torch.detach_keeps_placements():
         for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
             reshard = stage.reshard_after_forward and name not in kept
             _fully_shard(
@@ -202,7 +202,7 @@ def before_pipeline(module: nn.Module) -> None:
         # interleave.
         module.set_requires_gradient_sync(False)
         module.set_reshard_after_backward(False)
-        _torch.put_off_gradients(module)
+        _torch.defer_gradient_reduction(module)
 
 
 def after_pipeline(module: nn.Module) -> None:
@@ -210,7 +210,7 @@ def after_pipeline(module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
-        _torch.finish_gradients(module)
+        _torch.reduce_deferred_gradients(module)
 
 
 def after_inference(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
 from meshkit.errors import PlanError
-from meshkit.loss.linear_logits import LinearLogits, as_logits
+from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
 from meshkit.parallel.tensor.regather import Region, mark, refuse_without_sequence
 from meshkit.plan import Style, match_table
@@ -330,4 +330,4 @@ def _logits_over(out: Tensor | LinearLogits, mesh: DeviceMesh, vocabulary: int) 
     """What the head returns, as logits whose vocabulary is shared over the axis."""
     if isinstance(out, LinearLogits):
         return replace(out, head=out.head.over(mesh))
-    return as_logits(out, mesh, vocabulary)
+    return sharded_logits(out, mesh, vocabulary)
