@@ -74,7 +74,7 @@ IDEAS = (
     Idea("DPO loss", ("DPO",), ("preference_loss",)),
     Idea("group-relative advantage", ("group relative", "advantage"), ("group_advantages",)),
     Idea("weights to vLLM", ("vLLM",), ("VllmEngine",)),
-    Idea("mesh axes", ("mesh", "axes"), ("MeshSpec",)),
+    Idea("mesh axes", ("mesh", "axes"), ("Mesh", "MeshSpec")),
     Idea("column/row styles", ("column",), ("column",)),
     Idea("lr schedule", ("lr schedule", "learning rate"), ("lr_schedule",)),
     Idea("packing", ("packing",), ("pack_sample",)),
