@@ -64,6 +64,7 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
     # As PEFT: kaiming_uniform with a = sqrt(5), so that with B = 0 the model begins as it was.
     linear.add_module(A, AdapterLinear(weight, inputs, lora.rank, Init("uniform", inputs**-0.5), dtype))
     linear.add_module(B, AdapterLinear(weight, lora.rank, outputs, Init("constant", 0.0), dtype))
+    # The layer's forward of now: the class may be patched again later, and those patches call the new forward below.
     scaling, frozen, dropout = lora.scaling, type(linear).forward, lora.dropout
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
@@ -72,6 +73,7 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
             return out
         down, up = self._modules[A], self._modules[B]
         assert isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
+        # Adapters compute in their own dtype, which may be wider than that of the frozen weight.
         x = input.to(down.weight.dtype)
         if dropout and self.training:
             local_columns = down.__dict__.get("own_columns")  # a row() layer sees some columns: their masks, not others

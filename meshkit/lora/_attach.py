@@ -57,6 +57,7 @@ def attach(
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
     saved_modules = match_names(modules_to_save, modules, what="module")
     _refuse(model, modules, chosen, saved_modules, styles)
+    # Quantized are frozen layers only: a trained or shared weight needs its own values.
     codes = None if base is None else BlockCodes(codes=base, block=base_block)
     packed = {} if codes is None else _frozen(_blocks_linears(plan, modules, styles), model, modules, saved_modules)
     lora = Lora(
@@ -71,6 +72,7 @@ def attach(
         packed={name: linear.in_features for name, linear in packed.items()},
     )
     dtypes = {name: dtype or modules[name].weight.dtype for name in chosen}
+    # Everything is frozen first, so adapters added below are the only parameters that train, with modules_to_save.
     model.requires_grad_(False)
     for name in saved_modules:
         modules[name].requires_grad_(True)

@@ -34,6 +34,7 @@ def merge(model: nn.Module) -> nn.Module:
         _decode_base(model)
     after_inference(model)  # frees gathered parameters: they would not see the change of the shards
     for _, layer in adapted(model):
+        # A collective for each layer: every rank must call merge.
         up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
         _add_product(layer.weight, up, down, lora.scaling)
         del layer._modules[A], layer._modules[B]
@@ -64,6 +65,7 @@ def _add_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> No
     """This rank's part of weight [out, in] += scaling * up [out, r] down [r, in]."""
     rows, columns = local_slices(weight)
     local = local_tensor(weight)
+    # One rounding at the end: in bf16 the sum of a rounded product would be rounded twice.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
     added = up[rows].to(dtype) @ down[:, columns].to(dtype)
     local.copy_(local.to(dtype) + added * scaling)

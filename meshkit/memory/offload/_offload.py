@@ -74,7 +74,7 @@ class Offload:
 
     @contextmanager
     def block(self, module: nn.Module, inputs: Any, *, keeps: bool) -> Iterator[Scope]:
-        """Inside, tensors that autograd saves are moved. keeps: they stay, and the block only counts in the order of blocks."""
+        """Inside, tensors that autograd saves are moved. keeps: they stay, and the block only has a place in the order."""
         with self._lock:
             self._numbers += 1
             scope = self._newest = Scope(self._numbers, self._newest)
