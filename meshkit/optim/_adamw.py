@@ -51,6 +51,7 @@ def adamw(
         )
     if policy.states != "fp32" or policy.stochastic_rounding:
         copies = copies_of(model.model) if isinstance(model, Run) else {}
+        # Names seed stochastic rounding: the two copies of a tied parameter must draw the same bits to stay equal.
         names = {param: copies.get(name, name) for name, param in named.items()}
         for group in groups:
             group["params"] = [(names[param], param) for param in group["params"]]

@@ -75,12 +75,14 @@ class LowBitState:
             scale = largest / E4M3_MAX
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
+        # The nearest level, by the midpoints between levels.
         known = torch.tensor(levels(self.states, self.signed), device=values.device)
         between = (known[1:] + known[:-1]) / 2
         scaled = values / self._spread(largest, columns)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
         if self.states == "4bit":
             codes = torch.nn.functional.pad(codes, (0, columns % 2))
+            # Two codes in a byte: the even column in the upper four bits.
             codes = codes[..., 0::2] << 4 | codes[..., 1::2]
         return codes, largest
 

@@ -29,6 +29,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's is a decorated one
         loss = loss_of(closure)
         for group in self.param_groups:
+            # State is created at the first step, as torch does: a parameter that never has a gradient costs none.
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 if not self.state[param]:

@@ -87,6 +87,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         values, grads = local_tensor(param), local_tensor(param.grad)  # type: ignore[arg-type]  # it has one
         stream = stream_of(self.seed, self._names[param], int(step))
         rounds = self.stochastic_rounding and param.dtype == torch.bfloat16
+        # Chunks of rows bound the fp32 copies. index: of each element in the full tensor, so draws do not depend on sharding.
         for rows, index in indexed_parts(param):
             chunk: Any = rows if param.ndim else ...
             grad = grads[chunk].float()

@@ -131,6 +131,7 @@ def _share(
     module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh, split: DeviceMesh | None, policy: ExpertPolicy
 ) -> None:
     """Shard one module's experts and dispatch its tokens. split: the axis whose ranks have the same tokens, if any."""
+    # Hot experts go first: they remember the module's class before it is patched, and compute their copies with it.
     dispatcher = _dispatcher(layout.experts, mesh, policy)
     if policy.hot and isinstance(dispatcher, AllToAll):
         set_hot_experts(module, HotExperts(module, dispatcher, policy.hot, policy.history))
@@ -139,8 +140,10 @@ def _share(
     if dims:
         axes = mesh if len(dims) == mesh.ndim else mesh[(mesh.mesh_dim_names or ())[dims[0]]]
         for key, param in params.items():
+            # ep shards the stack of experts (dim 0), etp the hidden features of each.
             placements = [Shard(0 if dim == 0 else layout.dims[key]) for dim in dims]
             module._parameters[key] = nn.Parameter(shard_parameter(param, axes, *placements), param.requires_grad)
+    # Inside of forward, parameters are plain local tensors: grouped matmuls know no DTensor.
     compute_with(module, dict.fromkeys(params, _local) if dims else {}, _forward(dispatcher, split))
     # The host reads row counts in every forward, and sizes depend on them: such code stays outside of compiled graphs.
     patch_class(module, forward=torch.compiler.disable(type(module).forward))
@@ -172,6 +175,7 @@ def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
     def forward(self: Any, x_NC: Tensor, routing: Routing, meanwhile: Overlapped | None = None) -> Tensor:
         if split is None:
             return dispatch(self, x_NC, routing, meanwhile)
+        # Shares may be empty, where there are fewer tokens than ranks: dispatchers take ranks without rows.
         group, ranks = split.get_group(), split.size()
         sizes = [len(even_part(len(x_NC), ranks, rank)) for rank in range(ranks)]
         chosen = routing.experts_NK.split(sizes)[dist.get_rank(group)]  # indices: no gradient, so a plain slice

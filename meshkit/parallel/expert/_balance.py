@@ -58,6 +58,7 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []
         router.reduce_counts = torch.compiler.disable(partial(_sum, groups=groups))  # a message, outside of graphs
+        # Routing by locality is a choice of the mesh: experts on this node cost no slow link.
         router.near = _near(router.config.experts, mesh)
 
 
@@ -74,6 +75,7 @@ def _near(experts: int, mesh: Mesh) -> list[bool] | None:
 
 
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    # A clone: all-reduce works in place, and the counts are the router's.
     counts = counts.clone()
     for group in groups:
         dist.all_reduce(counts, group=group)
@@ -90,6 +92,7 @@ def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -
     counts_of: dict[nn.Module, Tensor] = {}
     for report, weight in noted:
         for router, counts in report.counts.items():
+            # An empty microbatch runs a row of zeros, so that all ranks issue the same collectives; its tokens are no tokens.
             counts = counts * int(weight != 0)
             counts_of[router] = counts_of[router] + counts if router in counts_of else counts
     # One message for all routers: rows are padded to the widest router.
@@ -104,6 +107,7 @@ def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -
     summed = {name: row[: len(counts_of[router])] for (router, name), row in zip(names.items(), stacked, strict=True)}
     for router, name in names.items():
         if getattr(router, "last_counts", None) is not None:
+            # In place, since it is a registered buffer of the router.
             router.last_counts.copy_(summed[name])
     return summed
 
@@ -130,6 +134,7 @@ def step_dropped(noted: Noted, mesh: Mesh) -> Tensor:
     dropped = torch.stack([dropped for dropped, _ in calls]).sum() if calls else torch.zeros(()).to(mesh.device)
     sums = torch.stack([dropped.double(), torch.full_like(dropped, sum(pairs for _, pairs in calls)).double()])
     stages = [mesh["pp"].get_group()] if mesh.spec.pp > 1 else []
+    # Over tp also without sequence parallelism: each of its ranks dispatches a share of the same tokens.
     sums = _sum(sums, [*token_groups(mesh, sequence=mesh.spec.tp > 1), *stages])
     return sums[0] / sums[1].clamp(min=1)
 

@@ -149,6 +149,7 @@ class AllToAll:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
         plan = self.plan(counts_E)
         order_M = order_M[: sum(plan.local_counts)]
+        # Dropped pairs are last in the order, so cutting it off drops them.
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         return combine(self.send_and_compute(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
 
@@ -159,8 +160,10 @@ class AllToAll:
         rows = exchange(rows, plan.sent(), plan.received(), self.ep, meanwhile)
         if self.etp is not None:
             rows = gather_rows(rows, plan.gathered(), self.etp)
+        # Rows arrive by source rank and, within one, by expert. The kernels want all rows of an expert together.
         order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
         out = compute(rows.index_select(0, order), plan.per_expert())
+        # The inverse permutation: results return in the order in which rows came, so that the reverse exchange fits them.
         out = out.index_select(0, order.argsort())
         if self.etp is not None:
             out = scatter_sum_rows(out, plan.gathered(), self.etp)
@@ -178,6 +181,7 @@ class AllToAll:
 
 def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
     """(pairs sorted by expert, dropped ones last; pairs that each expert keeps [E])."""
+    # Sorting by expert is sorting by rank too, since ranks hold runs of experts: the all-to-all sends slices.
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     if capacity is None:
         return order_M, counts_E
@@ -205,11 +209,13 @@ def keep_within(capacity: Capacity, routing: Routing, order_M: Tensor, counts_E:
     pairs, experts = len(order_M), len(counts_E)
     limit = ceil(capacity.factor * pairs / experts)
     place_M = torch.arange(pairs, device=order_M.device)
+    # The index of each pair among those of its expert, in the order of tokens; with drop="probability", in that of weights.
     first_M = (counts_E.cumsum(0) - counts_E).repeat_interleave(counts_E, output_size=pairs)
     rank_M = place_M - first_M  # among the pairs of the same expert
     if capacity.drop == "probability":
         weights_M = routing.weights_NK.detach().flatten()[order_M]
         expert_M = routing.experts_NK.flatten()[order_M]
+        # Two stable sorts, by weight and then by expert: equal weights keep the order of tokens on every device.
         by_weight = weights_M.argsort(descending=True, stable=True)
         by_expert = by_weight[expert_M[by_weight].argsort(stable=True)]
         rank_M = torch.empty_like(place_M).scatter_(0, by_expert, rank_M)

@@ -55,6 +55,7 @@ class HotExperts:
         self, module: nn.Module, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Overlapped | None
     ) -> Tensor:
         """Run tokens through their experts. Called inside of the module's forward, where its parameters are gathered."""
+        # The same on every rank, since `recent` has counts summed over all ranks: the all-gather below needs all of them.
         hot = self.chosen
         order_M, counts_E = kept_pairs(routing, self.inner.experts, self.capacity)
         plan = self.inner.plan(counts_E)
@@ -69,6 +70,7 @@ class HotExperts:
         other_out = self.inner.send_and_compute(
             rows_MC.index_select(0, other_rows), plan.without(hot), compute, meanwhile
         )
+        # Inside of forward these are local shards, gathered by FSDP: gradients of copies flow back into them.
         weights = {key: getattr(module, key) for key in module._parameters}
         # Activation checkpointing: the copies are freed after forward, and gathered again for backward.
         hot_out: Tensor = checkpoint(
@@ -84,6 +86,7 @@ class HotExperts:
         shares = self._shares(hot)
         local_hot = torch.tensor(shares[dist.get_rank(group)], dtype=torch.int64, device=rows.device)
         sizes = [len(share) for share in shares]
+        # An autograd-aware gather: its backward reduce-scatters the copies' gradients to the experts' own ranks.
         copies = {
             key: gather_rows(rearrange(weight.index_select(0, local_hot), "e ... -> e (...)"), sizes, group).unflatten(
                 1, weight.shape[1:]

@@ -29,12 +29,14 @@ def dispatch_traffic(plan: DispatchPlan, *, width: int, itemsize: int) -> Dispat
     experts = len(plan.counts[0][0])
     axes = "_".join(axis for axis, size in (("ep", ep), ("etp", etp)) if size > 1)
     if axes:
+        # Counts are int64: 8 bytes for each expert of each rank.
         counts[axes, "all_gather", ep * etp * experts * 8] += 1
     if ep > 1:
         for sizes in (plan.sent(), plan.received()):
             remote = sum(size for rank, size in enumerate(sizes) if rank != plan.coordinate[0])
             rows["ep", "all_to_all", remote * width * itemsize] += 1
     if etp > 1:
+        # Padded to the rank with the most rows, as `all_gather_rows` pads.
         longest = max(plan.gathered()) * etp * width * itemsize
         rows["etp", "all_gather", longest] += 1
         rows["etp", "reduce_scatter", longest] += 1

@@ -116,6 +116,7 @@ def _check(
         return dispatcher(x, Routing(routing.experts_NK, routing_weights), local.compute)
 
     for again in ("", "a second step, ", "recomputed, "):
+        # A second step finds state that the first one left in the dispatcher; recompute runs its forward twice.
         for tensor in (x, routing_weights, *local):
             tensor.grad = None
         with _poisoned_memory():
@@ -146,6 +147,7 @@ def _naive(
     x, routing_weights = x_NC.clone().requires_grad_(), routing.weights_NK.clone().requires_grad_()
     into, out = (tensor.clone().requires_grad_() for tensor in weights_of_all)
     total = torch.zeros_like(x)
+    # No sorting, no exchange: every expert runs on all tokens, with weight 0 for those that did not choose it.
     for expert in range(len(into)):
         count = (routing_weights * (routing.experts_NK == expert)).sum(-1, keepdim=True)
         total = total + count * F.linear(F.silu(F.linear(x, into[expert])), out[expert])

@@ -54,6 +54,7 @@ class Checked:
         scripts = [list(self._script(rank)) for rank in range(self.schedule.world)]
         step = [0] * len(scripts)
         active = deque(range(len(scripts)))
+        # A rank is looked at again whenever one of its messages was matched, so each message is matched once.
         while active:
             rank = active.popleft()
             while step[rank] < len(scripts[rank]):
@@ -210,6 +211,7 @@ def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
                     return producers[need]
         return None
 
+    # Rows never undo one another, so running whatever can run in any order finds every row that can.
     moved = True
     while moved:
         moved = False

@@ -121,6 +121,7 @@ def _read_torch(path: Path, lines: list[Line]) -> Schedule:
     for rank, (number, cells) in enumerate(lines):
         rows = []
         for cell in cells:
+            # torch's tables may spell out messages and FSDP's actions; here both follow from the rows.
             if not cell or IMPLIED.fullmatch(cell):
                 continue
             row = _row(path, number, rank, cell)

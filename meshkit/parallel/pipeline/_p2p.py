@@ -66,6 +66,7 @@ class P2P:
         if target is None:
             self._local[output] = value
             return
+        # Messages need contiguous memory; a gradient may be a strided view.
         value = value.contiguous()
         work = dist.isend(value, group=self.up if target > self.rank else self.down, group_dst=target)
         assert work is not None

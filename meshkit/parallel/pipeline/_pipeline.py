@@ -128,11 +128,13 @@ class Pipeline:
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
+        # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
         p2p = self._p2p(checked.messages, [microbatch for microbatch, _ in microbatches])
         losses, reports = execute(
             checked.schedule, self.rank, self.staged, p2p, microbatches, loss, scale, self._recording
         )
+        # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
         self._add_tied_gradients()
         return self.total(losses, scale.device), reports
@@ -140,6 +142,7 @@ class Pipeline:
     @torch.no_grad()
     def infer(self, microbatch: Any, function: Loss) -> Tensor | None:
         """function(model, microbatch) without gradients: its result on the rank of the last stage, None on the others."""
+        # FSDP's root looks for its units at its first forward, and must not do so while modules are swapped for stand-ins.
         find_units(self.staged.model)
         schedule = self._forwards
         p2p = self._p2p(list(messages(schedule)), [microbatch])
@@ -162,6 +165,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in losses:
             total += value.detach()
+        # Ranks without the last stage add 0, so the sum is the last stage's, broadcast.
         dist.all_reduce(total, group=self.axis.get_group())
         return total
 
@@ -181,6 +185,7 @@ class Pipeline:
             assert param.grad is not None, "both ends used the parameter"
             grad = local_tensor(param.grad)
             received = torch.empty_like(grad)
+            # Send before receive, asynchronously: both ends do the same, and a blocking send could wait for ever.
             sent = dist.isend(grad.contiguous(), group=to_peer, group_dst=peer)
             dist.recv(received, group=from_peer, group_src=peer)
             assert sent is not None
@@ -197,6 +202,7 @@ class Pipeline:
                     f"{table.placement}, but the model is cut for {self.cut.placement}. Use one placement for all numbers of "
                     "microbatches."
                 )
+            # Checked once for each number of microbatches; every step then runs the same table.
             self._tables[microbatches] = check(table)
         return self._tables[microbatches]
 
@@ -299,6 +305,7 @@ def pipeline_parallel(
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
     policy = policy or PipelinePolicy()
+    # Splitting linears comes after the plan, which looks at the unchanged model, and before stages are cut.
     names = match_names(blocks, dict(module.named_modules()), what="module")
     cut = plan_pipeline(module, mesh.size(), blocks=names, schedule=policy.schedule, split=policy.stages)
     if cut.splits_backward:
@@ -310,6 +317,7 @@ def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dt
     """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, cut.stages, cut.stages_of(rank), dtype)
+    # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )

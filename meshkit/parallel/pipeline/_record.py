@@ -45,6 +45,7 @@ class _DeviceClock:
     """Times at which the device reaches a point of its stream, not at which the host queues it. Nothing waits until read."""
 
     def __init__(self, device: torch.device) -> None:
+        # The zero event is recorded on an idle device, so that it is not delayed by work of before.
         torch.accelerator.synchronize(device)
         self.device = device
         self.zero = self.stamp()
@@ -66,6 +67,7 @@ class Recording:
     def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         """Wire: a barrier, whose end is time 0 on every rank."""
         self.group, self.rank = group, rank
+        # The clocks of ranks are not synchronised: the end of a barrier is the one moment that all of them know.
         dist.barrier(group)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._stamps: list[tuple[Task, object, object]] = []

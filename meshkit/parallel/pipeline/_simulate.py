@@ -165,6 +165,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
             end_s = start_s + duration(row)
             done.append(Event(row, start_s, end_s))
             clock[rank] = end_s
+            # An output is known at the end of its row: wake the ranks that waited for it.
             for task in row.tasks:
                 end = output_of(task)
                 ended[end] = end_s
@@ -258,6 +259,7 @@ def _per_stage(name: str, value: PerStage, schedule: Schedule) -> tuple[float, .
 def _hop(times: Times) -> Callable[[int, int], float]:
     hop_s = times.hop_s
     if callable(hop_s):
+        # Between stages of one rank nothing is sent.
         return lambda source, target: hop_s(source, target) if source != target else 0.0
     return lambda source, target: hop_s if source != target else 0.0
 

@@ -39,6 +39,7 @@ def _accumulate(module: nn.Linear, x: Tensor, dout: Tensor) -> None:
     Accumulates through a view of the parameter that is made now. The view of the forward may belong to a region that
     recompute runs again, whose graph is gone by the time of W.
     """
+    # Backward may run without grad mode, but the view needs a graph that carries the gradient to the parameter.
     with torch.enable_grad():
         weight = inside_forward(module, "weight")
     product = rearrange(dout, "... out -> (...) out").mT @ rearrange(x, "... c -> (...) c")
@@ -86,6 +87,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
+        # The input gradient is computed at once: the stage before waits for it.
         dx = dout @ weight if ctx.needs_input_grad[0] else None
         weight_gradient(partial(_accumulate, ctx.module, x, dout))
         return dx, None, None, None
@@ -94,6 +96,7 @@ class _Linear(torch.autograd.Function):
 def split_linears(module: nn.Module) -> None:
     """Make the weight gradients of all plain linear layers deferrable, in place."""
     for child in module.modules():
+        # Only layers whose forward is nn.Linear's own: which products another forward makes is not known here.
         if type(child).forward is nn.Linear.forward and child.weight.requires_grad:
             patch_class(child, forward=_linear_forward)
 

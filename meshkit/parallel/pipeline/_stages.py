@@ -197,6 +197,7 @@ class StagedModel:
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[nn.Module]:
         """Inside, the model is this stage. hidden: its received input, None for the first stage."""
         present = set(self.stages.modules_of(stage))
+        # Each forward may look up a missing embedding once; a second lookup is another model than the stand-in stands for.
         for module in self._absent.values():
             if isinstance(module, AbsentEmbedding):
                 module.called = False
@@ -206,8 +207,10 @@ class StagedModel:
                 if name not in present:
                     swapped[name] = _put(self.model, name, self._absent[name])
         if hidden is not None:
+            # The stand-in directly before the stage yields the received input; whatever earlier ones return is dropped.
             last_before = self.stages.blocks[stage - 1][-1]
             before = _put(self.model, last_before, Received(hidden))
+            # If this rank also holds that block, it was swapped above: the module to restore is the first one.
             swapped.setdefault(last_before, before)
         try:
             yield self.model

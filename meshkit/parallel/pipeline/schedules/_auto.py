@@ -55,6 +55,7 @@ def auto(
             )
         limit = min(limit, max_live)
     best: tuple[tuple[float, int], Simulation] | None = None
+    # A tie in time goes to less memory, then to the earlier candidate: the same table on every machine.
     for schedule in _candidates(ranks, microbatches, rank_of, times, limit):
         simulation = simulate(schedule, times)
         score = simulation.makespan_s, _peak(schedule)
@@ -157,6 +158,7 @@ def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
     while improved:
         improved = False
         schedule = simulation.schedule
+        # The first exchange that helps is taken, and the critical path is computed anew.
         for rank, index in _exchanges(simulation):
             rows = list(schedule.ranks[rank])
             rows[index], rows[index + 1] = rows[index + 1], rows[index]

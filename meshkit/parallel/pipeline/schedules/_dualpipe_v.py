@@ -20,6 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     Source: Sea AI Lab, "Cut-in-half" schedule of DeepSeek's DualPipe (arXiv 2412.19437), in DeepSeek's DualPipe repository.
     """
     at_least_one("dualpipe_v", ranks=ranks, microbatches=microbatches)
+    # The phases assume 2p microbatches; with fewer, rows of missing ones are left out afterwards.
     rounds = max(microbatches, 2 * ranks)
     return Schedule(
         "dualpipe-v",

@@ -187,6 +187,7 @@ class _Rank:
 
 def _is_safe(progress: _Progress, rank: _Rank, task: Task) -> bool:
     """Whether the plan still fits within the limit if this F goes first, out of turn or not."""
+    # Tasks that ran out of turn leave holes in the plan: skip all that have started.
     while progress.started(rank.plan[rank.next_index]):
         rank.next_index += 1
     live = rank.unfinished + 1
@@ -203,6 +204,7 @@ def _may_run(settings: _Settings, progress: _Progress, rank: _Rank) -> Iterator[
     """Yields (arrival of its input, task) for the next I and the next safe F of each stage whose input is known to arrive."""
     for stage in rank.stages:
         forwards, backwards = progress.forwards[stage], progress.backwards[stage]
+        # An I is always safe: it never needs room, and makes some at once or by its W.
         if backwards < forwards and (arrives := progress.gradient_at[stage][backwards]) is not None:
             yield arrives, Task("I", stage, backwards)
         if forwards < settings.microbatches and (arrives := progress.input_at[stage][forwards]) is not None:
@@ -225,6 +227,7 @@ def _choose(settings: _Settings, progress: _Progress, rank: _Rank, now: float) -
     weight = rank.weights[0] if rank.weights else None
     if ready:
         best = min(ready, key=lambda task: settings.rule(task, rank.index_of[task]))
+        # At the limit an F has to wait for memory, and the oldest W frees some.
         return weight if best.op == "F" and rank.live == rank.limit else best
     if weight is not None and soonest >= now + settings.patience_s[weight.stage] - settings.epsilon:
         return weight

@@ -69,6 +69,7 @@ def steady_block(placement: tuple[int, ...], ranks: int, microbatches: int) -> P
 
 @cache
 def _best_block(placement: tuple[int, ...], ranks: int) -> dict[tuple[str, int], int]:
+    # A generator of its own with a fixed seed: every rank must find the same table, whatever the user has seeded.
     rng = random.Random(0)
     draws = (_block(placement, ranks, rng, skip=(0.0, 0.05, 0.15, 0.3)[draw % 4]) for draw in range(DRAWS))
     return min(draws, key=lambda starts: (_live_slots(starts, placement, ranks), starts["I", 0]))

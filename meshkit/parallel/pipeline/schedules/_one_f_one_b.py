@@ -99,6 +99,7 @@ def interleaved(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     schedule = schedule_of("interleaved", microbatches, placement, orders)
     if microbatches < ranks or microbatches % ranks == 0:
         return schedule
+    # A last round that is not full leaves gaps, which greedy scheduling often fills better than the fixed order.
     greedy = list_schedule(
         placement,
         microbatches,
