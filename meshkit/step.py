@@ -119,9 +119,9 @@ class Run:
         are split over ranks and microbatches; a part without valid tokens is harmless. With cp > 1 the loss gets this rank's
         tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
-        Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`. Wire: two
-        scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses, and what
-        the blocks send.
+        Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
+        Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
+        and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         tokens = self._count(batch, count).clamp(min=1)

@@ -731,7 +731,7 @@ def reporting_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[Non
 
 
 def allow_recompiles(modules: int) -> None:
-    """Let torch.compile trace one forward for so many modules: those with hooks of their own are traced one by one.
+    """Let torch.compile trace one forward for `modules` modules: those with hooks of their own are traced one by one.
 
     Private: torch._dynamo.config.recompile_limit, 8 for the process, beyond which `fullgraph` fails. Checked: 2.11, 2.15.
     Replaced by: torch.compile(recompile_limit=...) of 2.15.
