@@ -87,8 +87,8 @@ def dtensor_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = 
 # Autograd accumulates a gradient as it comes only if its layout is the parameter's; otherwise it copies it, and a copy of a
 # DTensor to another layout is a collective that leaves the full gradient on every rank. On 2.11 the backward of `to_local`
 # gives the gradient the strides that it would have if all shards were as large as this one, so an uneven shard falls into
-# that. `_LocalShard` builds the gradient with the parameter's own spec. Inside of compiled blocks torch's is used, since a
-# custom function that makes a DTensor cannot be traced.
+# that. `_LocalShard` builds the gradient with the parameter's own spec. Compiled blocks use `to_local` all the same, and
+# there the copy remains: `ShardedAdamW` (optim/fused.py) takes such gradients.
 _TO_LOCAL_KEEPS_STRIDES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
