@@ -169,9 +169,9 @@ class Mask:
             return self
         if window < 1:
             raise PlanError(f"Mask: a window of {window} tokens shows nothing. Give at least 1, or None.")
-        whole = (0, self.tokens)
-        cut = (band._replace(low=max(band.low, 1 - window)).clip(whole, whole) for band in self.bands)
-        return Mask(self.tokens, tuple(band for band in cut if band is not None))
+        every = (0, self.tokens)
+        clipped = (band._replace(low=max(band.low, 1 - window)).clip(every, every) for band in self.bands)
+        return Mask(self.tokens, tuple(band for band in clipped if band is not None))
 
     @staticmethod
     def joined(masks: Iterable[Mask]) -> Mask:

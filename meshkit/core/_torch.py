@@ -100,8 +100,8 @@ def dtensor_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = 
 # Autograd accumulates a gradient as it comes only if its layout is the parameter's; otherwise it copies it, and a copy of a
 # DTensor to another layout is a collective that leaves the full gradient on every rank. On 2.11 the backward of `to_local`
 # gives the gradient the strides that it would have if all shards were as large as this one, so an uneven shard falls into
-# that. `_LocalShard` builds the gradient with the parameter's own spec. Inside of compiled blocks torch's is used, since a
-# custom function that makes a DTensor cannot be traced.
+# that. `_LocalShard` builds the gradient with the parameter's own spec. Compiled blocks use `to_local` all the same, and
+# there the copy remains: `ShardedAdamW` (optim/fused.py) takes such gradients.
 _TO_LOCAL_KEEPS_STRIDES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
@@ -744,7 +744,7 @@ def reporting_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[Non
 
 
 def allow_recompiles(modules: int) -> None:
-    """Let torch.compile trace one forward for so many modules: those with hooks of their own are traced one by one.
+    """Let torch.compile trace one forward for `modules` modules: those with hooks of their own are traced one by one.
 
     Private: torch._dynamo.config.recompile_limit, 8 for the process, beyond which `fullgraph` fails. Checked: 2.11, 2.15.
     Replaced by: torch.compile(recompile_limit=...) of 2.15.

@@ -6,8 +6,8 @@
 | int8  | -127 to 127, even steps                           | n + 4                 |
 
 The bytes [out, bytes of a row] take the weight's place under its name, and are sharded, gathered, saved and moved as any
-other parameter. Rows are split between blocks only, so a weight has the same codes on every mesh. Source: Dettmers et al.
-2023 (QLoRA, arXiv 2305.14314), section 3; blocks with their scales inside as in GGUF.
+other parameter. Rows are split between blocks only, so a weight has the same codes on every mesh.
+Source: Dettmers et al. 2023 (QLoRA, arXiv 2305.14314), section 3; blocks with their scales inside as in GGUF.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class BlockCodes:
         return (self.block // 2 if self.codes == "nf4" else self.block) + SCALE_BYTES
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of so many columns."""
+        """Bytes of a row of `columns` columns, padding included."""
         return -(-columns // self.block) * self.block_bytes
 
     def columns(self, row_bytes: int) -> int:
-        """Columns of a row of so many bytes, padding included."""
+        """Columns of a row of `row_bytes` bytes, padding included."""
         return row_bytes // self.block_bytes * self.block
 
     def encode(self, values: Tensor) -> Tensor:

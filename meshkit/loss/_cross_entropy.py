@@ -24,9 +24,10 @@ def cross_entropy(logits: Tensor | LinearLogits, labels: Tensor) -> Tensor:
 
     logits: [..., V], plain; a DTensor sharded on its last dim over one axis, as a `vocab()` head returns; or `LinearLogits`,
     as a head with `MemoryPolicy(loss=ChunkedLoss())` returns, whose logits never exist at once: see `chunked_cross_entropy`.
-    labels: [...] int64. With sharded or chunked logits a label outside of the vocabulary makes the loss NaN. Wire, sharded
-    logits only: forward, all-reduces of one maximum and two sums per label, in fp32. Raises: PlanError for logits sharded in
-    another way, or shapes that do not fit. Source: Shoeybi et al. 2019, section 3.
+    labels: [...] int64. With sharded or chunked logits a label outside of the vocabulary makes the loss NaN.
+    Wire, sharded logits only: forward, all-reduces of one maximum and two sums per label, in fp32.
+    Raises: PlanError for logits sharded in another way, or shapes that do not fit.
+    Source: Shoeybi et al. 2019, section 3.
     """
     refuse_other_labels("cross_entropy", logits, labels)
     if isinstance(logits, LinearLogits):

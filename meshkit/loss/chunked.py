@@ -23,9 +23,10 @@ def chunked_cross_entropy(logits: LinearLogits, labels: Tensor) -> Tensor:
 
     Forward also computes the gradients of hidden state, weight and bias; backward scales them by the loss's own gradient, in
     which they are linear. Their matrix products are those of full logits, summed over chunks in fp32 at least; on a CPU
-    tokens whose label is ignored are left out. Keeps: the gradients, N·C + V·C numbers. Where no gradient is wanted only the
-    loss is computed. Wire, vocabulary sharded over an axis: per chunk, what `cross_entropy` sends for its tokens. Nothing in
-    backward. Source: the idea is https://github.com/mgmalek/efficient_cross_entropy; Hsu et al. 2024, Liger Kernel.
+    tokens whose label is ignored are left out.
+    Keeps: the gradients, N·C + V·C numbers. Where no gradient is wanted only the loss is computed.
+    Wire, vocabulary sharded over an axis: per chunk, what `cross_entropy` sends for its tokens. Nothing in backward.
+    Source: the idea is https://github.com/mgmalek/efficient_cross_entropy; Hsu et al. 2024, Liger Kernel.
     """
     head = logits.head
     hidden_NC, labels_N = rearrange(logits.hidden, "... c -> (...) c"), labels.flatten()

@@ -117,7 +117,8 @@ def head_of(model: nn.Module, plan: Plan, *, asked: str = "MemoryPolicy(loss=Chu
     """The name of the linear layer that computes logits (the output head, language-model head).
 
     It is the one with vocab() in the plan; else what the model's get_output_embeddings() returns; else the one called
-    lm_head. asked: the setting that needs it, for the error. Raises: PlanError if there is none, or several.
+    lm_head. asked: the setting that needs it, for the error.
+    Raises: PlanError if there is none, or several.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]

@@ -91,8 +91,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is one rank of a fake world of any size, whose collectives send nothing.
 
     `init_mesh(..., device_type="cpu")` and all that follows works; results of collectives have the right shape and
-    meaningless values. Afterwards there is no process group, as before. Raises: MeshError where there is a world already, and
-    for a rank outside of the fake one.
+    meaningless values. Afterwards there is no process group, as before.
+    Raises: MeshError where there is a world already, and for a rank outside of the fake one.
     """
     if dist.is_initialized():
         raise MeshError(

@@ -134,9 +134,9 @@ def update_bias(bias_E: Tensor, counts_E: Tensor, *, speed: float) -> None:
 
     counts: of the optimizer step, over all ranks. The mean of the change is subtracted from it, as torchtitan does: a
     constant changes no choice, so the mean of the bias stays as it is (0, or that of a loaded checkpoint) over any number of
-    steps. Subtracting the mean of the bias itself would change a loaded one at the first step. Raises: PlanError for a
-    negative speed. Source: Wang et al. 2024 (auxiliary-loss-free), algorithm 1; DeepSeek-V3 2024, section 2.1.2, has
-    speed=1e-3.
+    steps. Subtracting the mean of the bias itself would change a loaded one at the first step.
+    Raises: PlanError for a negative speed.
+    Source: Wang et al. 2024 (auxiliary-loss-free), algorithm 1; DeepSeek-V3 2024, section 2.1.2, has speed=1e-3.
     """
     if speed < 0:
         raise PlanError(f"update_bias: speed={speed} moves tokens to the experts that have most. Use at least 0.")

@@ -1,6 +1,6 @@
 """The program: the model as it is before anything is split. All decisions read it, and none reads the module on a rank.
 
-A traced program will enter here: operations, and what happens between modules, as further fields of `Program`.
+A traced program will enter here, as further fields of `Program`: operations, and data flow between modules.
 """
 
 from __future__ import annotations
