@@ -6,8 +6,10 @@ and whoever decides already asks it, not the module on a rank.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,7 @@ def read_program(model: nn.Module) -> Program:
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the modules whose parameters are on meta; what is tied stays tied, all else is shared with the model.
 
+    Its hooks are its own: those put on the model later are not on the copy, nor the other way.
     Not a deep copy, which fails on whatever a module of the user's may hold beside tensors: a lock, a file, a generator.
     Parameters of other kinds than plain tensors (DTensors, quantised ones) are shared too.
     """
@@ -84,12 +87,18 @@ def _copied(module: nn.Module, params: dict[int, nn.Parameter], made: dict[int, 
     if id(module) not in made:
         twin: nn.Module = object.__new__(type(module))
         made[id(module)] = twin
-        twin.__dict__.update(module.__dict__)
-        twin._parameters = {
+        # Not by assignment: a module's own __setattr__ may hand it on, as torch.compile's wrapper does to what it wraps.
+        vars(twin).update({name: _own(name, value) for name, value in vars(module).items()})
+        vars(twin)["_parameters"] = {
             key: None if param is None else params[id(param)] for key, param in module._parameters.items()
         }
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
+        vars(twin)["_modules"] = {
             key: None if child is None else _copied(child, params, made) for key, child in module._modules.items()
         }
     return made[id(module)]
+
+
+def _own(name: str, value: Any) -> Any:
+    """The tables that nn.Module keeps of a module are written to; whatever else hangs on it is only read."""
+    written = name in vars(nn.Module()) and isinstance(value, dict | set)
+    return copy.copy(value) if written else value
