@@ -5,8 +5,10 @@ A traced program will enter here, as further fields of `Program`: operations, an
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +69,8 @@ def read_program(model: nn.Module) -> Program:
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the modules with parameters on meta. Tied parameters stay tied; all else is shared with the model.
 
-    Parameters that are no plain tensors (DTensors, quantized ones) are shared too.
+    Parameters that are no plain tensors (DTensors, quantized ones) are shared too. Its hooks are its own: those put on the
+    model later are not on the copy, nor the other way.
     """
     # No deep copy: it fails on what a user's module may hold beside tensors, such as a lock, a file or a generator.
     params: dict[int, nn.Parameter] = {}
@@ -82,14 +85,22 @@ def without_values(model: nn.Module) -> nn.Module:
 def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
     """params, copies: by id of the original. A module that occurs twice is copied once."""
     if id(module) not in copies:
-        copy: nn.Module = object.__new__(type(module))
-        copies[id(module)] = copy
-        copy.__dict__.update(module.__dict__)
-        copy._parameters = {
+        twin: nn.Module = object.__new__(type(module))
+        copies[id(module)] = twin
+        # Not by assignment: a module's own __setattr__ may hand it on, as torch.compile's wrapper does to what it wraps.
+        vars(twin).update({name: _owned(name, value) for name, value in vars(module).items()})
+        vars(twin)["_parameters"] = {
             key: None if param is None else params[id(param)] for key, param in module._parameters.items()
         }
-        copy._buffers = dict(module._buffers)
-        copy._modules = {
+        vars(twin)["_modules"] = {
             key: None if child is None else _copied(child, params, copies) for key, child in module._modules.items()
         }
     return copies[id(module)]
+
+
+_TABLES = frozenset(vars(nn.Module()))
+
+
+def _owned(name: str, value: Any) -> Any:
+    """Copies the tables that nn.Module keeps of a module, which are written to; whatever else hangs on it is only read."""
+    return copy.copy(value) if name in _TABLES and isinstance(value, dict | set) else value
