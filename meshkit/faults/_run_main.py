@@ -38,7 +38,7 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
 def _tell(error: Exception, watch: Watchdog) -> None:
     rank, place = int(os.environ.get("RANK", "0")), location_of(error).text
     text = f"{type(error).__name__} (rank {rank}): {error}"
-    if _torch.lost_others(error):
+    if _torch.says_peer_is_lost(error):
         watch.tell_who_is_missing(text, place)
         return
     watch.leave("error", place, text)

@@ -1,5 +1,7 @@
 """Activation memory: activation checkpointing (recompute), activation offload, fp8 products, MLPs in chunks of tokens."""
 
+from meshkit.memory import offload as offload
+
 from ._fp8 import chosen_linears as chosen_linears
 from ._fp8 import fp8_linears as fp8_linears
 from ._fp8 import plan_fp8 as plan_fp8

@@ -25,7 +25,7 @@ from meshkit.strategy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMod
 Policy = Callable[..., CheckpointPolicy | bool]
 """(ctx, operator, *args, **kwargs) -> save the operator's results or recompute them; see torch.utils.checkpoint."""
 
-_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_aten = torch.ops.aten
 
 # What "selective" can keep: results that cost a matrix product, an attention, or a message to another rank.
 OPERATORS: dict[Kept, frozenset[Any]] = {
@@ -39,14 +39,7 @@ OPERATORS: dict[Kept, frozenset[Any]] = {
         }
     ),
     "product": frozenset(),  # not an operator but a step of a feed-forward: see `recompute_activations`
-    "collective": frozenset(
-        {
-            _c10d.all_reduce.default,
-            _c10d.all_gather_into_tensor.default,
-            _c10d.reduce_scatter_tensor.default,
-            _c10d.wait_tensor.default,
-        }
-    ),
+    "collective": _torch.FUNCTIONAL_COLLECTIVES,
 }
 NONE = Recompute(mode="none")
 

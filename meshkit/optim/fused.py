@@ -88,7 +88,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def placed(param: Tensor, local: Tensor) -> Tensor:
-    return _torch.place_like(param, local) if isinstance(param, DTensor) else local
+    return _torch.dtensor_like(param, local) if isinstance(param, DTensor) else local
 
 
 def paired_states(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshkit.core import _torch
-from meshkit.core.gradient import read_gradient_by
+from meshkit.core.gradient import set_gradient_reader
 from meshkit.core.host_accounting import estimate_under_way, made_on_host
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError, StepError
@@ -391,7 +391,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         handle = param.register_post_accumulate_grad_hook(hand_over) if stream else None
         setattr(param, _OWNER, (optimizer_ref, handle))
-        read_gradient_by(param, read)
+        set_gradient_reader(param, read)
 
 
 def _chunks(params: list[ParamBuffers]) -> Iterator[list[ParamBuffers]]:

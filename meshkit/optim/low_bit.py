@@ -161,7 +161,7 @@ def _row_parts(param: Tensor) -> int:
 def _placed(param: Tensor, local: Tensor, last: tuple[int, ...]) -> Tensor:
     if not isinstance(param, DTensor):
         return local
-    placed = _torch.place_like(param, local, (*param.shape[:-1], *last))
+    placed = _torch.dtensor_like(param, local, (*param.shape[:-1], *last))
     shape = tuple(rows.stop - rows.start for rows in local_slices(placed))
     if shape != tuple(local.shape):
         raise PlanError(

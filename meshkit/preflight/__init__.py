@@ -1,3 +1,7 @@
 """What looks at a run before it starts, and changes nothing: explain, estimate, check, page, observe."""
 
+from meshkit.preflight import check as check
+from meshkit.preflight import estimate as estimate
+from meshkit.preflight import explain as explain
+from meshkit.preflight import observe as observe
 from meshkit.preflight import page as page

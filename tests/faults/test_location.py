@@ -247,5 +247,5 @@ def test_the_rank_that_waits_is_told_from_the_one_that_is_late(how: str, said: s
 def test_only_errors_of_connections_are_the_fault_of_others(error: Exception, lost: bool) -> None:
     outer = StepError("pp rank 0 waited")
     outer.__cause__ = error
-    assert _torch.lost_others(error) is lost
-    assert _torch.lost_others(outer) is lost
+    assert _torch.says_peer_is_lost(error) is lost
+    assert _torch.says_peer_is_lost(outer) is lost

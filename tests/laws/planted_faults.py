@@ -98,7 +98,7 @@ FAULTS = [
         10,
         "not _finite(out) and _finite((args, kwargs))",
         "not _finite(out)",
-        "tests/root/test_step.py::test_what_is_made_between_modules_is_laid_to_the_one_around_them",
+        "tests/test_step.py::test_what_is_made_between_modules_is_laid_to_the_one_around_them",
     ),
     Fault(
         11,
@@ -116,19 +116,19 @@ FAULTS = [
         13,
         "before >= sampling.top_p",
         "before > sampling.top_p",
-        "tests/algos/test_generation.py::test_top_p_that_is_met_exactly_takes_no_further_token",
+        "tests/algos/rollout/test_generate.py::test_top_p_that_is_met_exactly_takes_no_further_token",
     ),
     Fault(
         14,
         "weight**2 / (tokens * squared)",
         "weight**2 / ((tokens - 1) * squared)",
-        "tests/algos/test_policy_edges.py::test_the_effective_share_is_that_of_kish",
+        "tests/algos/policy/test_edges.py::test_the_effective_share_is_that_of_kish",
     ),
     Fault(
         15,
         "sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize)",
         "transfers",
-        "tests/algos/test_reallocate_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
+        "tests/algos/reallocate/test_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
     ),
     Fault(
         16,

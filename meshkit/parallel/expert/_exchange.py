@@ -1,4 +1,4 @@
-"""Differentiable exchanges of rows between ranks with unequal row counts, in mirrored pairs.
+"""Expert all-to-all: differentiable exchanges of rows between ranks with unequal row counts, in mirrored pairs.
 
 | forward                                                      | backward              |
 |--------------------------------------------------------------|-----------------------|

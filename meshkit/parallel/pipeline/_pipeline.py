@@ -232,7 +232,7 @@ def _tokens(microbatch: Any) -> Tensor:
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two process groups of the same ranks, for messages up and down. Cached: each costs a communicator."""
     timeout = _torch.timeout_of(group)
-    return _torch.twin_group(group, timeout=timeout), _torch.twin_group(group, timeout=timeout)
+    return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
 
 
 def plan_pipeline(

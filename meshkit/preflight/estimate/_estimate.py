@@ -114,7 +114,7 @@ def pretended_mesh(spec: MeshSpec, place: dict[str, int], *, kernels: Kernels) -
         mesh = init_mesh(spec, device_type="cpu")
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
-        stack.enter_context(_torch.propagating_separately())
+        stack.enter_context(_torch.hiding_shape_propagation())
         stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
         if kernels == "cuda":

@@ -91,6 +91,7 @@ def said(size: int) -> str:
 
 
 def axes_said(sizes: dict[str, int], plain: int) -> str:
+    """dp_shard=2 tp=2, of the axes whose number is another than `plain`."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != plain)
 
 

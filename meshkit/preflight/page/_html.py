@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshkit.parallel.pipeline import simulate
 from meshkit.parallel.pipeline.drawing import svg
-from meshkit.preflight.estimate._result import said
+from meshkit.preflight.estimate import said
 from meshkit.preflight.page._sections import (
     axis_table,
     chip,

@@ -12,17 +12,18 @@ from torch import nn
 
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.parallel.pipeline import Schedule
-from meshkit.preflight.estimate import Estimate, estimate
-from meshkit.preflight.estimate._estimate import (
+from meshkit.preflight.estimate import (
     Build,
+    Estimate,
     Kernels,
     MakeOptimizer,
+    axes_said,
     built_by,
+    estimate,
     place_of,
     pretended_mesh,
     sized,
 )
-from meshkit.preflight.estimate._result import axes_said
 from meshkit.preflight.explain import Explanation, default_device, explain_resolved
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve

@@ -6,20 +6,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from meshkit.preflight.estimate._result import said
+from meshkit.preflight.estimate import COLOURS, GROUPS, HOST, said, svg
 from meshkit.preflight.explain import PHASES, Traffic
-
-if TYPE_CHECKING:
-    from meshkit.preflight.page._page import Alike, Page
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meshkit.preflight.page._page import Alike, Page
-from typing import TYPE_CHECKING
-
-from meshkit.preflight.estimate import svg
-from meshkit.preflight.estimate._drawing import COLOURS
-from meshkit.preflight.estimate._tracker import GROUPS, HOST
 
 if TYPE_CHECKING:
     from meshkit.preflight.page._page import Alike, Page

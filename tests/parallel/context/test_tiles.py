@@ -16,7 +16,7 @@ from meshkit.parallel.context import Layout
 from meshkit.parallel.context._assign import contiguous, zigzag
 from meshkit.parallel.context._layout import KV_EXCHANGES, KVExchange, gathered_tiles, layout_of, plan
 from meshkit.parallel.context._tiles import ANTI, CAUSAL, FULL, Tile, tiles
-from tests.root.test_mask import grids, masks
+from tests.test_mask import grids, masks
 
 draws = settings(deadline=None)  # a busy machine
 

@@ -11,11 +11,11 @@ import meshkit as mk
 from meshkit.algos.rollout import VllmEngine
 from meshkit.errors import PlanError
 from meshkit.models import LLAMA_PLAN, Llama
-from tests.algos.vllm_ranks import CONFIG
+from tests.algos.rollout.vllm_ranks import CONFIG
 from tests.recipes.launch import finish, start
 from tests.world import pool
 
-RANKS = "tests/algos/vllm_ranks.py"
+RANKS = "tests/algos/rollout/vllm_ranks.py"
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (it pins a torch of its own)")

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         "need an NVIDIA GPU",
     ),
     "a rank of pp that trains nothing": (idle_stage, "pp=2", {}, "pp rank 1 requires a gradient"),
-    "dropout of adapters with tiles": (
+    "dropout of adapters with mlp_chunks": (
         lora_with_dropout,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2)},
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         {"pipeline": PipelinePolicy(schedule=one_f_one_b(2, 2)), "microbatches": 4},
         "is for 2 ranks and 2 microbatches, but the run has 2 and 4",
     ),
-    "compiled tiles": (
+    "compiled mlp_chunks": (
         llama,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2), "compile": True},
