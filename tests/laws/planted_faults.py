@@ -48,14 +48,14 @@ FAULTS = [
     ),
     Fault(
         2,
-        "torch.where(same, held.master, values.to(held.dtype))",
-        "values.to(held.dtype)",
+        "torch.where(same, buffers.master, values.to(buffers.dtype))",
+        "values.to(buffers.dtype)",
         "tests/optim/test_host_offload.py::test_a_bf16_model_goes_on_after_a_load_with_all_bits_of_its_masters",
     ),
     Fault(
         3,
-        "held.has_gradient = False\n                self._adopt(held)",
-        "self._adopt(held)",
+        "buffers.has_gradient = False\n                self._adopt(buffers)",
+        "self._adopt(buffers)",
         "tests/optim/test_host_offload.py::test_a_step_uses_its_gradients_up",
     ),
     Fault(
