@@ -1,7 +1,7 @@
-"""Say before a run how much memory each of its ranks will need, and what for.
+"""Memory estimation before a run: bytes of each rank by kind, and the peak.
 
-The model is built, parallelized and stepped by the same code as in the run, in a world that sends nothing and on tensors
-without values; see `estimate`.
+The model is built, parallelized and stepped by the same code as in the run, in a fake world that sends nothing, on tensors
+without memory; see `estimate`.
 """
 
 from ._drawing import svg as svg
