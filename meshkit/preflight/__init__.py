@@ -1,3 +1,3 @@
-"""What looks at a run before it starts, and changes nothing: explain, estimate, check, page, observe."""
+"""Preflight: explain, estimate, check, page and observe look at a run before it starts, and change nothing."""
 
 from meshkit.preflight import page as page

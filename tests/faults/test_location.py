@@ -222,7 +222,7 @@ def place_of_the_first_while_the_second_is_late(how: str) -> tuple[str, bool] | 
     ("how", "said"),
     [
         ("through meshkit", "waits for an all-reduce, "),
-        ("in backward", "backward, collectives, waits for an all-reduce, "),
+        ("in backward", "backward, core.collectives, waits for an all-reduce, "),
         ("by hand", "waits for a collective or a message, test_location.py"),
     ],
 )
