@@ -1,4 +1,4 @@
-"""Examples into rows of one length, whole: first-fit-decreasing bins, and the tensors that rows become.
+"""Packing of examples into rows of one length (first-fit-decreasing bins, no example is split), and their tensors.
 
 Legend: B rows of T tokens.
 """
@@ -110,8 +110,8 @@ def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:
     """Raises: DataError naming the first id outside the vocabulary."""
     for example in examples:
         if example.ids.min() < 0 or example.ids.max() >= vocab_size:
-            at = int(np.flatnonzero((example.ids < 0) | (example.ids >= vocab_size))[0])
+            index = int(np.flatnonzero((example.ids < 0) | (example.ids >= vocab_size))[0])
             raise DataError(
-                f"{example.source}: id {example.ids[at]} at position {at} is outside the vocabulary of {vocab_size}. "
+                f"{example.source}: id {example.ids[index]} at position {index} is outside the vocabulary of {vocab_size}. "
                 "Encode it with the model's tokenizer, or give the model a larger vocabulary."
             )
