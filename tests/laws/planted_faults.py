@@ -132,8 +132,8 @@ FAULTS = [
     ),
     Fault(
         16,
-        "((part_loss + found.total()) * weight / tokens)",
-        "((part_loss + found.total()) / tokens)",
+        "((part_loss + collected.total()) * weight / tokens)",
+        "((part_loss + collected.total()) / tokens)",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
