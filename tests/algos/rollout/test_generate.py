@@ -308,7 +308,7 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     step = scheduler.next_step()
     assert [begin.group.prompt for begin in step.begins] == [1]  # what two have given back is enough
     scheduler.end(list(scheduler.growing))
-    assert scheduler.done and pages.used == 0 and pages.ever == 8
+    assert scheduler.done and pages.used == 0 and pages.allocated == 8
 
 
 @pytest.mark.parametrize(
