@@ -36,6 +36,7 @@ def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) 
     except Exception as error:
         own_error = error
     failure = None if own_error is None else _as_meshkit_error(own_error, action)
+    # Every rank takes part, failed or not: a rank that left the collective out would leave the others waiting in it.
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (failure, result), group=group)
     for failure, _ in outcomes:
@@ -47,6 +48,7 @@ def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) 
 def on_each_rank(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> T:
     """Call `act` on every rank; each keeps its own result. Only errors are sent, as by `gather_results`."""
     results: list[T] = []
+    # append returns None, so what is pickled and sent is the error alone, and not a result of any size.
     gather_results(group, action, lambda: results.append(act()))
     return results[0]
 

@@ -55,6 +55,7 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self._timeout = timeout
         self._host_group: dist.ProcessGroup | None = None
+        # One worker: saves are written in order, and the gloo group below is used by one thread at a time.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
@@ -69,6 +70,7 @@ class Checkpointer:
         try:
             self.wait()
         except CheckpointError as failed:
+            # The error of the with block comes first; that of the last save is a note on it.
             if error is None:
                 raise
             error.add_note(f"Also: {failed}")
@@ -151,6 +153,7 @@ class Checkpointer:
         """
         if self._pending is None:
             return
+        # Cleared before result() raises, so that the next save starts afresh and the error is not raised twice.
         (step, future), self._pending = self._pending, None
         future.result()
         self._current = step

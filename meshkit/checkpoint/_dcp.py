@@ -100,6 +100,7 @@ class _PartPlanner(DefaultSavePlanner):
     """Plans from `Part`s: no DTensor is needed, so the values may be host copies that outlive the step."""
 
     def __init__(self) -> None:
+        # The keys are flat already, and flattening would look into each Part.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
@@ -107,6 +108,7 @@ class _PartPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        # DCP would look the tensor up by index in a DTensor; a Part is the one shard of its key on this rank.
         tensor: Tensor = self.state_dict[index.fqn].tensor
         return tensor
 

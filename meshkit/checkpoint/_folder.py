@@ -66,6 +66,7 @@ def publish(temporary: Path, final: Path) -> None:
 
     Folder entries are synced before and after, which makes this hold after a power cut too.
     """
+    # The files are synced when written. Their entries in the folder are synced here, before the name that vouches for them.
     _sync_folder(temporary)
     os.rename(temporary, final)
     _sync_folder(final.parent)

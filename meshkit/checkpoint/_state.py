@@ -73,6 +73,7 @@ def _is_writer(key: str, tensor: Tensor) -> bool:
         if placement.is_replicate():
             replica = replica * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
             replicas *= tensor.device_mesh.size(axis)
+    # crc32, since Python's hash of a string differs between processes.
     return zlib.crc32(key.encode()) % replicas == replica
 
 
@@ -250,6 +251,7 @@ def set_optimizer(
         name, _, short = key.removeprefix(OPTIMIZER).rpartition(".")
         states[name][short] = tensor
     for name, param, _ in _optimized(optimizer, names):
+        # Replaced, not merged: state that the saved run did not have must not outlive the load.
         optimizer.state.pop(param, None)
         if states[name]:
             optimizer.state[param] = states[name]
@@ -258,7 +260,7 @@ def set_optimizer(
             continue
         for key, value in facts[names[id(group["params"][0])]].options.items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
+                group[key].fill_(value)  # in place: a captured graph reads this tensor
             else:
                 group[key] = value
 

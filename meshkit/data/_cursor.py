@@ -99,6 +99,7 @@ def permute(index: int, count: int, *, seed: int, epoch: int) -> int:
         left, right = index >> half_bits, index & mask
         for round_number in range(_ROUNDS):
             left, right = right, left ^ (_hash(right, seed, epoch, round_number) & mask)
+        # Cycle walking: the rounds permute a power of 4 at least `count`; what lies beyond `count` is permuted again.
         index = left << half_bits | right
         if index < count:
             return index

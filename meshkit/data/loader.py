@@ -74,7 +74,7 @@ class Loader:
     def __next__(self) -> dict[str, torch.Tensor]:
         indices = self._cursor.indices(self._rows)
         batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
-        self._cursor.advance()
+        self._cursor.advance()  # after the batch is built: an error leaves the position as it was
         return batch
 
     def state_dict(self) -> dict[str, Any]:

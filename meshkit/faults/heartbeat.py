@@ -77,6 +77,8 @@ class Heartbeat:
         count.
         """
         began = time.monotonic()
+        # Two readings: a rank is silent if its beat does not move between them. One reading cannot tell a dead rank
+        # from one that is about to write.
         before = self._read_others()
         while True:
             time.sleep(0.2)

@@ -59,6 +59,7 @@ def _first_module(run: Run) -> str:
     if run.last_call is None:
         return ""
     bad_modules: list[tuple[int, str]] = []
+    # Eagerly: a hook on a module inside of a compiled block would not run.
     with torch.compiler.set_stance("force_eager"), _watch_outputs(run.model, bad_modules):
         for batch, _ in run.parts(*run.last_call[:2], run.last_call[3]):
             run.infer(batch, run.last_call[2])

@@ -129,6 +129,7 @@ def _device_busy() -> Iterator[list[float]]:
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA:
+            # NCCL's kernels carry its name in every version (ncclDevKernel_..., ncclKernel_...).
             spans["nccl" in event.name].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
     busy_s.append(wall_s - uncovered_s(spans[True], spans[False]))
 

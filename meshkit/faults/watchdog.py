@@ -134,6 +134,7 @@ class Watchdog:
             return self._heartbeat
         if not _torch.is_fake_group(_torch.world()):
             with contextlib.suppress(RuntimeError):
+                # A clone of the store: its own connection, since the main thread may hold the other one in a blocking wait.
                 self._heartbeat = Heartbeat(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
         return self._heartbeat
 

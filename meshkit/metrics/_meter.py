@@ -113,7 +113,7 @@ class Meter:
             yield
         finally:
             self._paused = False
-            self._mark += self._clock() - began
+            self._mark += self._clock() - began  # as if the step had begun so much later
 
     def step(
         self, tokens: int, *, flops_per_token: FlopsPerToken | None = None, seconds: float | None = None

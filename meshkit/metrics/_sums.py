@@ -30,6 +30,7 @@ class MetricSums:
             raise DataError(
                 f"MetricSums: there is no {', '.join(missing)} to add, only {', '.join(values)}. Choose from those."
             )
+        # Stays on the device: reading a number here would make the host wait for it in every microbatch.
         self._sums += torch.stack([values[name].detach().double().sum() for name in self._names]).to(self._sums.device)
         for index, name in enumerate(self._maxima):
             if values[name].numel():

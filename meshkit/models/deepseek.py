@@ -212,6 +212,7 @@ class LatentAttention(nn.Module):
         q_rotated = apply_rope(q_rotated, cos_BTR, sin_BTR, interleaved=self.interleaved)
         k_rotated = rearrange(k_rotated, "b t d -> b t 1 d")  # one key for all heads
         k_rotated = apply_rope(k_rotated, cos_BTR, sin_BTR, interleaved=self.interleaved)
+        # The scale is put into q, so that every attention kernel can keep its 1 / sqrt(D).
         q_BTHD = torch.cat((q_plain, q_rotated), dim=-1) * self.q_scale
         k_BTHD = torch.cat((k_plain, k_rotated.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
         out_BTHD = attention(q_BTHD, k_BTHD, v, mask)

@@ -194,6 +194,7 @@ class Documents:
         q, k, v = (
             rearrange(heads, "b t h d -> 1 (b t) h d").split(self.lengths, dim=1) for heads in (q_BTHD, k_BTKD, v_BTKD)
         )
+        # Lengths are read back to the host, which a CPU run does not feel; on CUDA a BlockMask is used instead.
         outs = [attention(*document, self._within(document[0].shape[1])) for document in zip(q, k, v, strict=True)]
         return rearrange(torch.cat(outs, dim=1), "1 (b t) h d -> b t h d", b=len(q_BTHD))
 

@@ -87,11 +87,13 @@ class Router(nn.Module):
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
+        # bf16 logits would tie or swap experts of nearly equal scores.
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         logits_BTE = F.linear(x_BTC.to(wide), self.weight.to(wide))
         logits_NE = rearrange(logits_BTE, "b t e -> (b t) e")
         scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
+        # The choice has no gradient; the weights of the chosen experts have.
         experts_NK = self._choose(ranked_NE.detach())
         weights_NK = ranked_NE.gather(-1, experts_NK)
         if self.config.score == "softmax_of_chosen":

@@ -52,6 +52,7 @@ class _Observer(TorchDispatchMode):
         if body is not None:
             with self:  # dispatch is off inside an operator: watch its body
                 return body(*args, **(kwargs or {}))
+        # A functional collective calls the process group in C++, not the c10d operator, so none is counted twice.
         if name == "c10d::alltoall_base_":
             self._count_all_to_all(*args)
         elif name in _OPERATORS:
@@ -125,6 +126,7 @@ class Peak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                # A weak reference: counting must not keep alive what it counts.
                 self._results[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._results = {key: entry for key, entry in self._results.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self._results.values()))

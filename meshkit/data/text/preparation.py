@@ -83,6 +83,7 @@ def sample_texts(documents: Iterable[Document], *, sample_bytes: int) -> list[st
         if number % stride == 0:
             texts.append(document.text)
             sampled_bytes += len(document.text.encode())
+        # After halving, the texts are those of every `stride`-th document, as if that stride had been used from the start.
         while sampled_bytes > sample_bytes and len(texts) > 1:
             texts, stride = texts[::2], stride * 2
             sampled_bytes = sum(len(text.encode()) for text in texts)

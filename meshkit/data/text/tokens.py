@@ -229,7 +229,7 @@ class TokenWriter:
                 if kind is None:
                     self._finish()
             if kind is None:
-                os.replace(self._partial, self._path)
+                os.replace(self._partial, self._path)  # atomic: a reader sees the old file, none, or all of the new one
         finally:
             self._partial.unlink(missing_ok=True)
 
@@ -239,7 +239,7 @@ class TokenWriter:
             raise DataError(f"{self._path}: no tokens to write. Add at least one document.")
         offsets = np.array(self._offsets, dtype="<i8").tobytes()
         self._sha256.update(offsets)
-        self._file.write(bytes(-self._file.tell() % 8))
+        self._file.write(bytes(-self._file.tell() % 8))  # offsets are int64, and are mapped aligned
         self._file.write(offsets)
         header = {
             "format": FORMAT,

@@ -73,7 +73,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     _refuse_other_names(pieces, files, Path(folder))
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
-            for key in keys:
+            for key in keys:  # headers only; all files are checked before the first tensor is changed
                 _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
     loaded: dict[tuple[int, int | None], str] = {}
     for file, keys in _by_file(files).items():
@@ -207,7 +207,7 @@ def save_pretrained(
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
     pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}
     shards = _split(pieces, max_shard_bytes, dtype)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")  # renamed when complete, so no reader sees half a folder
 
     def begin() -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -301,6 +301,7 @@ def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, i
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=next(model.parameters()).device)
 
     def gather(tensor: Tensor, owner: int) -> Tensor:
+        # Only ranks of the owner's stage hold shards, and all of them take part in the gather.
         value = full_tensor(tensor).contiguous() if rank == owner else tensor
         if everywhere:
             value = value if rank == owner else empty(tensor)

@@ -133,7 +133,7 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
         try:
             gathered = [entry for entry in all_facts if entry is not None]
             answer = [_compare(request, mesh, one_rank, gathered, _dtype(built))]
-        except Exception as error:  # the others wait for it
+        except Exception as error:  # the other ranks wait in the broadcast below, so they are told before it is raised
             answer = [error]
             dist.broadcast_object_list(
                 [CheckError(f"check: rank 0 raised {error}")], src=mesh.ranks[0], group=mesh.group

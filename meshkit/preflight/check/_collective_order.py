@@ -117,6 +117,7 @@ class CollectiveOrder(TorchDispatchMode):
             where,
         )
         self.calls.append(call)
+        # Written before any waiting: a peer that gives up reads here what this rank is stuck in.
         self._store.set(f"at/{self._rank}", pickle.dumps(call))
         if op not in BETWEEN_TWO:
             self._meet(group, call)
@@ -151,6 +152,7 @@ class CollectiveOrder(TorchDispatchMode):
     def finish(self, outcome: Outcome) -> tuple[dict[int, Outcome], int]:
         """Exchange how the step ended: (outcome of each rank, number of collectives of the first rank)."""
         if outcome is None:
+            # One more entry in each group says that no call follows, so that a peer with one more call does not wait in vain.
             for name in self._groups:
                 self._store.set(f"{name}/{self._next[name]}/{self._rank}", pickle.dumps(Call("")))
         else:

@@ -36,6 +36,7 @@ def judge_gradients(
         (float(grad.abs().max()) for grad in gradients.values() if grad is not None and grad.numel()), default=0.0
     )
     scale = largest * (SMALL if table.tolerance < 1e-2 else SMALL_COARSE)
+    # First, since a loss that is no sum makes every other comparison meaningless.
     uneven = reference.not_a_sum()
     if uneven is not None:
         return [_average(table, uneven)], None

@@ -102,7 +102,7 @@ class Recorder:
         tensor = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), None)
         if tensor is None or isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return
-        self.outputs[name] = tensor.detach().cpu().clone()
+        self.outputs[name] = tensor.detach().cpu().clone()  # clone: the module may change it in place later
         if tensor.requires_grad:
             tensor.register_hook(partial(self._arrive, name))
 
@@ -147,6 +147,7 @@ def with_gradients(shards: dict[str, Shard], model: nn.Module, optimizer: torch.
     for name, param in model.named_parameters():
         gradient, name = gradient_of(param), copies.get(name, name)
         if isinstance(gradient, DTensor) and isinstance(param, DTensor) and gradient.placements != param.placements:
+            # A gradient may still be partial, or replicated, where its parameter is sharded.
             gradient = gradient.redistribute(placements=param.placements)
         if name in updated:
             local = None if gradient is None else local_tensor(gradient).cpu().clone()

@@ -112,6 +112,7 @@ def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -
     """A mesh in a fake world that sends nothing, as one rank sees it. What is built on it has shapes and no values."""
     with fake_world(spec.world_size, rank_at(spec, coordinate)), ExitStack() as stack:
         mesh = init_mesh(spec, device_type="cpu")
+        # Dispatch modes and module hooks do not reach into compiled blocks.
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(_torch.hiding_shape_propagation())

@@ -166,6 +166,7 @@ class Tracker:
         key = storage._cdata
         if key in self._storages:
             return
+        # There is no hook between forward and backward, so the first storage made in a backward marks the end of forward.
         if self._model_has_run and _torch.in_backward():
             self._note_end_of_forward()
         name, block = (group, "") if group is not None else self._purpose()
@@ -173,6 +174,7 @@ class Tracker:
         if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
             index, block = HOST, ""
         entry = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
+        # The key is the address of the storage, which may be used again once the storage is freed: _died removes it first.
         self._storages[key] = entry
         self._set_bytes(entry, storage.nbytes())
 
@@ -264,6 +266,7 @@ class Tracker:
         if not name:
             self._model_has_run, self._backward_of = True, ""
         for value in tree_leaves(out):
+            # A hook on the output: backward of the module begins when its gradient arrives.
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda grad: self._note_backward(name))
                 break
