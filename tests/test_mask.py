@@ -14,7 +14,8 @@ from torch import Tensor
 import meshkit as mk
 from meshkit.mask import FAR, Band, Mask
 from meshkit.models import llama
-from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.llama import Llama
+from tests.tiny import tiny_config
 
 draws = settings(deadline=None)  # a busy machine
 TOL_FP64_SUM = 1e-12  # only the order of summation differs
@@ -337,16 +338,7 @@ def test_a_window_shows_something(window: int) -> None:
 
 
 def model_and_ids(window: int | None = None) -> tuple[Llama, Tensor]:
-    config = LlamaConfig(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        sliding_window=window,
-    )
+    config = tiny_config(vocab_size=23, intermediate_size=20, sliding_window=window)
     torch.manual_seed(0)
     return Llama(config).double(), torch.randint(0, 23, (3, 11))
 

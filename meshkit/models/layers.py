@@ -313,18 +313,21 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
         # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
         size = v_BSKD.shape[-1]
         return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, k_BSKD.shape[-1] - size)))[..., :size]
-    # Views: SDPA and FlexAttention take heads before tokens, and read strides.
-    q, k, v = (rearrange(heads, "b t h d -> b h t d") for heads in (q_BTHD, k_BSKD, v_BSKD))
+    # [Note: views where a token is drawn]
+    # A pattern takes 2 us longer than the view that it names (benchmarks/einops_cost.py). That is nothing in a training step,
+    # and 2 % of a forward of one token a row, of which generation runs thousands: attention has views.
+    # SDPA and FlexAttention take heads before tokens, and read strides.
+    q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         shown: Tensor = _fused(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return rearrange(shown, "b h t d -> b t h d")
+        return shown.transpose(1, 2)
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # CUDA's fp32 kernel takes no grouped heads (GQA): without this, SDPA would fall back to materialising all scores.
         k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return rearrange(out, "b h t d -> b t h d")
+    return out.transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ feed-forward

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
@@ -185,14 +184,15 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
         # The number of heads follows from head_dim: under tensor parallelism a projection returns this rank's heads only.
-        q_BTHD = rearrange(self.q_proj(x_BTC), "b t (h d) -> b t h d", d=self.head_dim)
-        k_BTKD = rearrange(self.k_proj(x_BTC), "b t (k d) -> b t k d", d=self.head_dim)
-        v_BTKD = rearrange(self.v_proj(x_BTC), "b t (k d) -> b t k d", d=self.head_dim)
+        # See [Note: views where a token is drawn].
+        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         q_BTHD, k_BTKD = apply_rope(q_BTHD, cos_BTR, sin_BTR), apply_rope(k_BTKD, cos_BTR, sin_BTR)
         out_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, mask)
-        out: Tensor = self.o_proj(rearrange(out_BTHD, "b t h d -> b t (h d)"))
+        out: Tensor = self.o_proj(out_BTHD.flatten(-2))
         return out
 
 

@@ -21,17 +21,16 @@ from meshkit.core.model_state import copies_of
 from meshkit.core.sharding import full_tensor, local_tensor
 from meshkit.data import Loader, Tokens
 from meshkit.mesh import Mesh
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.optim import lr_schedule
 from meshkit.step import Batch, Run, next_token_loss
+from tests.tiny import tiny_config
 
-CONFIG = LlamaConfig(
+CONFIG = tiny_config(
     vocab_size=61,  # no mesh divides it
     hidden_size=24,
     intermediate_size=45,
     num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=6,
     tie_word_embeddings=True,
 )

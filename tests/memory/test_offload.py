@@ -17,21 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshkit as mk
 from meshkit.memory.offload import Offload, bytes_on_device, offload_of
-from meshkit.models import Llama, LlamaConfig
+from meshkit.models import Llama
 from tests.depth import DEEP, covering
 from tests.memory.late_streams import LateStreams
+from tests.tiny import tiny_config
 
 LAYERS = 4
 BLOCKS = [f"layers.{index}" for index in range(LAYERS)]
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=44, num_hidden_layers=LAYERS, head_dim=8)
 
 
 def llama(dtype: torch.dtype = torch.float32) -> Llama:

@@ -12,21 +12,14 @@ from torch import Tensor
 import meshkit as mk
 from meshkit.checkpoint import Checkpointer
 from meshkit.core.sharding import full_tensor
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig, load_pretrained, save_pretrained
+from meshkit.models import LLAMA_PLAN, Llama, load_pretrained, save_pretrained
+from tests.tiny import tiny_config
 from tests.world import pool, run_ranks
 
 STEPS = 3
 TOL_FP64_SUM = 1e-10  # only summation order differs
 PARTS = (("pp=2", range(0, 2), 3), ("dp_shard=2", range(2, 4), 5))
-CONFIG = LlamaConfig(
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-)
+CONFIG = tiny_config(vocab_size=31, intermediate_size=20)
 
 
 def build(seed: int) -> Llama:

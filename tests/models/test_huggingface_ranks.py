@@ -22,7 +22,6 @@ from meshkit.models import (
     LLAMA_PLAN,
     DeepseekV3Config,
     Llama,
-    LlamaConfig,
     build_model,
     load_pretrained,
     meta_parameters,
@@ -30,16 +29,16 @@ from meshkit.models import (
     save_pretrained,
     stream_pretrained,
 )
+from tests.tiny import tiny_config
 from tests.world import run_ranks
 
 RANKS = 4
 
 # 13 tokens, 30 hidden and 22 features: no size is a multiple of 4, and biases of 2 kv heads of 2 leave ranks empty.
-UNEVEN = LlamaConfig(
+UNEVEN = tiny_config(
     vocab_size=13,
     hidden_size=30,
     intermediate_size=22,
-    num_hidden_layers=2,
     num_attention_heads=3,
     num_key_value_heads=1,
     head_dim=2,

@@ -13,23 +13,16 @@ from torch import Tensor, nn
 
 from meshkit import models
 from meshkit.errors import PlanError
-from meshkit.models import Llama, LlamaConfig, config_from_pretrained, load_pretrained
+from meshkit.models import Llama, config_from_pretrained, load_pretrained
 from meshkit.models.layers import attention_mask, rope_tables
+from tests.tiny import tiny_config
 
 from .families import FAMILIES, PACKED, TOKENS, VOCABULARY, logits_of, randomise, token_ids, transformers_model
 
 TOL_FP32 = 1e-5  # only the order of sums may differ
 TOL_FP64 = 1e-12
 
-TINY = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+TINY = tiny_config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=44, head_dim=8)
 
 
 def tiny(**changes: Any) -> Llama:

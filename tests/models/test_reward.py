@@ -17,23 +17,15 @@ from meshkit.errors import CheckpointError, PlanError
 from meshkit.models import (
     DEEPSEEK_V3,
     Llama,
-    LlamaConfig,
     MixtralConfig,
     Qwen3MoeConfig,
     RewardModel,
     load_pretrained,
     save_pretrained,
 )
+from tests.tiny import tiny_config
 
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-)
+CONFIG = tiny_config()
 TOL_FP32 = 1e-5
 
 

@@ -9,17 +9,10 @@ import torch
 
 import meshkit as mk
 from meshkit.faults import run_main
-from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.llama import Llama
+from tests.tiny import tiny_config
 
-CONFIG = LlamaConfig(
-    vocab_size=16,
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=4,
-)
+CONFIG = tiny_config(vocab_size=16, intermediate_size=16, num_hidden_layers=1, num_key_value_heads=4)
 
 
 def break_the_second_call() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.memory import Treatment
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.parallel.pipeline.schedules import one_f_one_b
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
@@ -36,6 +36,7 @@ from meshkit.strategy import (
     Strategy,
 )
 from tests.laws.parity.cases import Cell, build, mesh_for
+from tests.tiny import tiny_config
 from tests.world import pool
 
 EVERYTHING = Strategy(
@@ -230,18 +231,7 @@ def lora_with_dropout() -> tuple[nn.Module, mk.Plan]:
 
 def llama(**changed: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Llama(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            **changed,
-        )
-    )
+    return Llama(tiny_config(vocab_size=64, hidden_size=64, intermediate_size=96, head_dim=16, **changed))
 
 
 def on_meta() -> nn.Module:

@@ -39,21 +39,14 @@ from meshkit.core.sharding import full_tensor
 from meshkit.data import Example, check_examples, pack_step, train_tokenizer
 from meshkit.errors import DataError
 from meshkit.loss import token_log_probs
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig, RewardModel
+from meshkit.models import LLAMA_PLAN, Llama, RewardModel
 from meshkit.step import count_labels
 from tests.laws.parity.cases import mesh_for
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL = 1e-10  # law 1
-CONFIG = LlamaConfig(
-    vocab_size=24,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+CONFIG = tiny_config(vocab_size=24, num_attention_heads=2, head_dim=8)
 ROW, END = 16, 0  # the end of an answer has the id that rows are padded with
 LOSSES: dict[str, PolicyLoss] = {
     "sequence_mean": replace(GRPO, kl=KL()),

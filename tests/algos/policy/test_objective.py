@@ -44,22 +44,15 @@ from meshkit.algos.policy import (
 from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.core.sharding import full_tensor
 from meshkit.data import pack_step
-from meshkit.models import LLAMA_PLAN, REWARD_PLAN, Llama, LlamaConfig, RewardModel
+from meshkit.models import LLAMA_PLAN, REWARD_PLAN, Llama, RewardModel
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-)
+CONFIG = tiny_config()
 ANSWERS, ROW, TEMPERATURE = 8, 24, 0.7
 LOSSES: dict[str, PolicyLoss] = {
     "grpo": replace(GRPO, entropy=0.01),

@@ -17,20 +17,13 @@ from meshkit.algos.preference import (
 )
 from meshkit.core.sharding import full_tensor
 from meshkit.loss import IGNORED
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from tests.laws.parity.cases import mesh_for
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+CONFIG = tiny_config(num_attention_heads=2, head_dim=8)
 PAIRS, TOKENS = 4, 11  # two pairs for each rank with rows of its own; no multiple of cp
 LOSS = PreferenceLoss(kind="ipo_mean", beta=0.2)
 

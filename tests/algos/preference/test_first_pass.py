@@ -28,22 +28,15 @@ from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader, Pair, split_mismatches, with_mismatches
 from meshkit.data.examples import Example, Unit
 from meshkit.metrics import MetricSums
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-)
+CONFIG = tiny_config()
 BETA, PAIRS, TOKENS = 0.3, 5, 32
 BEFORE = RunningMean(total=1.5, count=4.0)  # of the steps before
 PAIRED = {

@@ -27,18 +27,11 @@ from meshkit.models import (
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.own_part import difference
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # law 1
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-)
+CONFIG = tiny_config()
 EXPERTS = Qwen3MoeConfig(
     **{**vars(CONFIG), "qk_norm": True}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
 )

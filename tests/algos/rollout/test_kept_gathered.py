@@ -11,19 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import meshkit as mk
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.parallel.data import after_inference, kept_gathered
+from tests.tiny import tiny_config
 from tests.world import pool
 
-TINY = LlamaConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-)
+TINY = tiny_config(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1)
 
 
 def hooks(model: nn.Module) -> list[Any]:

@@ -14,16 +14,14 @@ from meshkit.algos.policy import pack_rollouts
 from meshkit.algos.rollout import Prompt, Rollout, Sampling, VllmEngine, generate, label_log_probs, token_values
 from meshkit.errors import PlanError
 from meshkit.faults import run_main
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
+from tests.tiny import tiny_config
 
 TOL_FP32 = 1e-4  # of log-probabilities: other kernels
-CONFIG = LlamaConfig(
+CONFIG = tiny_config(
     vocab_size=61,
     hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=32,  # vLLM has no kernel for fewer
     max_position_embeddings=64,
     tie_word_embeddings=True,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from meshkit.data import Example, build_rows, first_fit_decreasing
-from meshkit.models.llama import Llama, LlamaConfig
+from meshkit.models.llama import Llama
+from tests.tiny import tiny_config
 
 # Of logits about 1. A product of few rows is summed in another order than the same rows among others: MKL takes four rows at
 # a time, and has another kernel for what is left over. No packing can change that, so one example by itself is compared so.
@@ -17,15 +18,7 @@ LENGTHS = (5, 9, 3, 12, 7, 1, 14)
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    config = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=8)
     model = Llama(config).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

@@ -15,6 +15,7 @@ from meshkit.models.llama import LLAMA_PLAN, Attention, Decoder, DecoderLayer, d
 from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
 from tests.laws.gate.cell import Cell
+from tests.tiny import tiny_config
 
 EXPERTS = 8
 AUXILIARY = mk.moe.AuxiliaryLosses(balance=0.1, per="global", z=0.01)
@@ -64,14 +65,13 @@ def build(cell: Cell) -> tuple[nn.Module, mk.Plan]:
 def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
     uneven = cell.sizes == "uneven"
     vocabulary, hidden = (61, 45) if uneven else (64, 48)
-    config = LlamaConfig(
+    config = tiny_config(
         vocab_size=vocabulary,
         hidden_size=36 if uneven else 32,
         intermediate_size=hidden,
         num_hidden_layers=cell.layers,
         num_attention_heads=9 if uneven else 8,
         num_key_value_heads=3 if uneven else 2,
-        head_dim=4,
         tie_word_embeddings=cell.model == "tied",
         attention_bias=cell.model == "qwen",
         qk_norm=cell.model == "qwen",

@@ -21,6 +21,7 @@ from meshkit.models.router import RouterConfig
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
 from meshkit.strategy import ExpertPolicy
 from tests.own_part import computed_once, difference
+from tests.tiny import tiny_config
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
 
@@ -102,14 +103,13 @@ def mesh_for(spec: str) -> mk.Mesh:
 
 
 def build(cell: Cell) -> Decoder:
-    config = LlamaConfig(
+    config = tiny_config(
         vocab_size=cell.vocab,
         hidden_size=32,
         intermediate_size=cell.hidden_mlp,
         num_hidden_layers=cell.layers,
         num_attention_heads=cell.heads[0],
         num_key_value_heads=cell.heads[1],
-        head_dim=4,
         tie_word_embeddings=cell.tied,
         attention_bias=cell.qwen,
         qk_norm=cell.qwen,

@@ -24,16 +24,9 @@ from meshkit.models import (
 from meshkit.preflight.estimate import svg
 from meshkit.preflight.estimate._drawing import thin
 from meshkit.preflight.estimate._shapes import Shapes
+from tests.tiny import tiny_config
 
-SMALL = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=448,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=32,
-)
+SMALL = tiny_config(vocab_size=512, hidden_size=128, intermediate_size=448, num_key_value_heads=1, head_dim=32)
 BF16 = mk.MemoryPolicy(precision=mk.strategy.Precision())
 
 

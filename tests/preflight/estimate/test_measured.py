@@ -10,18 +10,13 @@ from torch import Tensor
 
 import meshkit as mk
 from meshkit.core.sharding import local_tensor
-from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.preflight.estimate._estimate import count_parameters, result, tracked_step, tracker_of
+from tests.tiny import tiny_config
 from tests.world import pool
 
-SHAPE = LlamaConfig(
-    vocab_size=1000,
-    hidden_size=96,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
+SHAPE = tiny_config(
+    vocab_size=1000, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=6, head_dim=16
 )
 ROWS, TOKENS = 3, 64
 TOL = 0.01  # small tensors of masks and counters are not told apart

@@ -14,15 +14,10 @@ import meshkit as mk
 from meshkit.core.host_accounting import lies_on_host
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.optim import LowBitAdamW, OffloadedAdamW
+from tests.tiny import tiny_config
 
-SHAPE = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=448,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=32,
+SHAPE = tiny_config(
+    vocab_size=512, hidden_size=128, intermediate_size=448, num_hidden_layers=4, num_key_value_heads=1, head_dim=32
 )
 BF16 = mk.MemoryPolicy(precision=mk.strategy.Precision())
 SHORT = dataclasses.replace(SHAPE, num_hidden_layers=1)  # for what holds of each parameter
