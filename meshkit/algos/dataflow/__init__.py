@@ -1,4 +1,4 @@
-"""An algorithm as a graph of calls of models, each on a mesh of its own, one after the other or some iterations apart."""
+"""Dataflow (RL orchestration): calls of several models, each on a mesh of its own, in turn or asynchronously (staleness)."""
 
 from ._call import Call as Call
 from ._call import Sample as Sample

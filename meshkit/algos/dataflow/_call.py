@@ -1,4 +1,4 @@
-"""What a dataflow is made of: calls that work on samples, and syncs that carry parameters."""
+"""Nodes of a dataflow: calls, which work on samples, and syncs, which move parameters (weight sync)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ Stage = Literal["rollout", "train"]
 class Call:
     """One function of a model (or of none) on the ranks of one mesh.
 
-    on: the name of the mesh. Every rank of it calls `function` with the samples of its data rank, and ranks of one data
-    rank get the same. needs: the fields it reads; they are brought from the mesh where they were made. gives: the fields
-    it adds. `function` returns the samples, in order, each with what it gives; it may return more for one sample that it
-    was given, or none, if each carries the field `source` of that sample on, as a copy of the sample does.
-    A call that gives nothing may return None.
-    stage: "rollout" may run ahead of training, by the flow's `staleness`; what changes parameters is "train".
+    on: the name of the mesh. Every rank of it calls `function` with the samples of its data rank; ranks of one data rank get
+    the same samples. needs: the fields it reads, which are sent from the mesh where they were made. gives: the fields it
+    adds. `function` returns the samples in order, each with these fields. It may return several samples for one, or none, if
+    each keeps the field `source` of the sample it comes from, as a copy does. A call that gives nothing may return None.
+    stage: "rollout" may run ahead of training, by the flow's `staleness`; a call that changes parameters is "train".
     """
 
     name: str
@@ -42,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """Parameters from the model of one mesh to that of another, after the calls of a train stage.
+    """Weight sync: parameters from the model of one mesh to that of another, after the calls of a train stage.
 
     Every rank of either mesh calls `function`: a `reallocate` of the two models.
     """
@@ -54,4 +53,4 @@ class Sync:
 
 
 SOURCE = "source"
-"""the field that says which of the iteration's first samples a sample comes from"""
+"""the field with the index of the first sample, among those of the iteration, that a sample comes from"""

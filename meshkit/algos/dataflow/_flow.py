@@ -1,4 +1,4 @@
-"""Run a dataflow: each rank walks the rows it takes part in, and remembers the samples it holds."""
+"""The dataflow runner: each rank runs the rows it takes part in, and stores the samples it has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange
 
 from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync
 from meshkit.algos.dataflow._exchange import DataRanks, Exchange, merge, share
@@ -23,18 +24,18 @@ _numbers = itertools.count()
 
 
 class Flow:
-    """Calls of models as one algorithm, over meshes that are the same ranks or others.
+    """An algorithm made of calls of models, on meshes of the same or of different ranks.
 
-    meshes: by the names that calls have in `on`; all made by every rank, each perhaps `init_mesh(..., ranks=...)`.
-    calls: in an order in which they can run. syncs: parameters that go from mesh to mesh after each train stage.
-    source(iteration): the first samples of an iteration, the same list on every rank; each mesh shares them out over its data
-    ranks in runs of equal numbers, and what becomes of a sample stays on the data rank of its source. All samples of one
-    source are on one data rank, such as the answers to one prompt. The field `source` is added, its place in the list.
-    fields: those the first samples have. total: iterations of the whole run, after which no rollouts are made ahead.
-    staleness: so many iterations the rollout stage runs ahead of the train stage, with parameters that are as much older; on
+    meshes: by the names that calls have in `on`; every rank makes all of them, perhaps by `init_mesh(..., ranks=...)`.
+    calls: in an order in which they can run. syncs: weight syncs from mesh to mesh after each train stage.
+    source(iteration): the first samples of an iteration, the same list on every rank. Each mesh splits them over its data
+    ranks in consecutive even parts. The field `source` is added, the index in the list; all samples with one source, such as
+    the answers to one prompt, stay on one data rank.
+    fields: those of the first samples. total: iterations of the whole run, after which no rollouts are made ahead.
+    staleness: how many iterations the rollout stage runs ahead of the train stage, with parameters older by as many; on
     meshes that do not overlap, both run at the same time.
     timeout: of one row, in which ranks may wait for others; see `Guard`.
-    Collective: every rank of the world makes the same flow and calls `step`, those without any call too.
+    Collective: every rank of the world makes the same flow and calls `step`, also those without any call.
     Wire: for each row a barrier of its ranks; for fields that are needed on another mesh two all-to-alls.
     Raises: PlanError for a graph that cannot run; StepError from `step` where a rank does not come.
     """
@@ -61,10 +62,10 @@ class Flow:
         self._data_ranks = {name: data_ranks(mesh) for name, mesh in meshes.items()}
         self._rank = dist.get_rank()
         self._next = self._made = 0
-        self._held: dict[int, dict[str, list[Sample]]] = {}
+        self._stored: dict[int, dict[str, list[Sample]]] = {}
         self._sources: dict[int, int] = {}
         self.seconds: dict[str, float] = {}
-        """what each row of the last step took on this rank; `wait` is for other ranks to come"""
+        """of each row of the last step on this rank; `wait` is the time until other ranks came"""
         rows = self.program(range(2))  # checks the graph
         ends = {frozenset(self._ranks_of(row)) for row in rows}
         # All ranks make all groups, in one order; one that is not in a group gets a placeholder that it never uses.
@@ -79,15 +80,15 @@ class Flow:
         return self._next
 
     def program(self, iterations: range, made: int = 0) -> list[Row]:
-        """The rows that these iterations are, for all ranks, if `made` have their rollouts. No communication."""
+        """The rows of these iterations, for all ranks; `made`: iterations that have their rollouts. No communication."""
         calls = list(self._calls.values())
-        how: dict[str, Any] = {"total": self._total, "staleness": self._staleness, "made": made}
-        return list(program(calls, self._syncs, self._fields, iterations=iterations, **how))
+        options: dict[str, Any] = {"total": self._total, "staleness": self._staleness, "made": made}
+        return list(program(calls, self._syncs, self._fields, iterations=iterations, **options))
 
     def step(self) -> list[Sample]:
-        """Run the next iteration to the end of its train stage; returns the samples this rank held last in it, or [].
+        """Run the next iteration to the end of its train stage.
 
-        They are those of the mesh of the last call in the list that this rank is on.
+        Returns this rank's samples of it, on the mesh of the last call that this rank takes part in; [] without one.
         """
         if self._next >= self._total:
             raise DataError(f"the flow has run its {self._total} iterations. Give a larger total.")
@@ -95,11 +96,12 @@ class Flow:
         for row in self.program(range(self._next, self._next + 1), self._made):
             if self._rank in self._ranks_of(row):
                 self._run(row)
-        done, held = self._next, self._held.pop(self._next, {})
-        self._sources.pop(done, None)
+        samples_by_mesh = self._stored.pop(self._next, {})
+        self._sources.pop(self._next, None)
         self._next += 1
         self._made = min(self._next + self._staleness, self._total)
-        return next((held[call.on] for call in reversed(self._calls.values()) if call.on in held), [])
+        used = [call.on for call in self._calls.values() if call.on in samples_by_mesh]
+        return samples_by_mesh[used[-1]] if used else []
 
     def _run(self, row: Row) -> None:
         what = f"iteration {row.iteration}, {row.kind} {row.name}"
@@ -107,7 +109,7 @@ class Flow:
         group = self._groups[frozenset(self._ranks_of(row))]
         self._guard.meet(what, group)
         met = time.perf_counter()
-        with self._guard.told(what):
+        with self._guard.reports_failure(what):
             if row.kind == "sync":
                 next(sync for sync in self._syncs if sync.name == row.name).function()
             elif row.kind == "send":
@@ -133,28 +135,28 @@ class Flow:
                     + (f"without {', '.join(missing)}." if missing else "of another rank.")
                     + f" Return the samples it was given, each with {', '.join(call.gives)}."
                 )
-        self._held[iteration][call.on] = returned
+        self._stored[iteration][call.on] = returned
 
     def _send(self, row: Row, group: dist.ProcessGroup, what: str) -> None:
-        held = self._samples(row.iteration, row.source) if self._is_on(row.source) else []
-        way = Exchange(self._data_ranks[row.source], self._data_ranks[row.destination], group)
-        received = way.send(held, row.fields, self._number_of_sources(row.iteration))
+        samples = self._samples(row.iteration, row.source) if self._is_on(row.source) else []
+        exchange = Exchange(self._data_ranks[row.source], self._data_ranks[row.destination], group)
+        received = exchange.send(samples, row.fields, self._number_of_sources(row.iteration))
         if self._is_on(row.destination):
-            there = self._samples(row.iteration, row.destination)
-            self._held[row.iteration][row.destination] = merge(there, received, what)
+            present = self._samples(row.iteration, row.destination)
+            self._stored[row.iteration][row.destination] = merge(present, received, what)
 
     def _samples(self, iteration: int, mesh: str) -> list[Sample]:
-        """This rank's on the mesh; at first its share of the iteration's."""
-        held = self._held.setdefault(iteration, {})
-        if mesh not in held:
+        """This rank's samples on the mesh; at first its share of the iteration's first samples."""
+        samples_by_mesh = self._stored.setdefault(iteration, {})
+        if mesh not in samples_by_mesh:
             first = self._source(iteration)
             missing = [name for name in self._fields if any(name not in sample for sample in first)]
             if missing:
                 raise DataError(f"the source's samples of iteration {iteration} have no {', '.join(missing)}.")
-            own = share(len(first), self._data_ranks[mesh], self._rank)
+            indices = share(len(first), self._data_ranks[mesh], self._rank)
             self._sources[iteration] = len(first)
-            held[mesh] = [{**first[index], SOURCE: index} for index in own]
-        return held[mesh]
+            samples_by_mesh[mesh] = [{**first[index], SOURCE: index} for index in indices]
+        return samples_by_mesh[mesh]
 
     def _number_of_sources(self, iteration: int) -> int:
         if iteration not in self._sources:
@@ -183,54 +185,58 @@ class Flow:
     # -------------------------------------------------------------------------------------------------- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the flow stands, and the samples that rollouts have made ahead; the same on every rank, for any meshes.
+        """The iteration, and the pending samples of rollouts made ahead; the same on every rank, to be loaded on any meshes.
 
-        A collective. Wire: one all-gather of the pending samples, as objects.
+        Every rank must call it. Wire: one all-gather of the pending samples, as objects.
         """
-        own = {
+        # Of the ranks of a data rank, which have the same samples, the first gives them.
+        local = {
             iteration: {
                 mesh: samples
-                for mesh, samples in held.items()
+                for mesh, samples in samples_by_mesh.items()
                 if self._rank == next(ranks[0] for ranks in self._data_ranks[mesh] if self._rank in ranks)
             }
-            for iteration, held in self._held.items()
+            for iteration, samples_by_mesh in self._stored.items()
         }
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, local)
         pending: dict[int, dict[str, list[Sample]]] = {}
-        for rank in everyone:
-            for iteration, held in rank.items():
-                for mesh, samples in held.items():
+        for of_rank in by_rank:
+            for iteration, samples_by_mesh in of_rank.items():
+                for mesh, samples in samples_by_mesh.items():
                     pending.setdefault(iteration, {}).setdefault(mesh, []).extend(map(_to_tensors, samples))
-        for held in pending.values():
-            for samples in held.values():
+        for samples_by_mesh in pending.values():
+            for samples in samples_by_mesh.values():
                 samples.sort(key=lambda sample: sample[SOURCE])
         return {"iteration": self._next, "made": self._made, "staleness": self._staleness, "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises: DataError for a state of another staleness: other samples would be pending."""
+        """Continue from a `state_dict`. Raises: DataError for one of another staleness, which has other samples pending."""
         if state["staleness"] != self._staleness:
             raise DataError(
                 f"the saved flow ran its rollouts {state['staleness']} iterations ahead, this one {self._staleness}. "
                 "Give the same staleness."
             )
         self._next, self._made = state["iteration"], state["made"]
-        self._held, self._sources = {}, {}
-        for iteration, held in state["pending"].items():
+        self._stored, self._sources = {}, {}
+        for iteration, samples_by_mesh in state["pending"].items():
             sources = self._number_of_sources(iteration)
-            for mesh, samples in held.items():
-                own = share(sources, self._data_ranks[mesh], self._rank)
+            for mesh, samples in samples_by_mesh.items():
+                indices = share(sources, self._data_ranks[mesh], self._rank)
                 if self._is_on(mesh):
-                    kept = [_to_arrays(sample) for sample in samples if sample[SOURCE] in own]
-                    self._held.setdefault(iteration, {})[mesh] = kept
+                    local = [_to_arrays(sample) for sample in samples if sample[SOURCE] in indices]
+                    self._stored.setdefault(iteration, {})[mesh] = local
 
 
 def data_ranks(mesh: Mesh) -> DataRanks:
     """For each data rank of the mesh the ranks of the world that have its samples: all of pp, cp and tp."""
     spec = mesh.spec
-    grid = torch.tensor(mesh.ranks).view(spec.pp, spec.dp_replicate * spec.dp_shard, spec.cp * spec.tp)
-    ranks: list[list[int]] = grid.movedim(1, 0).flatten(1).tolist()
-    return ranks
+    ranks = torch.tensor(mesh.ranks)
+    data = spec.dp_replicate * spec.dp_shard
+    by_data_rank: list[list[int]] = rearrange(
+        ranks, "(pp data inner) -> data (pp inner)", pp=spec.pp, data=data
+    ).tolist()
+    return by_data_rank
 
 
 def _to_tensors(sample: Sample) -> Sample:

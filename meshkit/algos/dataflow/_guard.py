@@ -1,4 +1,4 @@
-"""Nobody waits for a rank that has left: ranks meet before each row, and say who does not come, and why."""
+"""Guard against hangs in a dataflow: ranks meet before each row; a rank that failed or does not come is named."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import StepError
 
 LOOK_S = 1.0
-"""how often a rank that waits looks whether another has failed"""
+"""seconds between two looks of a waiting rank at whether another one has failed"""
 
 
 class Guard:
-    """Rows that ranks enter together. name: the same on every rank, and of this guard alone in its world.
+    """A meeting of ranks before each row. name: the same on every rank, and unique in the world.
 
-    timeout: how long ranks wait for one that is busy elsewhere: longer than the longest row.
+    timeout: how long ranks wait for one that is busy elsewhere; it must be longer than the longest row.
     Wire: for each row a barrier of its ranks, and from each one request to the store that the world was made with.
     """
 
@@ -36,12 +36,13 @@ class Guard:
         """
         self._store.set(f"{self._name}/at/{self._rank}", row)
         began = time.monotonic()
-        # One mark around the loop: whenever the watchdog looks, this rank waits, also while it asks the store for news.
+        # One mark around the whole loop: the watchdog must see a waiting rank at any time, also while it reads the store.
         with waiting(f"the ranks of {row}"):
             self._meet(row, group, began)
 
     def _meet(self, row: str, group: ProcessGroup, began: float) -> None:
         looked = began
+        # Asynchronous, so that the rank can look at the store while it waits: a barrier alone would only time out.
         meeting = dist.barrier(group=group, async_op=True)
         pause_s = 1e-4
         while not meeting.is_completed():
@@ -50,18 +51,18 @@ class Guard:
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
-                self._tell_failure()
+                self._raise_failure()
             if now - began > self._timeout_s:
                 raise StepError(self._absent(row, group)) from dist.DistError("a barrier has timed out")
         try:
             meeting.wait()
         except RuntimeError as error:  # a connection is gone, and with it a rank
-            self._tell_failure()
+            self._raise_failure()
             raise StepError(self._absent(row, group)) from error
 
     @contextmanager
-    def told(self, row: str) -> Iterator[None]:
-        """What fails inside is told to the ranks that wait for this one at a later row."""
+    def reports_failure(self, row: str) -> Iterator[None]:
+        """Writes an error raised within it to the store, for the ranks that wait for this one at a later row."""
         try:
             yield
         except Exception as error:
@@ -69,7 +70,7 @@ class Guard:
                 self._store.set(f"{self._name}/left", f"rank {self._rank} left {row}: {type(error).__name__}: {error}")
             raise
 
-    def _tell_failure(self) -> None:
+    def _raise_failure(self) -> None:
         if self._store.check([f"{self._name}/left"]):
             raise StepError(self._store.get(f"{self._name}/left").decode())
 

@@ -1,6 +1,6 @@
-"""Which row of a dataflow comes after which: one order for all ranks, of which each runs the rows it takes part in.
+"""Program of a dataflow: the order of its rows, one for all ranks; each rank runs the rows it takes part in.
 
-The order is what makes flows free of deadlock: two ranks that share several groups use them in the same order.
+The common order rules out deadlock: two ranks that share several groups use them in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshkit.errors import PlanError
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that some ranks do together.
+    """One operation of some ranks together.
 
     call: `name` works on the samples of `iteration`. send: the samples' `fields` go from mesh `source` to `destination`.
     sync: parameters after `iteration` train stages go from mesh to mesh.
@@ -47,9 +47,9 @@ def program(
     """The rows of some iterations out of `total`, in the order of all ranks.
 
     first: the fields that samples have from the start, on every mesh. iterations: those whose train stage is run. made: how
-    many iterations have their rollouts already. staleness: so many iterations rollouts run ahead. Samples of iteration i are
-    made with the parameters after max(0, i - staleness) train stages, never older ones.
-    Raises: PlanError for a field that nothing makes before it is needed, and for names given twice.
+    many iterations already have their rollouts. staleness: how many iterations rollouts run ahead. Samples of iteration i
+    are made with the parameters after max(0, i - staleness) train stages, never older ones.
+    Raises: PlanError for a field that no earlier call makes, and for names given twice.
     """
     if staleness < 0:
         raise PlanError(f"staleness={staleness}: rollouts run 0 or more iterations ahead.")
@@ -64,7 +64,7 @@ def program(
         if staleness == 0:
             yield from _handover(calls, first, iteration)
         yield from _stage(calls, first, "train", iteration)
-        # After the train stage: ranks that train do not wait for rollouts that run beside them.
+        # After the train stage, so that ranks that train do not wait for the rollouts that run beside them.
         if staleness and made <= ahead < total:
             yield from _handover(calls, first, ahead)
         if iteration + staleness + 1 < total:
@@ -73,6 +73,7 @@ def program(
 
 
 def refuse_odd_graph(calls: Sequence[Call], first: Sequence[str]) -> None:
+    """Raises: PlanError for names given twice, rollouts after training, and fields that no earlier call makes."""
     made = dict.fromkeys(first, "the first samples")
     names: set[str] = set()
     trained = ""
@@ -106,22 +107,22 @@ def _stage(calls: Sequence[Call], first: Sequence[str], stage: str, iteration: i
 
 
 def _handover(calls: Sequence[Call], first: Sequence[str], iteration: int) -> Iterator[Row]:
-    """What the train stage needs of the rollouts, at once, so that rollouts of the next iterations can go on."""
+    """Send what the train stage needs of the rollouts, all at once, so that the next rollouts can begin."""
     for index, call in enumerate(calls):
         if call.stage == "train":
             yield from _sends(calls, first, index, iteration, "rollout")
 
 
 def _sends(calls: Sequence[Call], first: Sequence[str], index: int, iteration: int, stage: str) -> Iterator[Row]:
-    """What call `index` needs from calls of `stage` on other meshes and no earlier call has brought to its mesh."""
+    """Send the fields that call `index` needs from calls of `stage` on other meshes, unless its mesh already has them."""
     call = calls[index]
-    brought = {
+    present = {
         name for earlier in calls[:index] if earlier.on == call.on for name in (*earlier.needs, *earlier.gives)
     } | set(first)
     by_mesh: dict[str, list[str]] = {}
     for name in call.needs:
         maker = next((earlier for earlier in calls[:index] if name in earlier.gives), None)
-        if maker is not None and maker.on != call.on and name not in brought and maker.stage == stage:
+        if maker is not None and maker.on != call.on and name not in present and maker.stage == stage:
             by_mesh.setdefault(maker.on, []).append(name)
     for source, names in by_mesh.items():
         yield Row("send", iteration, call.name, source, call.on, tuple(names))

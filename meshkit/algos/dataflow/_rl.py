@@ -1,6 +1,6 @@
-"""Calls of reinforcement learning: rollouts are written, rewarded, and looked at by models.
+"""Calls of reinforcement learning: write rollouts, reward them, compute log-probabilities or values of their tokens.
 
-A sample has the plain fields of a `Rollout`, by their names, since checkpoints hold those that are pending.
+A sample has the fields of a `Rollout` by their names, as plain data, since checkpoints hold pending samples.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meshkit.data import Record, Tokenizer
 from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
-"""what the first samples of an iteration have: key and row of a `PromptLoader`"""
+"""fields of the first samples of an iteration: key and row of a `PromptLoader`"""
 WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated")
 ROLLOUT = (*PROMPTED, *WRITTEN)
 
 
 def rollout_of(sample: Sample, values: Sequence[str] = ()) -> Rollout:
-    """The sample's rollout, with its reward if it has one, and with the numbers that `log_prob_call`s of these names gave."""
+    """The sample's rollout, with its reward if it has one. values: names of `log_prob_call`s, whose numbers it gets too."""
     given = {name: sample[name] for name in (*ROLLOUT, "reward") if name in sample}
     return Rollout(**given, values={name: sample[name] for name in values})
 
@@ -31,9 +31,9 @@ def rollout_of(sample: Sample, values: Sequence[str] = ()) -> Rollout:
 def rollout_call(
     engine: Engine | None, tokenizer: Tokenizer, *, on: str, sampling: Sampling, samples: int, seed: int
 ) -> Call:
-    """So many rollouts of each prompt.
+    """The call that writes `samples` rollouts of each prompt.
 
-    engine: who writes, as `partial(generate, run)`; None on ranks without it. Wire: the engine's.
+    engine: as `partial(generate, run)`; None on ranks without it. Wire: the engine's.
     """
 
     def write(prompted: list[Sample]) -> list[Sample]:
@@ -48,7 +48,7 @@ def rollout_call(
 
 
 def reward_call(scores: Callable[[list[Rollout]], Scores], *, on: str) -> Call:
-    """`reward` of each, NaN where a rollout has no score. scores: of this rank's rollouts; called on every rank."""
+    """The call that adds `reward` to each rollout, NaN without a score. scores: of this rank's rollouts, on every rank."""
 
     def judge(samples: list[Sample]) -> list[Sample]:
         rewards = scores([rollout_of(sample) for sample in samples]).totals.tolist()
@@ -66,15 +66,15 @@ def log_prob_call(
     seq_len: int,
     microbatches: int = 1,
 ) -> Call:
-    """`name`: a number of a model for each token, at its weights of now: log-probabilities, a critic's values.
+    """The call that adds `name`, a number for each token by a model's present weights: log-probabilities, a critic's values.
 
     function: as of `token_values`. Wire: `example_values`.
     """
 
-    def look(samples: list[Sample]) -> list[Sample]:
+    def compute(samples: list[Sample]) -> list[Sample]:
         assert run is not None
         examples = [rollout_of(sample).example() for sample in samples]
         values = example_values(run, examples, function, seq_len=seq_len, microbatches=microbatches)
         return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
 
-    return Call(name=name, on=on, function=look, needs=ROLLOUT, gives=[name], stage="train")
+    return Call(name=name, on=on, function=compute, needs=ROLLOUT, gives=[name], stage="train")
