@@ -58,7 +58,7 @@ IDEAS = (
     ),
     Idea("FSDP units", ("FSDP",), ("fully_shard", "shard_units")),
     Idea("1F1B", ("1F1B",), ("one_f_one_b",)),
-    Idea("stage send/recv", ("send recv", "send"), ("Mail",)),
+    Idea("stage send/recv", ("send recv", "send"), ("P2P",)),
     Idea("expert all-to-all", ("all to all",), ("AllToAll", "exchange")),
     Idea("load-balancing loss", ("load balancing", "balance loss"), ("balance_loss",)),
     Idea("gradient accumulation", ("gradient accumulation", "microbatch"), ("Run.forward_backward",)),
@@ -74,12 +74,12 @@ IDEAS = (
     Idea("DPO loss", ("DPO",), ("preference_loss",)),
     Idea("group-relative advantage", ("group relative", "advantage"), ("group_advantages",)),
     Idea("weights to vLLM", ("vLLM",), ("VllmEngine",)),
-    Idea("mesh axes", ("mesh", "axes"), ("MeshSpec",)),
+    Idea("mesh axes", ("mesh", "axes"), ("Mesh", "MeshSpec")),
     Idea("column/row styles", ("column",), ("column",)),
     Idea("lr schedule", ("lr schedule", "learning rate"), ("lr_schedule",)),
     Idea("packing", ("packing",), ("pack_sample",)),
     Idea("MFU", ("MFU",), ("Meter", "ModelFlops")),
-    Idea("hang, watchdog", ("watchdog", "hang"), ("Watch", "Roll")),
+    Idea("hang, watchdog", ("watchdog", "hang"), ("Watchdog", "Heartbeat")),
     Idea("sharded init", ("sharded init", "init weights", "init"), ("init_weights",)),
 )
 

@@ -24,12 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 import meshkit as mk
 from meshkit.algos import preference, rollout, sft
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
-from meshkit.metrics import MetricSums
 from meshkit.recipes import (
     SMALL_PREFERENCE_MODEL,
     LoraFlags,
@@ -37,8 +34,9 @@ from meshkit.recipes import (
     ParallelFlags,
     Session,
     TrainFlags,
-    evaluation,
     export_model,
+    nats_per_token,
+    pair_means,
     preference_rows,
     print0,
     text_encoder,
@@ -87,7 +85,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
     losses = preference.parse_losses(config.loss)
     refuse(config, losses)
 
@@ -120,7 +118,7 @@ def main() -> None:
         optimizer = mk.adamw(run, lr=config.sft_lr, weight_decay=config.weight_decay)
         if not sft.sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **taught):
             return
-        nats = evaluation.nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
+        nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
         mk.models.save_pretrained(run.model, run.full_model.config, begin)
 
@@ -148,7 +146,7 @@ def main() -> None:
         reference = build(config, mesh)
         mk.models.load_pretrained(reference.model, begin)
 
-    def preferring(batch: dict[str, Any], metrics: MetricSums) -> Any:
+    def preferring(batch: dict[str, Any], metrics: mk.metrics.MetricSums) -> Any:
         """The loss of a batch, to which the reference's log-probabilities are added."""
         if reference is not None:
             with mk.lora.disabled(run.model) if reference is run else nullcontext():
@@ -160,7 +158,7 @@ def main() -> None:
     loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    sums = MetricSums(mesh, (*SEEN, "tokens"))
+    sums = mk.metrics.MetricSums(mesh, (*SEEN, "tokens"))
     references = mk.Checkpointer(config.out / "reference", keep=config.keep)  # of one that moves
     with references, Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         if session.start and config.reference == "moving":
@@ -186,7 +184,7 @@ def main() -> None:
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
             session.stop_clock(tokens=tokens)
             if session.evaluates(step):
-                means = evaluation.pair_means(run, held_out, preferring, SEEN, seq_len=config.seq_len)
+                means = pair_means(run, held_out, preferring, SEEN, seq_len=config.seq_len)
                 session.log(**{f"held_out/{name}": value for name, value in means.items()})
                 print0(f"step {step}, held out: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
             if session.saves(step) and config.reference == "moving":  # first: then every checkpoint has its reference

@@ -3,8 +3,10 @@
 import typing as _typing
 
 from meshkit import checkpoint as checkpoint
+from meshkit import core as core
 from meshkit import errors as errors
 from meshkit import faults as faults
+from meshkit import initialize as initialize
 from meshkit import lora as lora
 from meshkit import loss as loss
 from meshkit import mask as mask
@@ -33,6 +35,7 @@ from meshkit.optim import adamw as adamw
 from meshkit.optim import lr_schedule as lr_schedule
 from meshkit.parallel import context as context
 from meshkit.parallel import expert as experts
+from meshkit.parallel import pipeline as pipeline
 from meshkit.parallel.context import context_parallel as context_parallel
 from meshkit.parallel.context import split_batch as split_batch
 from meshkit.parallel.data import fully_shard as fully_shard
@@ -73,6 +76,7 @@ __all__ = [
     "clip_grad_norm",
     "context",
     "context_parallel",
+    "core",
     "cross_entropy",
     "data",
     "errors",
@@ -84,6 +88,7 @@ __all__ = [
     "fully_shard",
     "init_mesh",
     "init_weights",
+    "initialize",
     "lora",
     "loss",
     "lr_schedule",
@@ -97,6 +102,7 @@ __all__ = [
     "offload_activations",
     "optim",
     "parallelize",
+    "pipeline",
     "pipeline_parallel",
     "plan",
     "preflight",

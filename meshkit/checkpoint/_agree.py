@@ -20,7 +20,7 @@ def host_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
 
     Its messages, from whichever thread, never queue behind or between the collectives of training.
     """
-    return _torch.twin_group(mesh.group, backend="gloo", timeout=timeout)
+    return _torch.copy_group(mesh.group, backend="gloo", timeout=timeout)
 
 
 def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> list[T]:

@@ -39,7 +39,7 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
 def _report_error(error: Exception, watchdog: Watchdog) -> None:
     rank, location = int(os.environ.get("RANK", "0")), location_of(error).text
     text = f"{type(error).__name__} (rank {rank}): {error}"
-    if _torch.lost_others(error):
+    if _torch.says_peer_is_lost(error):
         watchdog.report_missing(text, location)
         return
     watchdog.leave("error", location, text)

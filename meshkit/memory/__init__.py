@@ -1,4 +1,6 @@
-"""What is kept for backward: activation checkpointing (recompute), offload, fp8, feed-forwards in chunks."""
+"""Activation memory: activation checkpointing (recompute), activation offload, fp8 products, MLPs in chunks of tokens."""
+
+from meshkit.memory import offload as offload
 
 from ._fp8 import chosen_linears as chosen_linears
 from ._fp8 import fp8_linears as fp8_linears

@@ -12,6 +12,7 @@ import torch
 from torch.profiler import profile as torch_profile
 from torch.profiler import schedule
 
+from meshkit.core import _torch
 from meshkit.errors import MeshkitError
 
 
@@ -88,15 +89,15 @@ def _memory_snapshot(path: Path | None, window: range) -> Iterator[Callable[[], 
 
     def save() -> None:
         nonlocal recording
-        _dump_memory_snapshot(path)
-        _record_memory_history(False)
+        _torch.dump_memory_snapshot(path)
+        _torch.record_memory_history(False)
         recording = False
 
     def step_done() -> None:
         nonlocal done, recording
         done += 1
         if done == window.start:
-            _record_memory_history(True)
+            _torch.record_memory_history(True)
             recording = True
         elif recording and done == window.stop:
             save()
@@ -106,15 +107,3 @@ def _memory_snapshot(path: Path | None, window: range) -> Iterator[Callable[[], 
     finally:
         if recording:
             save()
-
-
-# 2.11, 2.15: these names are what the documentation of the memory visualiser tells users to call, but they still start
-# with an underscore, and nothing public replaces them.
-
-
-def _record_memory_history(enabled: bool) -> None:
-    torch.cuda.memory._record_memory_history("all" if enabled else None)
-
-
-def _dump_memory_snapshot(path: Path) -> None:
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -1,17 +1,15 @@
-"""Records of choices to and from TOML: a record is a table, what is at its default is left out."""
+"""Frozen records to and from TOML: a record is a table, and fields at their default are left out."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli_w
 import torch
 
 from meshkit.errors import PlanError
@@ -21,6 +19,8 @@ Record = TypeVar("Record")
 
 
 def toml_text(table: dict[str, Any]) -> str:
+    import tomli_w  # here, as tomllib below: `import meshkit` writes and reads no TOML
+
     return tomli_w.dumps(table)
 
 
@@ -67,6 +67,8 @@ def _written(value: Any, where: str) -> Any:
 
 def from_table(kind: type[Record], text: str, *, source: str) -> Record:
     """Raises: PlanError naming `source` and the place in it."""
+    import tomllib
+
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -89,7 +91,7 @@ def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """The value as the annotation wants it."""
+    """The value as the type annotation `kind` wants it. Raises: PlanError naming `where`."""
     options = list(_options(kind))
     records: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
     if Style in options:

@@ -79,35 +79,34 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+KINDS = {"functions": inspect.isfunction, "classes": inspect.isclass}
+
+
 def index() -> str:
-    """Every public name once, where it is shortest to reach, with the first line of its docstring: a line for each file."""
+    """Every public name once, where it is shortest to reach: a line for each room's functions, classes and values.
+
+    So its length grows with the rooms and not with the names.
+    """
     lines = [
         "# Every public name, with the first line of its docstring",
         "",
         "<!-- Written by `make docs`; do not edit. -->",
         "",
-        f"{sum(len(public(module)) for module in MODULES)} names, by file (bold). Signatures and whole docstrings are in "
+        f"{sum(len(public(module)) for module in MODULES)} names, by room. Signatures and whole docstrings are in "
         "`build/docs/api.md`, which `make docs` builds.",
+        "",
     ]
     listed: list[Any] = []
     for module in MODULES:
         names = {name: value for name, value in public(module).items() if not any(value is other for other in listed)}
         listed += [value for value in names.values() if inspect.isclass(value) or inspect.isfunction(value)]
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(_file_of(name, module), []).append(name)
-        if names:
-            lines += ["", f"## {module.__name__.replace('meshkit', 'mk', 1)}"]
-            lines += [f"- **{file}** {_entries(names, of_file)}" for file, of_file in sorted(by_file.items())]
+        room = module.__name__.replace("meshkit", "mk", 1)
+        for kind, is_kind in KINDS.items():
+            said = [f"`{name}`: {first_line(name, value)}" for name, value in names.items() if is_kind(value)]
+            lines += [f"- **{room}** {kind}: {' '.join(said)}"] if said else []
+        values = [f"`{name}`" for name, value in names.items() if not any(is_(value) for is_ in KINDS.values())]
+        lines += [f"- **{room}** values: {', '.join(values)}."] if values else []
     return "\n".join(lines) + "\n"
-
-
-def _entries(names: dict[str, Any], shown: list[str]) -> str:
-    """Functions and classes with what they say; constants at the end."""
-    said = {name: first_line(name, names[name]) for name in shown}
-    texts = [f"`{name}`: {line}" for name, line in said.items() if line]
-    constants = [f"`{name}`" for name, line in said.items() if not line]
-    return " ".join([*texts, *([f"Values: {', '.join(constants)}."] if constants else [])])
 
 
 def first_line(name: str, value: Any) -> str:
@@ -119,14 +118,6 @@ def first_line(name: str, value: Any) -> str:
         return "a record."
     sentence = re.split(r"(?<=[.:]) (?=[A-Z])", said)[0].rstrip(":")
     return sentence if sentence.endswith((".", "?")) else sentence + "."
-
-
-def _file_of(name: str, room: ModuleType) -> str:
-    """The module that a room's table of contents takes a name from, as seen from the room."""
-    for node in ast.parse(Path(str(room.__file__)).read_text()).body:
-        if isinstance(node, ast.ImportFrom) and any(alias.asname == name for alias in node.names):
-            return (node.module or "").removeprefix("meshkit.")
-    return room.__name__.rpartition(".")[2]
 
 
 def _entry(name: str, value: Any) -> list[str]:

@@ -48,14 +48,14 @@ FAULTS = [
     ),
     Fault(
         2,
-        "torch.where(same, held.master, values.to(held.dtype))",
-        "values.to(held.dtype)",
+        "torch.where(same, buffers.master, values.to(buffers.dtype))",
+        "values.to(buffers.dtype)",
         "tests/optim/test_host_offload.py::test_a_bf16_model_goes_on_after_a_load_with_all_bits_of_its_masters",
     ),
     Fault(
         3,
-        "held.has_gradient = False\n                self._adopt(held)",
-        "self._adopt(held)",
+        "buffers.has_gradient = False\n                self._adopt(buffers)",
+        "self._adopt(buffers)",
         "tests/optim/test_host_offload.py::test_a_step_uses_its_gradients_up",
     ),
     Fault(
@@ -98,7 +98,7 @@ FAULTS = [
         10,
         "not _finite(out) and _finite((args, kwargs))",
         "not _finite(out)",
-        "tests/root/test_step.py::test_what_is_made_between_modules_is_laid_to_the_one_around_them",
+        "tests/test_step.py::test_what_is_made_between_modules_is_laid_to_the_one_around_them",
     ),
     Fault(
         11,
@@ -116,19 +116,19 @@ FAULTS = [
         13,
         "before >= sampling.top_p",
         "before > sampling.top_p",
-        "tests/algos/test_generation.py::test_top_p_that_is_met_exactly_takes_no_further_token",
+        "tests/algos/rollout/test_generate.py::test_top_p_that_is_met_exactly_takes_no_further_token",
     ),
     Fault(
         14,
         "weight**2 / (tokens * squared)",
         "weight**2 / ((tokens - 1) * squared)",
-        "tests/algos/test_policy_edges.py::test_the_effective_share_is_that_of_kish",
+        "tests/algos/policy/test_edges.py::test_the_effective_share_is_that_of_kish",
     ),
     Fault(
         15,
         "sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize)",
         "transfers",
-        "tests/algos/test_reallocate_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
+        "tests/algos/reallocate/test_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
     ),
     Fault(
         16,
@@ -138,8 +138,8 @@ FAULTS = [
     ),
     Fault(
         17,
-        "found.total() * weight / scale if found.losses",
-        "found.total() / scale if found.losses",
+        "report.total() * weight / self.scale if report.losses",
+        "report.total() / self.scale if report.losses",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
@@ -150,8 +150,8 @@ FAULTS = [
     ),
     Fault(
         19,
-        "pending.wait()\n        held = arriving\n\n\ndef _ring_home",
-        "held = arriving\n\n\ndef _ring_home",
+        "pending.wait()\n        block = arriving\n\n\ndef _ring_gradients",
+        "block = arriving\n\n\ndef _ring_gradients",
         "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
     ),
 ]

@@ -20,29 +20,16 @@ from tests.laws.terms import TERMS
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "meshkit"
+CODE = ("meshkit", "tests", "examples", "benchmarks")
 RECIPES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TORCH = ("meshkit/core/_torch.py", "meshkit/core/_torch.py")  # the one file that may use PyTorch's private names
-
-# Law: how many offences the tree may have. Only ever lowered; a law that is not here may have none.
-NOT_YET: dict[str, int] = {
-    "files at the root": 18,
-    "loose files in algos": 17,
-    "modules without a docstring": 3,
-    "private imports across rooms": 19,
-    "files with private names of torch": 15,
-    "values that shadow a submodule": 10,
-    "names in use that are not public": 159,
-    "terms without a hit in meshkit": 16,
-    "recipes above 220 lines": 9,
-    "lines of recipes above 1900": 1177,
-    "recipes that import more than 20 names": 9,
-}
+TORCH = "meshkit/core/_torch.py"  # the one file that may use PyTorch's private names
+# Tests ask the compiler what it did; nothing public counts graphs, and one compiles without a cache on disk.
+TORCH_IN_TESTS = ("torch._dynamo.", "torch._inductor.compile_fx")
 
 
 def hold(law: str, offences: list[str]) -> None:
-    allowed = NOT_YET.get(law, 0)
-    assert len(offences) <= allowed, "\n".join([f"{law}: {len(offences)}, allowed {allowed}", *offences[:60]])
+    assert not offences, "\n".join([f"{law}: {len(offences)}", *offences[:60]])
 
 
 @cache
@@ -119,7 +106,7 @@ def _across_rooms() -> set[str]:
                 continue
             parts = [*source.split("."), *([name] if name else [])]
             at = next((i for i, part in enumerate(parts) if _is_private(part)), None)
-            if at is None or parts[: at + 1] in (["meshkit", "core", "_torch"], ["meshkit", "_torch"]):
+            if at is None or parts[: at + 1] == ["meshkit", "core", "_torch"]:
                 continue
             holder = ".".join(parts[:at])
             if not _is_module(f"{holder}.{parts[at]}") or not f"{module}.".startswith(f"{holder}."):
@@ -132,8 +119,9 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
 
 
 def _torch_names() -> list[tuple[str, set[str]]]:
+    """Of the library, its tests, recipes and benchmarks."""
     found = []
-    for path in _files():
+    for path in sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
         file = str(path.relative_to(ROOT))
         names = set[str]()
         for source, name, _ in _imports(_tree(path), _module(path)):
@@ -142,7 +130,9 @@ def _torch_names() -> list[tuple[str, set[str]]]:
                 names.add(".".join(parts))
         names |= {chain for chain in _chains(_tree(path), {"torch"}) if any(map(_is_private, chain.split(".")))}
         names = {name for name in names if not name.startswith("torch.ops.aten.")}  # operators have such names
-        if names and file not in TORCH:
+        if file.startswith("tests/"):
+            names = {name for name in names if not name.startswith(TORCH_IN_TESTS)}
+        if names and file != TORCH:
             found.append((file, names))
     return found
 

@@ -4,8 +4,20 @@ The model is built, parallelized and stepped by the same code as in the run, in 
 without memory; see `estimate`.
 """
 
+from ._drawing import COLOURS as COLOURS
 from ._drawing import svg as svg
+from ._estimate import Build as Build
+from ._estimate import Kernels as Kernels
+from ._estimate import MakeOptimizer as MakeOptimizer
+from ._estimate import builder_of as builder_of
 from ._estimate import estimate as estimate
 from ._estimate import measure as measure
+from ._estimate import coordinate_of as coordinate_of
+from ._estimate import fake_mesh as fake_mesh
+from ._estimate import resolve_spec as resolve_spec
+from ._recipe import Recipe as Recipe
+from ._recipe import load_script as load_script
 from ._result import Estimate as Estimate
+from ._tracker import GROUPS as GROUPS
+from ._tracker import HOST as HOST
 from ._tracker import Tracker as Tracker

@@ -115,7 +115,7 @@ def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -
         # Dispatch modes and module hooks do not reach into compiled blocks.
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
-        stack.enter_context(_torch.propagating_separately())
+        stack.enter_context(_torch.hiding_shape_propagation())
         stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
         if kernels == "cuda":

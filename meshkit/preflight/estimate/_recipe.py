@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import tyro
+
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh, MeshSpec
 from meshkit.preflight.estimate._estimate import Kernels, estimate
@@ -48,6 +50,12 @@ class Recipe:
 
     module: ModuleType
     config: Any
+
+    @staticmethod
+    def read(module: ModuleType, args: list[str], *, script: Path) -> Recipe:
+        """With the flags of a command line: by `Config.parse` where there is one, as in meshkit's recipes, else by tyro."""
+        parse = getattr(module.Config, "parse", None) or partial(tyro.cli, module.Config)
+        return Recipe(module, parse(args=args, prog=f"... {script}", description=""))
 
     @property
     def microbatches(self) -> int:

@@ -108,10 +108,10 @@ class Tracker:
                 ),
             ):
                 stack.callback(hook.remove)
-            stack.enter_context(_torch.propagating_separately())
-            stack.enter_context(_torch.while_resizing(self._resized))
+            stack.enter_context(_torch.hiding_shape_propagation())
+            stack.enter_context(_torch.reporting_resizes(self._resized))
             stack.enter_context(
-                _torch.while_sharding(
+                _torch.around_fsdp(
                     lambda: self._for("gathered parameters"), lambda: self._for("gradients in reduction"), self._reduced
                 )
             )

@@ -47,7 +47,7 @@ def command(args: list[str]) -> None:
     options, rest = tyro.cli(Memory, args=args, prog="python -m meshkit estimate", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
     module = load_script(options.script)
-    recipe = Recipe(module, tyro.cli(module.Config, args=rest, prog=f"... {options.script}", description=""))
+    recipe = Recipe.read(module, rest, script=options.script)
     spec = recipe.spec(options.world)
     coordinates = _coordinates(spec, options.rank)
     estimates = [recipe.estimate(spec, coordinate, options.kernels) for coordinate in coordinates]

@@ -121,9 +121,9 @@ def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Chec
     rank = rank_model.at("pp")
     token_shards = rank_model.spec.tp if rank_model.sequence else 1
     for message in checked.sends[rank]:
-        batch = batches[message.made.microbatch]
+        batch = batches[message.output.microbatch]
         size = batch.rows * (batch.tokens // token_shards) * cut.width * rank_model.compute.itemsize
-        why = "hidden states, forward" if message.made.op == "F" else "hidden states, backward"
+        why = "hidden states, forward" if message.output.op == "F" else "hidden states, backward"
         log.add("pp", "send", size, why)
     if rank in cut.ends:
         for names in cut.copied:

@@ -28,7 +28,7 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         flows = rank_model.flow.leaves(name)
         chosen = _chosen(rank_model, name)
         plan = even_routing(
-            layout.experts, tokens * chosen, ep=spec.ep, etp=spec.etp, place=rank_model.expert_coordinate
+            layout.experts, tokens * chosen, ep=spec.ep, etp=spec.etp, coordinate=rank_model.expert_coordinate
         )
         traffic = dispatch_traffic(plan, width=layout.width, itemsize=rank_model.compute.itemsize)
         if spec.tp > 1 and not rank_model.sequence:

@@ -13,13 +13,14 @@ from torch import nn
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight._format import format_axes
-from meshkit.preflight.estimate import Estimate, estimate
-from meshkit.preflight.estimate._estimate import (
+from meshkit.preflight.estimate import (
     Build,
+    Estimate,
     Kernels,
     MakeOptimizer,
     builder_of,
     coordinate_of,
+    estimate,
     fake_mesh,
     resolve_spec,
 )

@@ -7,9 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from meshkit.preflight._format import format_bytes
-from meshkit.preflight.estimate import svg
-from meshkit.preflight.estimate._drawing import COLOURS
-from meshkit.preflight.estimate._tracker import GROUPS, HOST
+from meshkit.preflight.estimate import COLOURS, GROUPS, HOST, svg
 from meshkit.preflight.explain import PHASES, Traffic
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
-from meshkit.preflight.estimate._estimate import Kernels, coordinate_of
-from meshkit.preflight.estimate._recipe import Recipe, load_script
+from meshkit.preflight.estimate import Kernels, Recipe, coordinate_of, load_script
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.explain import explain_resolved
 from meshkit.preflight.page._html import save_html
@@ -45,7 +44,7 @@ def command(args: list[str]) -> None:
     options, rest = tyro.cli(Explain, args=args, prog="python -m meshkit explain", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
     module = load_script(options.script, verb="explain")
-    recipe = Recipe(module, tyro.cli(module.Config, args=rest, prog=f"... {options.script}", description=""))
+    recipe = Recipe.read(module, rest, script=options.script)
     spec = recipe.spec(options.world)
     if not 0 <= options.rank < spec.world_size:
         raise MeshError(f"--rank {options.rank}: the ranks of this world are 0 to {spec.world_size - 1}.")

@@ -11,7 +11,7 @@ from meshkit.parallel.context import Layout, Shape, choose, traffic
 from meshkit.parallel.context._assign import received
 from meshkit.parallel.context._traffic import total
 from meshkit.strategy import ContextPolicy
-from tests.root.test_mask import masks
+from tests.test_mask import masks
 
 draws = settings(deadline=None)  # a busy machine
 

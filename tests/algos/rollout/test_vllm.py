@@ -11,11 +11,11 @@ import meshkit as mk
 from meshkit.algos.rollout import VllmEngine
 from meshkit.errors import PlanError
 from meshkit.models import LLAMA_PLAN, Llama
-from tests.algos.vllm_ranks import CONFIG
+from tests.algos.rollout.vllm_ranks import CONFIG
 from tests.recipes.launch import finish, start
 from tests.world import pool
 
-RANKS = "tests/algos/vllm_ranks.py"
+RANKS = "tests/algos/rollout/vllm_ranks.py"
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (it pins a torch of its own)")
@@ -46,4 +46,4 @@ def test_what_it_cannot_do_is_refused() -> None:
     ((plain, double, adapters),) = pool(1).run(refused)
     assert ("not installed. `pip install vllm`" in plain) == (find_spec("vllm") is None)
     assert "float32, bfloat16, float16, not in torch.float64. Use generate()" in double
-    assert "is not a plain model" in adapters and "merge_lora" in adapters
+    assert "is not a plain model" in adapters and "mk.lora.merge" in adapters

@@ -38,7 +38,7 @@ from meshkit.algos.policy import (
 )
 
 TOL = 1e-7  # verl adds 1e-8 to the counts it divides by
-FOLDER = Path(__file__).parents[1] / "golden"
+FOLDER = Path(__file__).parents[2] / "golden"
 INPUTS = json.loads((FOLDER / "trl_policy.json").read_text())["inputs"]
 CASES: dict[str, Any] = json.loads((FOLDER / "verl_policy.json").read_text())["cases"]
 MASK, GROUPS = torch.tensor(INPUTS["mask"]).bool(), torch.tensor(INPUTS["group"])

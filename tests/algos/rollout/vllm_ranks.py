@@ -1,4 +1,4 @@
-"""What ranks of the test of vLLM run: it asserts, and prints "equal" at its end. python tests/algos/vllm_ranks.py MESH"""
+"""What ranks of the test of vLLM run: it asserts, and prints "equal" at its end. Run as a file with MESH."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests import world
 from tests.world import RankError, World, pool, run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 END_S = 20.0  # it takes milliseconds; the machine may be busy
-KILLED = "from tests.world import run_ranks; from tests.root.test_world import hang; run_ranks(3, hang)"
+KILLED = "from tests.world import run_ranks; from tests.test_world import hang; run_ranks(3, hang)"
 
 
 def hang() -> None:

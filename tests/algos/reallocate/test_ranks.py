@@ -16,7 +16,7 @@ from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
 from meshkit.core.model_state import model_tensors
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.preflight.observe import Peak
-from tests.algos.reallocation import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
+from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
 from tests.world import pool
 
 BUCKET_BYTES = 4096

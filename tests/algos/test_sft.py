@@ -10,7 +10,7 @@ import torch
 import meshkit as mk
 from meshkit.algos.sft import sft_phase, sft_steps
 from meshkit.models import LLAMA_PLAN
-from tests.algos.test_answers import CONFIG, TOKENS, build, pairs
+from tests.algos.preference.test_objective import CONFIG, TOKENS, build, pairs
 from tests.laws.parity.cases import mesh_for
 from tests.recipes.launch import read_losses
 from tests.world import pool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.algos.reallocate import Laid, Layout, ReallocationPlan, layout_of, plan_reallocation
-from tests.algos.reallocation import DENSE, MODELS, TIED_ODD, Model, whole_model
+from tests.algos.reallocate.cases import DENSE, MODELS, TIED_ODD, Model, whole_model
 
 SPECS = {
     1: ["tp=1"],

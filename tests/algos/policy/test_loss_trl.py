@@ -37,7 +37,7 @@ from meshkit.loss import token_log_probs
 
 TOL = 1e-12  # the order of operations
 TOL_FP32 = 1e-6  # TRL takes means of clip fractions in fp32
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl_policy.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl_policy.json").read_text())
 CASES: dict[str, Any] = GOLDEN["cases"]
 LOSSES = [name for name in CASES if name.startswith("grpo/") and "advantages" not in name]
 MASK = torch.tensor(GOLDEN["inputs"]["mask"]).bool()

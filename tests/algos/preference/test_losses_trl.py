@@ -34,7 +34,7 @@ from meshkit.algos.sft import sft_losses
 
 TOL_FP64 = 1e-14  # the order of operations; losses up to 51
 TOL_FP32 = 1e-6  # for the one case that TRL can only compute in fp32
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl_preference.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl_preference.json").read_text())
 CASES: dict[str, Any] = GOLDEN["cases"]
 MASK = torch.tensor(GOLDEN["inputs"]["mask"])
 REF, LOG_SUM_SQUARES = (

@@ -17,7 +17,7 @@ from meshkit.data import ExampleLoader
 from meshkit.data.examples import Pair
 from meshkit.errors import DataError
 from meshkit.models import LLAMA_PLAN
-from tests.algos.test_answers import CONFIG, PAIRS, TOKENS, alone, build, pairs
+from tests.algos.preference.test_objective import CONFIG, PAIRS, TOKENS, alone, build, pairs
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
