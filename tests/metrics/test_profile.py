@@ -63,8 +63,8 @@ def test_a_window_without_a_step_before_it_or_in_it_is_refused(tmp_path, window)
 def memory_calls(monkeypatch):
     """The calls that would reach the CUDA allocator, which needs a GPU."""
     calls = []
-    monkeypatch.setattr(_profile, "_record_memory_history", lambda enabled: calls.append(enabled))
-    monkeypatch.setattr(_profile, "_dump_memory_snapshot", lambda path: calls.append(path.name))
+    monkeypatch.setattr(_profile._torch, "record_memory_history", lambda enabled: calls.append(enabled))
+    monkeypatch.setattr(_profile._torch, "dump_memory_snapshot", lambda path: calls.append(path.name))
     return calls
 
 
