@@ -176,7 +176,7 @@ def test_overrides_change_their_blocks_and_no_others() -> None:
         ),
         (
             Strategy(memory=MemoryPolicy(mlp_chunks=2), overrides={"layers.0": BlockOverride(recompute="selective")}),
-            "tiles=2 with recompute='selective'",
+            "mlp_chunks=2 with recompute='selective'",
         ),
         (Strategy(mesh="tp=2"), "the strategy is for the mesh tp=2, but this one is of one rank"),
     ],
@@ -289,11 +289,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         "need an NVIDIA GPU",
     ),
     "a rank of pp that trains nothing": (idle_stage, "pp=2", {}, "pp rank 1 requires a gradient"),
-    "dropout of adapters with tiles": (
+    "dropout of adapters with mlp_chunks": (
         lora_with_dropout,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2)},
-        "tiles=2 with lora",
+        "mlp_chunks=2 with lora",
     ),
     "dropout of adapters with compile": (lora_with_dropout, "dp_shard=2", {"compile": True}, "compile with lora"),
     "stochastic rounding of fp32": (
@@ -324,11 +324,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         {"pipeline": PipelinePolicy(schedule=one_f_one_b(2, 2)), "microbatches": 4},
         "is for 2 ranks and 2 microbatches, but the run has 2 and 4",
     ),
-    "compiled tiles": (
+    "compiled mlp_chunks": (
         llama,
         "dp_shard=2",
         {"memory": MemoryPolicy(mlp_chunks=2), "compile": True},
-        "tiles=2 with compile",
+        "mlp_chunks=2 with compile",
     ),
     "liger without a GPU": (
         llama,
