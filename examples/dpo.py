@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 import meshkit as mk
 from meshkit.algos import preference, rollout, sft
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
@@ -87,7 +85,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
     losses = preference.parse_losses(config.loss)
     refuse(config, losses)
 

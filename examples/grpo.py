@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import meshkit as mk
 from meshkit.algos import policy
 from meshkit.algos.rewards import MeshScores, score_on_mesh
@@ -76,7 +74,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
     loss, rules = config.policy_loss(critic=False), policy.ROLLOUT_RULES[config.preset]
     loss = dataclasses.replace(loss, entropy=config.entropy)
     if config.selftest:

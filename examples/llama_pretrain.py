@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 
 import meshkit as mk
 from meshkit.data import Loader
@@ -66,7 +65,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor
 
 import meshkit as mk
@@ -88,7 +87,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 import meshkit as mk
 from meshkit.data import Loader
 from meshkit.metrics import ModelFlops, load_picture, load_scalars
@@ -94,7 +92,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import tyro
 
 import meshkit as mk
 from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
@@ -81,7 +80,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) ->
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
     loss = config.policy_loss(critic=True)
     loss = dataclasses.replace(loss, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
 

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 
 import meshkit as mk
 from meshkit.algos import policy, rewards, rollout, sft
@@ -79,7 +78,7 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)

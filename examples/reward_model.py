@@ -23,7 +23,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from torch import Tensor, nn
 
 import meshkit as mk
@@ -82,7 +81,7 @@ def estimated_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
 
     # ---------------------------------------------------------------------------------------------- who: the mesh
     mesh = mk.init_mesh(config.mesh)

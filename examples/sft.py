@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 import meshkit as mk
 from meshkit.algos.sft import dft_loss
 from meshkit.data import ExampleLoader, check_examples
@@ -97,7 +95,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def main() -> None:
-    config = tyro.cli(Config)
+    config = Config.parse()
     if config.lora_rank is not None and config.pretrained is None:
         raise mk.errors.PlanError(
             f"lora_rank={config.lora_rank} without pretrained: adapters change a model that has learnt something, and this "

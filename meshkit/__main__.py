@@ -1,4 +1,4 @@
-"""Look before you run.
+"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
@@ -124,22 +124,22 @@ def find_schedule(options: Draw, times: Times) -> Schedule:
 def parse_times(words: str) -> Times:
     """`F=1,I=1,hop=0.1` as `Times`."""
     fields = {"F": "f_s", "I": "i_s", "W": "w_s", "B": "b_s", "hop": "hop_s", "overlap": "fb_s"}
-    given: dict[str, PerStage | Callable[[float, float], float]] = {}
+    times: dict[str, PerStage | Callable[[float, float], float]] = {}
     for word in filter(None, words.replace(" ", "").split(",")):
         key, _, value = word.partition("=")
         try:
             numbers = tuple(map(float, value.split(":")))
         except ValueError:
             numbers = ()
-        one = key in ("hop", "overlap")
-        if key not in fields or not numbers or (one and len(numbers) > 1):
+        is_single = key in ("hop", "overlap")
+        if key not in fields or not numbers or (is_single and len(numbers) > 1):
             raise PlanError(
                 f"--times {words}: cannot read {word!r}.\n"
                 f"Write numbers for some of {', '.join(fields)}, as F=1,I=1,W=1,hop=0.1; for stages apart, F=1:1:1:2."
             )
         value_s = numbers[0] if len(numbers) == 1 else numbers
-        given[fields[key]] = overlap(numbers[0]) if key == "overlap" else value_s
-    return Times(**given)  # type: ignore[arg-type]  # each value fits its name
+        times[fields[key]] = overlap(numbers[0]) if key == "overlap" else value_s
+    return Times(**times)  # type: ignore[arg-type]  # each value fits its name
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""From a plain module to one that trains on a mesh. The order of composition is this file.
+"""`parallelize`: from a plain module to one that trains on a mesh. This file is the order of composition.
 
-`resolve` decides and refuses, this file executes. Stages are planned on the whole model and cut out after tensor, context and
-expert parallelism, which know modules by their single-device names.
+`resolve` decides and refuses, this file executes. Pipeline stages are planned on the full model, and cut out after tensor,
+context and expert parallelism, which know modules by their single-device names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     strategy: every choice; or some of them by keyword, as `parallelize(model, mesh, zero=2)`; see `Strategy`.
     Names of parameters do not change.
-    Wire: one all-reduce of a sum for each parameter, by which values that differ between ranks are found.
+    Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks.
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
@@ -54,7 +54,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     names = dict(model.named_modules())
     stage = mesh["pp"].get_local_rank()
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=resolved.regathers(stage))
-    for region in regions(model):  # a treatment is for blocks only
+    for region in regions(model):  # inside of blocks, their treatment decides later
         region.hooked = resolved.memory.regather
     context_parallel(
         model,
@@ -89,36 +89,37 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
 
 
 def _change_linears(model: nn.Module, resolved: Resolved) -> None:
-    """Linear layers that compute otherwise: in fp8, as the head of a chunked loss, with weight gradients apart."""
+    """Linear layers with another forward or backward: fp8, the head of a chunked loss, separate weight gradients."""
     precision, loss = resolved.memory.precision, resolved.memory.loss
     if precision is not None and precision.fp8 is not None:
         fp8_linears(model, linears=resolved.fp8, policy=precision.fp8)
     if loss is not None and resolved.head is not None:
         chunk_head(model.get_submodule(resolved.head), loss)
-    if resolved.splits_backward and not resolved.strategy.compile:  # a compiled block's backward is one piece
+    # The backward of a compiled block is one graph, which cannot be split.
+    if resolved.splits_backward and not resolved.strategy.compile:
         split_linears(model)
 
 
 def _keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Mesh) -> None:
-    """Recompute, feed-forwards in parts, and offload of what this rank's blocks still keep."""
+    """Activation checkpointing, chunked feed-forwards, and offload of what this rank's blocks still keep."""
     present = dict(model.named_modules())  # with pp, those of this rank's stages
     memory, treated = resolved.memory, resolved.treatments
     for name in blocks:
         treat(present[name], treated[name], compiled=bool(resolved.strategy.compile))
     chunk_mlp(model, mlps=[name for name in resolved.mlps if name in present], chunks=memory.mlp_chunks)
-    stay = [name for name in blocks if not treated[name].offload]
-    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and stay == blocks):
-        # Those that stay have a place in the order, by which the others are fetched ahead.
-        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=stay)
+    not_offloaded = [name for name in blocks if not treated[name].offload]
+    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and not_offloaded == blocks):
+        # All blocks, those that are not offloaded too: their order tells when to fetch the others ahead of backward.
+        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=not_offloaded)
 
 
 def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resolved) -> None:
-    """Block by block, so that blocks that are alike share a graph. Tokens go to their experts outside of graphs."""
-    asked = resolved.strategy.compile
+    """torch.compile block by block: equal blocks share a graph. Exchange of tokens between experts is outside of graphs."""
+    backend = resolved.strategy.compile
     _torch.allow_recompiles(len(blocks))
     for name in blocks:
         one_graph = not any(other.startswith(f"{name}.") for other in resolved.experts)
-        names[name].compile(fullgraph=one_graph, backend="inductor" if asked is True else str(asked))
+        names[name].compile(fullgraph=one_graph, backend="inductor" if backend is True else str(backend))
 
 
 def _shard(
@@ -126,14 +127,22 @@ def _shard(
 ) -> None:
     """ZeRO: experts over their own ranks, then the rest."""
     zero, precision = resolved.zero, resolved.memory.precision
-    keep = kept_units(blocks, units, resolved.head)
-    apart = resolved.experts_of(mesh["pp"].get_local_rank())
-    for name in apart:
-        # Routing weights are in fp32 at least, and stay so.
+    keep_gathered = kept_units(blocks, units, resolved.head)
+    experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    for name in experts:
+        # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
         fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False)
         for block in blocks:
             if name.startswith(f"{block}."):
-                gather_around(names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep)
+                gather_around(
+                    names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep_gathered
+                )
     fully_shard(
-        model, mesh.data, units=[*blocks, *units], keep_gathered=keep, ignored=apart, zero=zero, precision=precision
+        model,
+        mesh.data,
+        units=[*blocks, *units],
+        keep_gathered=keep_gathered,
+        ignored=experts,
+        zero=zero,
+        precision=precision,
     )

@@ -1,7 +1,7 @@
-"""First values that depend on the seed, the parameter's name and the element's index, and on nothing else.
+"""Weight initialisation: a parameter's first value depends on the seed, its name and the element's index, on nothing else.
 
-Element i of parameter p is a function of (seed, name of p, i): a counter-based generator, so every mesh draws the same
-model, each rank draws only its own shard, and no seed checkpoint is needed.
+Element i of parameter p is a function of (seed, name of p, i), by a counter-based random generator. So every mesh draws the
+same model, each rank draws only its shard, and no seed checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def constant(value: float) -> Init:
 
 
 def default_init(module: nn.Module, key: str, param: Tensor) -> Init:
-    """What a parameter that the plan does not name starts as.
+    """The first value of a parameter that the plan does not name.
 
-    What the module itself says by `first_value`; else biases are 0, weights of one dim (norms) are 1, matrices are normal
-    with std 0.02.
+    It is the module's attribute `first_value`, if it has one; else biases are 0, weights of one dim (norms) are 1, and
+    matrices are normal with std 0.02.
     """
-    own = getattr(module, "first_value", None)
-    if isinstance(own, Init):
-        return own
+    first_value = getattr(module, "first_value", None)
+    if isinstance(first_value, Init):
+        return first_value
     if key.endswith("bias"):
         return constant(0.0)
     return constant(1.0) if param.ndim <= 1 else normal(0.02)
 
 
 def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> nn.Module:
-    """Give every parameter its first value, in place, on any mesh the same; parameters on meta must be materialised.
+    """Give every parameter its first value, in place, the same on any mesh; parameters on meta must be materialised.
 
     Wire: nothing. Raises: PlanError for a parameter still on meta or in few bits, or an init pattern that matches nothing.
     """
@@ -69,7 +69,7 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
 
 
 def fill(param: Tensor, rule: Init, *, seed: int, name: str) -> None:
-    """Write this rank's part of the parameter's first value."""
+    """Write this rank's shard of the parameter's first value."""
     local = local_tensor(param)
     if rule.kind == "constant":
         local.fill_(rule.scale)

@@ -1,8 +1,9 @@
-"""Who sees whom: one description of an attention mask, for the model, the split over ranks and the kernels.
+"""Attention masks: causal, sliding window, packed documents, prefix; for the model, the split over ranks and the kernels.
 
-A mask is a list of bands. A `Band` is a rectangle of (query, key) pairs of which those with `low <= key - query <= high`
-are visible; causal attention is one band with high = 0, a sliding window of w tokens one with low = 1 - w as well, packed
-documents one band each. A part of a band that a rank holds is a band again, so planning is arithmetic on a few integers.
+A mask is a list of bands. A `Band` is a rectangle of (query, key) pairs in which those with `low <= key - query <= high` are
+visible. Causal attention is one band with high = 0; a sliding window of w tokens is one with low = 1 - w too; packed
+documents are one band each. The intersection of a band with a rank's tokens is a band again, so planning is arithmetic on a
+few integers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from meshkit.errors import PlanError
 
 FAR = 1 << 40
-"""a distance that no sequence reaches: the bound that does not bind"""
+"""a distance that no sequence reaches: stands for no bound"""
 
 Kind = Literal["full", "causal"]
 Interval = tuple[int, int]
@@ -36,7 +37,7 @@ class Band(NamedTuple):
     high: int = FAR
 
     def clip(self, queries: Interval, keys: Interval) -> Band | None:
-        """The part with these queries and keys, shrunk to rows and columns that hold a visible pair; None without one."""
+        """The intersection with these queries and keys, shrunk to visible rows and columns; None if it is empty."""
         q0, q1 = max(self.q0, queries[0]), min(self.q1, queries[1])
         k0, k1 = max(self.k0, keys[0]), min(self.k1, keys[1])
         # A query sees something if [q + low, q + high] meets [k0, k1); a key is seen if [k - high, k - low] meets [q0, q1).
@@ -44,13 +45,13 @@ class Band(NamedTuple):
         k0, k1 = max(k0, q0 + self.low), min(k1, q1 + self.high)
         if q0 >= q1 or k0 >= k1 or self.low > self.high:
             return None
-        # A bound that holds for every pair of the rectangle binds nothing.
+        # A bound that every pair of the rectangle meets is none, so that equal sets of pairs are equal bands.
         low = self.low if self.low > k0 - (q1 - 1) else -FAR
         high = self.high if self.high < (k1 - 1) - q0 else FAR
         return Band(q0, q1, k0, k1, low, high)
 
     def moved(self, queries: int, keys: int) -> Band:
-        """The same pairs where query numbers are `queries` larger and key numbers `keys` larger."""
+        """The same band with `queries` added to its query numbers and `keys` to its key numbers."""
         low = self.low + keys - queries if self.low != -FAR else -FAR
         high = self.high + keys - queries if self.high != FAR else FAR
         return Band(self.q0 + queries, self.q1 + queries, self.k0 + keys, self.k1 + keys, low, high)
@@ -75,7 +76,7 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Who sees whom among `tokens` tokens. Bands do not overlap; a token that no band shows a key attends to nothing.
+    """An attention mask over `tokens` tokens. Bands do not overlap; a query in no band attends to nothing.
 
     Made by the functions below; `Mask.intervals` is the general one.
     """
@@ -168,9 +169,9 @@ class Mask:
             return self
         if window < 1:
             raise PlanError(f"Mask: a window of {window} tokens shows nothing. Give at least 1, or None.")
-        whole = (0, self.tokens)
-        cut = (band._replace(low=max(band.low, 1 - window)).clip(whole, whole) for band in self.bands)
-        return Mask(self.tokens, tuple(band for band in cut if band is not None))
+        every = (0, self.tokens)
+        clipped = (band._replace(low=max(band.low, 1 - window)).clip(every, every) for band in self.bands)
+        return Mask(self.tokens, tuple(band for band in clipped if band is not None))
 
     @staticmethod
     def joined(masks: Iterable[Mask]) -> Mask:
@@ -188,15 +189,15 @@ class Mask:
 
     @cached_property
     def components(self) -> tuple[Interval, ...]:
-        """The intervals of tokens that have to do with each other: documents, where documents are packed."""
+        """The intervals of tokens that are connected by visible pairs: the documents, where documents are packed."""
         spans = sorted((min(band.q0, band.k0), max(band.q1, band.k1)) for band in self.bands)
-        found: list[Interval] = []
+        merged: list[Interval] = []
         for first, after in spans:
-            if found and first < found[-1][1]:
-                found[-1] = (found[-1][0], max(after, found[-1][1]))
+            if merged and first < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(after, merged[-1][1]))
             else:
-                found.append((first, after))
-        return tuple(found)
+                merged.append((first, after))
+        return tuple(merged)
 
     @property
     def sees_ahead(self) -> bool:
@@ -204,7 +205,7 @@ class Mask:
         return any(min(band.high, band.k1 - 1 - band.q0) > 0 for band in self.bands)
 
     def refuse_misfit(self, rows: int, tokens: int) -> None:
-        """Raises: PlanError if this is neither one row's mask nor that of all rows end to end, each to itself."""
+        """Raises: PlanError unless this is the mask of one row, or of all rows end to end with no pair across rows."""
         if self.tokens == tokens:
             return
         if self.tokens != rows * tokens:
@@ -220,7 +221,7 @@ class Mask:
                 )
 
     def shows(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Is each pair of token numbers visible? Broadcasts; bool."""
+        """Whether each pair of token numbers is visible; broadcasts; bool."""
         distance = keys - queries
         shown = torch.zeros_like(distance, dtype=torch.bool)
         for band in self.bands:
@@ -244,6 +245,6 @@ def _plain(tokens: int) -> Mask:
     return Mask.causal(tokens)
 
 
-def _overlap(one: Band, other: Band) -> Band | None:
-    both = one._replace(low=max(one.low, other.low), high=min(one.high, other.high))
+def _overlap(band: Band, other: Band) -> Band | None:
+    both = band._replace(low=max(band.low, other.low), high=min(band.high, other.high))
     return both.clip((other.q0, other.q1), (other.k0, other.k1))

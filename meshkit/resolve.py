@@ -1,7 +1,7 @@
-"""What follows from a model and a strategy on a mesh: the one place that decides, and that refuses.
+"""Resolving a strategy (planning, validation): all decisions and refusals that follow from a program, a strategy and a mesh.
 
-`parallelize` executes a `Resolved`, `explain` prints it, `estimate`, `check` and the page build on it. So a strategy that one
-of them refuses, all refuse, with the same text.
+`parallelize` executes a `Resolved`, `explain` prints it, `estimate`, `check` and the page build on it. So all of them refuse
+the same strategies, with the same text.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshkit.strategy import Budget, Fp8, MemoryPolicy, Recompute, Strategy
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resolved:
-    """What holds on every rank. Names are those of the single-device model.
+    """The decisions for every rank. Names are those of the single-device model.
 
-    program: the model as it was, on a copy without values. strategy: as it was asked for; what follows stands in the other
-    fields. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: is the residual stream sharded
-    along the sequence? compute: the dtype of matrix products.
-    fp8: linear layers that multiply in fp8. head: the one whose logits a chunked loss never makes whole. layout: of
-    parameters and calls on tp; None without. experts: modules of routed experts. cut: the stages of pp; None without.
-    treatments: what each block keeps for backward. choices: what a `Budget` came to on each rank of pp; empty without.
+    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
+    from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
+    sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
+    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. experts: modules of
+    routed experts. cut: the pipeline stages; None without pp. treatments: for each block, what it keeps for backward and
+    where. choices: what a `Budget` chose, on each rank of pp; empty without one.
     """
 
     program: Program
@@ -66,37 +66,37 @@ class Resolved:
         return self.strategy.memory
 
     def regathers(self, pp_rank: int) -> bool:
-        """Do regions of tensor parallelism keep their inputs sharded, there or in some block?"""
+        """Whether tensor-parallel regions of that rank of pp keep sharded inputs, all of them or those of some block."""
         blocks = (self.treatments[name] for name in self.blocks_of(pp_rank))
         return self.sequence and (self.memory.regather or any(each.regather for each in blocks))
 
     @cached_property
     def heads(self) -> tuple[int, int, int] | None:
-        """(query heads, key/value heads, head_dim) of the rank of tp that has most."""
+        """(query heads, key/value heads, head_dim) on the rank of tp that has most heads."""
         return widest_heads(self.program.model, self.plan.tensor, size=self.spec.tp)
 
     @property
     def sequence_multiple(self) -> int:
-        """Of which the tokens of a rank of cp are a multiple."""
+        """The number of tokens of a rank of cp is a multiple of this."""
         return self.spec.tp if self.sequence else 1
 
     @property
     def splits_backward(self) -> bool:
-        """Does the schedule compute weight gradients apart from those of inputs?"""
+        """Whether the schedule computes weight gradients separately from input gradients (zero bubble)."""
         return self.cut is not None and self.cut.splits_backward
 
     def runs(self, name: str, pp_rank: int) -> bool:
-        """Does the rank of pp run the module, or hold the tensor?"""
+        """Whether that rank of pp runs the module, or holds the parameter."""
         return self.cut is None or self.cut.runs(name, pp_rank)
 
     def blocks_of(self, pp_rank: int) -> list[str]:
-        return self._whole_in(self.blocks, pp_rank)
+        return self._in_one_stage(self.blocks, pp_rank)
 
     def units_of(self, pp_rank: int) -> list[str]:
-        return self._whole_in(self.units, pp_rank)
+        return self._in_one_stage(self.units, pp_rank)
 
-    def _whole_in(self, names: Sequence[str], pp_rank: int) -> list[str]:
-        """Those that lie in one stage of the rank. What is around several modules of a stage belongs to the root unit."""
+    def _in_one_stage(self, names: Sequence[str], pp_rank: int) -> list[str]:
+        """The names of modules that are inside of one stage of that rank. Modules cut by stages belong to the root unit."""
         if self.cut is None:
             return list(names)
         stages = self.cut.stages
@@ -104,20 +104,19 @@ class Resolved:
         return [name for name in names if name in present]
 
     def experts_of(self, pp_rank: int) -> list[str]:
-        """Modules of experts that have other ranks than the rest of the model."""
+        """Modules of experts that are sharded over other ranks than the rest of the model."""
         return [name for name in self.experts if in_expert_view(self.spec) and self.runs(name, pp_rank)]
 
     def choice_of(self, pp_rank: int) -> Choice | None:
-        """What a `Budget` came to there; `str()` is a table."""
+        """What a `Budget` chose for that rank of pp; `str()` is a table. None without a budget."""
         return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
 
 
 def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
-    """Every decision about the model on the mesh, before anything is changed. Pure: every rank finds the same.
+    """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
 
-    spec: without a -1. device_type: where the run will be, "cuda" or "cpu", whose kernels a `Budget` asks.
-    Raises: MeshError for a strategy that names another mesh; PlanError for whatever cannot be run as it was asked for, with
-    what to change.
+    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels.
+    Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change.
     """
     _refuse_other_mesh(strategy, spec)
     model, memory = program.model, strategy.memory
@@ -208,14 +207,13 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
 def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bool) -> TensorLayout | None:
     if spec.tp > 1:
         return tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
-    match_table(
-        plan.tensor, dict(program.model.named_modules(remove_duplicate=False)), what="module"
-    )  # typos show, too
+    # Nothing to lay out, but a typo in the plan shows without tp too.
+    match_table(plan.tensor, dict(program.model.named_modules(remove_duplicate=False)), what="module")
     return None
 
 
 def _priced(program: Program, fp8: Sequence[str], policy: Fp8 | None) -> torch.nn.Module:
-    """The model whose blocks a `Budget` prices: with the linear layers that it will run."""
+    """The model whose blocks a `Budget` prices, with the linear layers that the run will have (fp8)."""
     if not fp8 or policy is None:
         return program.model
     copy = program.frozen().model
@@ -262,12 +260,12 @@ def _refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
         size not in (-1, getattr(spec, axis)) for axis, size in vars(wanted).items()
     ):
         raise PlanError(
-            f"the strategy is for the mesh {_said(wanted)}, but this one is {_said(spec)}. Use "
+            f"the strategy is for the mesh {_short(wanted)}, but this one is {_short(spec)}. Use "
             "init_mesh(strategy.mesh), or a strategy without mesh."
         )
 
 
-def _said(spec: MeshSpec) -> str:
+def _short(spec: MeshSpec) -> str:
     return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "of one rank"
 
 
@@ -281,7 +279,7 @@ def _refuse_meta(program: Program) -> None:
 
 
 def _refuse_dropout(program: Program, memory: MemoryPolicy, *, compiled: bool) -> None:
-    """Masks are of whole microbatches, looked up outside of the graph."""
+    """Dropout on adapters looks up the masks of a full microbatch: chunks and compiled graphs do not know their tokens."""
     adapters = lora_of(program.model)
     if adapters is not None and adapters.dropout and (memory.mlp_chunks > 1 or compiled):
         asked = "compile" if compiled else f"mlp_chunks={memory.mlp_chunks}"

@@ -55,25 +55,24 @@ def count_labels(batch: Batch) -> Tensor:
 
 @dataclass(eq=False)
 class Run:
-    """A model on a mesh, with the choices that put it there."""
+    """A model on a mesh: `parallelize` makes it, and it runs training steps, evaluation and inference."""
 
     model: nn.Module
     mesh: Mesh
-    resolved: Resolved  # what was chosen, and what follows
+    resolved: Resolved  # the strategy, and all that follows from it
     pipeline: Pipeline | None = None  # this rank's stages, with pp
-    offload: Offload | None = None  # what moves activations: `offload.last_step` and `offload.report()` say how much
-    auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses of the last step per token, by kind
-    # Tokens per expert of the last step, by router of this rank.
-    expert_counts: dict[str, Tensor] = field(default_factory=dict)
-    dropped_share: Tensor | None = None  # of the last step's choices, where experts have a capacity
-    local_loss: float | Tensor = 0.0  # this rank's own sum of the last step: read only to name the rank that fails
-
-    # (batch, microbatches, loss, mask) of the last step: read only to find where it went wrong.
+    offload: Offload | None = None  # of activations: `offload.last_step` and `offload.report()` say how much was moved
+    # Of the last step:
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses per token, by kind
+    expert_counts: dict[str, Tensor] = field(default_factory=dict)  # tokens per expert, by router of this rank
+    dropped_share: Tensor | None = None  # of the (token, choice) pairs, where experts have a capacity
+    local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
+    # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
 
     @property
     def strategy(self) -> Strategy:
-        """What was chosen, as `explain`, `estimate` and `check` take it too."""
+        """The choices of the run; `explain`, `estimate` and `check` take it too."""
         return self.resolved.strategy
 
     @property
@@ -82,17 +81,17 @@ class Run:
 
     @property
     def full_model(self) -> nn.Module:
-        """The single-device model with the layers of all stages, without values: what `explain` takes."""
+        """The single-device model with the layers of all stages, without values; `explain` takes it."""
         return self.resolved.program.model
 
     @property
     def blocks(self) -> list[str]:
-        """Of this rank."""
+        """Names of this rank's blocks."""
         return self.resolved.blocks_of(self.mesh["pp"].get_local_rank())
 
     @property
     def recompute_choice(self) -> Choice | None:
-        """What a `Budget` came to on this rank; print it."""
+        """What a `Budget` chose for this rank's blocks; `print` shows a table."""
         return self.resolved.choice_of(self.mesh["pp"].get_local_rank())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -113,15 +112,14 @@ class Run:
     ) -> Tensor:
         """Gradients of the mean loss over the valid tokens of the whole step; returns that mean, same on every rank.
 
-        batch: this rank's rows of the step, the same on ranks that differ only in tp or cp; every tensor has the rows as its
-        first dim, and a rank may have none. microbatches: gradient accumulation, the rows are processed in so many parts of
-        nearly equal size, the same number on every rank; default: the strategy's, or 1.
-        loss(model, part) is the **sum** over the part's valid tokens; count(batch) is their number. The result does not
-        depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless.
-        With cp > 1 the loss gets what `split_batch` makes of its rows. mask: who sees whom, one for all rows or one for each;
-        default: what the model makes of position_ids.
-        step: its number, which dropout on adapters draws masks of; nothing else needs it.
-        Auxiliary losses of routers are added to the gradients, and not to the result: they are in `auxiliary`.
+        batch: this rank's rows of the step, the same on ranks that differ only in tp, cp or pp; the first dim of every tensor
+        is the row, and a rank may have none. microbatches: gradient accumulation, the number of parts of nearly equal size
+        that the rows are processed in, the same on every rank; default: the strategy's, or 1. loss(model, part) is the
+        **sum** over the part's valid tokens; count(batch) is their number. The result does not depend on how the step's rows
+        are split over ranks and microbatches; a part without valid tokens is harmless. With cp > 1 the loss gets this rank's
+        tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
+        from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
+        Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         and what the blocks send.
         """
@@ -132,48 +130,53 @@ class Run:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
-        noted: list[tuple[Collected, float]] = []
+        reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
-            total, noted = self.pipeline.forward_backward(parts, loss, tokens)
+            total, reports = self.pipeline.forward_backward(parts, loss, tokens)
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
                 with using_keys(part.get(KEYS)):
-                    with collect() as found:
+                    with collect() as collected:
                         part_loss = loss(self.model, part)
-                    ((part_loss + found.total()) * weight / tokens).backward()
+                    # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
+                    # of the step's mean, however its tokens are split.
+                    ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
-                noted.append((found, weight))
+                reports.append((collected, weight))
         if self.offload is not None:
             self.offload.end_step()
         self.local_loss = total
-        self.expert_counts = step_counts(self.model, noted, self.mesh, sequence=self.resolved.sequence)
+        self.expert_counts = step_counts(self.model, reports, self.mesh, sequence=self.resolved.sequence)
         note_counts(self.model, self.expert_counts)
-        self.dropped_share = step_dropped(noted, self.mesh) if self.strategy.experts.capacity is not None else None
-        self.auxiliary = step_losses(noted, self.mesh, tokens, sequence=self.resolved.sequence)
+        self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
+        self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
         return self._sum_over_tokens(total) / tokens
 
     def balance_experts(self, *, speed: float = 1e-3) -> None:
-        """After an optimizer step: raise the bias of experts that got fewer tokens than the mean, lower that of the others.
+        """Load balancing by bias, after an optimizer step: raise it for experts with few tokens, lower it for others.
 
         For routers with a bias; see `meshkit.moe.aux_loss.update_bias`. Wire: nothing.
         """
         update_biases(self.model, self.expert_counts, speed=speed)
 
     def routing_of_stages(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(`expert_counts`, `auxiliary`) of the routers of all stages, the same on every rank. Every rank must call it.
+        """(`expert_counts`, `auxiliary`) of the routers of all stages, the same on every rank. A collective of all ranks.
 
         Wire: with pp, an all-gather of them over it as objects; without, nothing.
         """
         if self.pipeline is None:
             return self.expert_counts, self.auxiliary
-        own = [{name: value.cpu() for name, value in values.items()} for values in (self.expert_counts, self.auxiliary)]
-        found: list[Any] = [None] * self.mesh["pp"].size()
-        dist.all_gather_object(found, own, group=self.mesh["pp"].get_group())
-        counts = {name: value for theirs, _ in found for name, value in theirs.items()}
-        kinds = dict.fromkeys(kind for _, theirs in found for kind in theirs)
-        losses = {kind: torch.stack([theirs[kind] for _, theirs in found if kind in theirs]).sum() for kind in kinds}
+        # On the host: tensors of several devices would arrive as tensors on devices that this rank does not use.
+        local = [
+            {name: value.cpu() for name, value in values.items()} for values in (self.expert_counts, self.auxiliary)
+        ]
+        stages: list[Any] = [None] * self.mesh["pp"].size()
+        dist.all_gather_object(stages, local, group=self.mesh["pp"].get_group())
+        counts = {name: value for stage_counts, _ in stages for name, value in stage_counts.items()}
+        kinds = dict.fromkeys(kind for _, losses in stages for kind in losses)
+        losses = {kind: torch.stack([losses[kind] for _, losses in stages if kind in losses]).sum() for kind in kinds}
         return {name: counts[name] for name, _ in self.full_model.named_modules() if name in counts}, losses
 
     @torch.no_grad()
@@ -200,20 +203,23 @@ class Run:
 
     @torch.no_grad()
     def infer(self, part: dict[str, Any], function: Loss) -> Tensor | None:
-        """function(model, part) of a part this rank computes; with pp only on ranks of the last stage, elsewhere None.
+        """function(model, part) for one of `parts`; with pp the result is on ranks of the last stage, and None elsewhere.
 
-        Leaves parameters gathered: follow the last of several calls by `meshkit.parallel.data.after_inference`.
+        Parameters stay gathered: call `meshkit.parallel.data.after_inference` after the last of several calls.
         """
         return function(self.model, part) if self.pipeline is None else self.pipeline.infer(part, function)
 
     def parts(
         self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None = None
     ) -> Iterator[tuple[dict[str, Any], float]]:
-        """(microbatch as this rank computes it, what its loss counts).
+        """(microbatch with this rank's tokens on its device, weight of its loss) for each microbatch.
 
-        A part without rows is a row of zeros that counts 0: every rank must take part in every collective, and many models
-        cannot run on no rows at all.
+        A microbatch without rows becomes a row of zeros with weight 0, see [Note: microbatches without rows].
         """
+        # [Note: microbatches without rows]
+        # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
+        # backwards, and many models cannot run on no rows. So it runs a row of zeros, whose loss has the weight 0: gradients
+        # are zeros.
         _refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
@@ -222,18 +228,24 @@ class Run:
             if not rows:
                 part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
                 if not isinstance(mask, Mask | None):
-                    ids = part.get("input_ids")  # a loss of one's own may have none
+                    ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.
                     masks = mask[:1] if ids is None else [Mask.documents([1] * ids.shape[1])]
             joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks) if masks else None
-            yield {name: self._to_device(value) for name, value in self._own(part, joined).items()}, float(rows > 0)
+            yield (
+                {name: self._to_device(value) for name, value in self._local_tokens(part, joined).items()},
+                float(rows > 0),
+            )
 
-    def _own(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
-        """The tokens of this rank. Split where the batch lies: on the host, if it came from there."""
+    def _local_tokens(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
+        """This rank's tokens of the part.
+
+        Before it moves to the device: so a batch on the host is split there, and only this rank's tokens are copied.
+        """
         return split_batch(self.model, part, mask=mask)
 
     def _count(self, batch: Batch, count: Count) -> Tensor:
-        """Valid tokens of the step. Ranks of one cp axis have the same rows, of which the first one counts."""
+        """The valid tokens of the step. Ranks that differ in cp have the same rows: the first of them counts."""
         counted = count({name: self._to_device(tensor) for name, tensor in batch.items()})
         return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
 
@@ -258,7 +270,7 @@ def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:
 
 
 def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
-    """The batch in `parts` runs of rows whose lengths differ by at most one; some are empty if rows are few."""
+    """The batch in `parts` runs of consecutive rows. Their lengths differ by at most one; with few rows some are empty."""
     if parts < 1:
         raise DataError(f"microbatches={parts}: a step has at least one microbatch.")
     split = {name: tensor.tensor_split(parts) for name, tensor in batch.items()}
@@ -266,10 +278,10 @@ def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
 
 
 def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
+    """The gradient norm: the 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
 
-    Each gradient is counted once however it is sharded or replicated: that is read from its placements.
-    Wire: one all-reduce of a few scalars per mesh axis that shards something.
+    Each gradient is counted once however it is sharded or replicated, by its placements.
+    Wire: one all-reduce of a few scalars per mesh axis that shards some gradient, and one over pp.
     """
     axes: dict[str, DeviceMesh] = {}
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
@@ -288,7 +300,7 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
 
 
 def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
-    """Names of the mesh axes that a gradient is sharded over; `axes` gains their meshes."""
+    """Names of the mesh axes that a gradient is sharded over. Adds their meshes to `axes`."""
     if not isinstance(grad, DTensor):
         return ()
     mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
@@ -304,9 +316,10 @@ def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
 
 
 def _sum_over(sums: dict[tuple[str, ...], Tensor], axes: dict[str, DeviceMesh]) -> Tensor:
-    """One sum out of sums by the axes that their tensors are sharded over: each axis is summed away in turn.
+    """The global sum. sums: by the axes that their gradients are sharded over, of this rank's shards.
 
-    Every rank has the same sets of axes, for they come from placements, so all issue the same all-reduces in one order.
+    Axis by axis: the sums of gradients that an axis shards are all-reduced over it in one message, and then belong to the
+    remaining axes. Every rank has the same placements, so all issue the same all-reduces in the same order.
     """
     for axis in sorted(axes):
         over = {sharded: value for sharded, value in sums.items() if axis in sharded}
@@ -333,25 +346,27 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
 
 
 def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
-    """counted: without copies of parameters that another rank of pp counts."""
+    """counted: without those of parameters that another rank of pp owns and counts."""
     if not isinstance(model, (Run, nn.Module)):
-        found = [gradient_of(param) for param in model]
+        grads = [gradient_of(param) for param in model]
     else:
         copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
-        found = [gradient_of(param) for name, param in model.named_parameters() if name not in copies]
-    return [grad for grad in found if grad is not None]
+        grads = [gradient_of(param) for name, param in model.named_parameters() if name not in copies]
+    return [grad for grad in grads if grad is not None]
 
 
 def _by_device(grads: list[Tensor]) -> list[list[Tensor]]:
-    """With part of the optimizer on the host, gradients are in two places."""
-    found: dict[torch.device, list[Tensor]] = {}
+    """With a part of the optimizer on the host, gradients are on two devices."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        found.setdefault(grad.device, []).append(grad)
-    return list(found.values())
+        by_device.setdefault(grad.device, []).append(grad)
+    return list(by_device.values())
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    # Norms in one kernel for all gradients; squared and added in fp64, so that the sum hardly depends on how they are
+    # sharded.
     norms = torch.stack([norm.double() for norm in _torch.foreach_norm(grads, dtype=dtype)])
     return norms.square().sum()
 

@@ -1,4 +1,4 @@
-"""Checkpoints that load onto any mesh, and leaving on a signal with one saved."""
+"""Distributed checkpoints: asynchronous save, resume on any mesh (resharding), and saving on a preemption signal."""
 
 from meshkit.checkpoint._checkpointer import Checkpointer as Checkpointer
 from meshkit.checkpoint._signals import SaveOnSignal as SaveOnSignal

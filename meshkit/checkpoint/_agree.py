@@ -1,4 +1,4 @@
-"""One outcome for all ranks: nobody waits for a rank that has failed, and every rank sees the same error."""
+"""Collective error handling: every rank raises the same error, so no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -16,49 +16,51 @@ T = TypeVar("T")
 
 
 def host_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks of the mesh for host values alone. Collective of those, on the main thread.
+    """Make a gloo process group of all ranks of the mesh, for host values. Collective; call it on the main thread.
 
-    What it sends, from whichever thread, never queues behind or between the collectives of training.
+    Its messages, from whichever thread, never queue behind or between the collectives of training.
     """
-    return _torch.twin_group(mesh.group, backend="gloo", timeout=timeout)
+    return _torch.copy_group(mesh.group, backend="gloo", timeout=timeout)
 
 
-def agree(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> list[T]:
-    """`act` on every rank; its results in order of rank.
+def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> list[T]:
+    """Call `act` on every rank and return the results of all ranks, in order of rank.
 
-    Wire: one all-gather of the pickled results. Raises: on every rank the error of the lowest rank that had one, as it
-    is if it is meshkit's, else as a CheckpointError.
+    action: what is being done, for the error text. Wire: one all-gather of the pickled results.
+    Raises: on every rank the error of the lowest rank that had one; a CheckpointError unless it is a MeshkitError.
     """
-    own: Exception | None = None
+    own_error: Exception | None = None
     result: T | None = None
     try:
         result = act()
     except Exception as error:
-        own = error
-    failure = None if own is None else _as_ours(own, what)
+        own_error = error
+    failure = None if own_error is None else _as_meshkit_error(own_error, action)
+    # Every rank takes part, failed or not: a rank that left the collective out would leave the others waiting in it.
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (failure, result), group=group)
     for failure, _ in outcomes:
         if failure is not None:
-            raise failure from own
+            raise failure from own_error
     return [value for _, value in outcomes]
 
 
-def each(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
-    """`act` on every rank, which keeps its own result; only errors travel, as in `agree`."""
-    kept: list[T] = []
-    agree(group, what, lambda: kept.append(act()))
-    return kept[0]
+def on_each_rank(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> T:
+    """Call `act` on every rank; each keeps its own result. Only errors are sent, as by `gather_results`."""
+    results: list[T] = []
+    # append returns None, so what is pickled and sent is the error alone, and not a result of any size.
+    gather_results(group, action, lambda: results.append(act()))
+    return results[0]
 
 
-def on_first(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
-    """`act` on rank 0 only; its result on every rank. Wire and errors as `agree`."""
-    first = dist.get_rank(group) == 0
-    answer: Any = agree(group, what, lambda: act() if first else None)[0]
-    return cast(T, answer)
+def on_rank_0(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> T:
+    """Call `act` on rank 0 and return its result on every rank. Wire and errors as `gather_results`."""
+    is_first = dist.get_rank(group) == 0
+    result: Any = gather_results(group, action, lambda: act() if is_first else None)[0]
+    return cast(T, result)
 
 
-def _as_ours(error: Exception, what: str) -> MeshkitError:
+def _as_meshkit_error(error: Exception, action: str) -> MeshkitError:
     if isinstance(error, MeshkitError):
         return error
-    return CheckpointError(f"{what}: {type(error).__name__} on rank {dist.get_rank()}: {error}")
+    return CheckpointError(f"{action}: {type(error).__name__} on rank {dist.get_rank()}: {error}")

@@ -1,4 +1,4 @@
-"""Parts of tensors to and from files, through torch.distributed.checkpoint.
+"""Sharded tensors to and from files, through torch.distributed.checkpoint (DCP).
 
 A file `__<rank>_0.distcp` holds what one rank wrote and `.metadata` says where each part of each tensor is, so
 PyTorch's own tools read the folder too.
@@ -35,7 +35,7 @@ from meshkit.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What this rank writes of one tensor: its values, where they begin in the whole, and the shape of the whole."""
+    """The shard of one tensor that this rank writes. offset, shape: where it begins in the full tensor, and its shape."""
 
     tensor: Tensor
     offset: tuple[int, ...]
@@ -43,8 +43,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sum:
-    """What a file must be."""
+class Checksum:
+    """Size and CRC-32 of a file as written."""
 
     bytes: int
     crc32: int
@@ -52,30 +52,30 @@ class Sum:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What `.metadata` says: shape and dtype of each tensor, and the first tensor in each file."""
+    """Content of `.metadata`: shape and dtype of each tensor by key, and the first key stored in each file."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     first_keys: dict[str, str]
 
 
-def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) -> dict[str, Sum]:
+def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) -> dict[str, Checksum]:
     """Write every rank's parts and the index, synced to disk; returns size and checksum of this rank's own files.
 
     A part that several ranks hold is written by one of them. Wire: the plan to rank 0 and back, over `group`.
     Raises: CheckpointError, on every rank the same.
     """
-    # Copying ahead would create an accelerator context in this thread; the values are on the host already.
+    # Copying ahead would create an accelerator context in the background thread; the values are on the host already.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
-    files = writer.fs = _SummingFileSystem()
+    files = writer.fs = _ChecksumFileSystem()
     try:
         save(dict(parts), storage_writer=writer, planner=_PartPlanner(), process_group=group)
     except CheckpointException as failure:
         raise _first_failure(failure, f"writing {folder}") from failure
-    return files.sums
+    return files.checksums
 
 
 def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill tensors, plain or DTensors on any mesh, in place. Wire and errors as `write_parts`."""
+    """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`."""
     try:
         load(dict(targets), storage_reader=FileSystemReader(folder), process_group=group)
     except CheckpointException as failure:
@@ -90,9 +90,9 @@ def read_index(folder: Path) -> Index:
         if isinstance(entry, TensorStorageMetadata)
     }
     first: dict[str, tuple[int, str]] = {}
-    for index, place in metadata.storage_data.items():
-        here = (place.offset, index.fqn)
-        first[place.relative_path] = min(first.get(place.relative_path, here), here)
+    for index, storage in metadata.storage_data.items():
+        candidate = (storage.offset, index.fqn)
+        first[storage.relative_path] = min(first.get(storage.relative_path, candidate), candidate)
     return Index(tensors=tensors, first_keys={file: key for file, (_, key) in first.items()})
 
 
@@ -100,6 +100,7 @@ class _PartPlanner(DefaultSavePlanner):
     """Plans from `Part`s: no DTensor is needed, so the values may be host copies that outlive the step."""
 
     def __init__(self) -> None:
+        # The keys are flat already, and flattening would look into each Part.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
@@ -107,6 +108,7 @@ class _PartPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        # DCP would look the tensor up by index in a DTensor; a Part is the one shard of its key on this rank.
         tensor: Tensor = self.state_dict[index.fqn].tensor
         return tensor
 
@@ -123,23 +125,23 @@ def _write_item(key: str, part: Part) -> WriteItem:
     )
 
 
-class _SummingFileSystem(FileSystem):
-    """Sums what is written on its way to the disk, so that a file changed by anything later is recognised."""
+class _ChecksumFileSystem(FileSystem):
+    """Computes checksums of the bytes on their way to the disk, so that any later change to a file is recognised."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Sum] = {}
+        self.checksums: dict[str, Checksum] = {}
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            summing = _SummingStream(stream)
-            yield summing
+            checked = _ChecksumStream(stream)
+            yield checked
         if Path(path).suffix == ".distcp":
-            self.sums[Path(path).name] = Sum(bytes=summing.bytes, crc32=summing.crc32)
+            self.checksums[Path(path).name] = Checksum(bytes=checked.bytes, crc32=checked.crc32)
 
 
-class _SummingStream:
-    """A file that is only ever written forwards."""
+class _ChecksumStream:
+    """A file that is written forwards only: a seek would make the running checksum wrong."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -158,7 +160,7 @@ class _SummingStream:
         return getattr(self._stream, name)
 
 
-def _first_failure(failure: CheckpointException, what: str) -> CheckpointError:
-    """The same on every rank: DCP shares all failures."""
+def _first_failure(failure: CheckpointException, action: str) -> CheckpointError:
+    """The failure of the lowest rank, which is the same on every rank: DCP gathers all failures."""
     rank, (error, _) = min(failure.failures.items(), key=lambda entry: entry[0])
-    return CheckpointError(f"{what}: {type(error).__name__} on rank {rank}: {error}")
+    return CheckpointError(f"{action}: {type(error).__name__} on rank {rank}: {error}")

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: which are complete, and whether one is what was written.
+"""The folder of checkpoints: complete and unfinished steps, manifest, checksums, atomic publish by rename.
 
 step-00000010/            complete: gets this name by a rename, as the very last act of a save
     manifest.json         what the rest must be; see Manifest
@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from meshkit.checkpoint._dcp import Sum
+from meshkit.checkpoint._dcp import Checksum
 from meshkit.errors import CheckpointError
 
 FORMAT = 1
@@ -38,6 +38,7 @@ def step_name(step: int) -> str:
 
 
 def complete_steps(folder: Path) -> list[int]:
+    """Oldest first. Looks at names alone: a step has its name only once it is complete."""
     if not folder.is_dir():
         return []
     matches = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
@@ -45,14 +46,14 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed save left."""
+    """Delete the folders that a killed save or a killed deletion left."""
     for entry in folder.iterdir():
         if entry.name.startswith((INCOMPLETE, REMOVED)):
             shutil.rmtree(entry)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write in."""
+def make_temporary(folder: Path, step: int) -> Path:
+    """Make an empty `.incomplete-` folder to write in, after deleting those of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     temporary = folder / f"{INCOMPLETE}{step_name(step)}"
@@ -61,13 +62,18 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give what is on disk its final name: before, it does not exist; after, it is complete, also after a power cut."""
+    """Rename a written folder to its final name. The rename is atomic, so a checkpoint of that name is always complete.
+
+    Folder entries are synced before and after, which makes this hold after a power cut too.
+    """
+    # The files are synced when written. Their entries in the folder are synced here, before the name that vouches for them.
     _sync_folder(temporary)
     os.rename(temporary, final)
     _sync_folder(final.parent)
 
 
 def set_aside(folder: Path, step: int) -> None:
+    """Rename a step to `abandoned-step-...`, with a number where that name is taken."""
     names = (f"{ABANDONED}{step_name(step)}" + (f"-{copy}" if copy else "") for copy in count())
     os.rename(folder / step_name(step), next(folder / name for name in names if not (folder / name).exists()))
 
@@ -75,9 +81,9 @@ def set_aside(folder: Path, step: int) -> None:
 def keep_newest(folder: Path, keep: int | None) -> None:
     """Delete all but the newest `keep`. Renamed first: a checkpoint half deleted does not look complete."""
     for step in complete_steps(folder)[:-keep] if keep else []:
-        doomed = folder / f"{REMOVED}{step_name(step)}"
-        os.rename(folder / step_name(step), doomed)
-        shutil.rmtree(doomed)
+        removed = folder / f"{REMOVED}{step_name(step)}"
+        os.rename(folder / step_name(step), removed)
+        shutil.rmtree(removed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is and what its files must be.
+    """Content of `manifest.json`: what the checkpoint is, and size and checksum of its files.
 
     tensors: parameters and persistent buffers by name, as [shape, dtype]. mesh: size of each axis.
     """
@@ -107,7 +113,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = asdict(manifest)
-    write_file(folder / MANIFEST, json.dumps({**body, "crc32": _body_sum(body)}, indent=1).encode())
+    write_file(folder / MANIFEST, json.dumps({**body, "crc32": _body_checksum(body)}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -125,40 +131,40 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format {body.get('format')}, but this version of meshkit reads format {FORMAT}. Read it with "
             "the version that wrote it."
         )
-    if _body_sum(body) != written:
+    if _body_checksum(body) != written:
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
     body["tensors"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in body["tensors"].items()}
     body["files"] = {name: File(**file) for name, file in body["files"].items()}
     return Manifest(**body)
 
 
-def _body_sum(body: dict[str, Any]) -> int:
+def _body_checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def check_file(path: Path, file: File) -> None:
     """Raises: CheckpointError unless the file is byte for byte what was written."""
-    holds = f" The first key in it is {file.first_key!r}." if file.first_key else ""
+    first_key = f" The first key in it is {file.first_key!r}." if file.first_key else ""
     if not path.exists():
-        raise CheckpointError(f"{path} is missing.{holds}")
+        raise CheckpointError(f"{path} is missing.{first_key}")
     if (size := path.stat().st_size) != file.bytes:
-        raise CheckpointError(f"{path} has {size} bytes, but {file.bytes} were written.{holds}")
-    if (found := sum_file(path).crc32) != file.crc32:
+        raise CheckpointError(f"{path} has {size} bytes, but {file.bytes} were written.{first_key}")
+    if (crc32 := checksum_file(path).crc32) != file.crc32:
         raise CheckpointError(
-            f"{path} is damaged: its checksum is {found:08x}, not {file.crc32:08x} as written.{holds}"
+            f"{path} is damaged: its checksum is {crc32:08x}, not {file.crc32:08x} as written.{first_key}"
         )
 
 
-def sum_file(path: Path) -> Sum:
+def checksum_file(path: Path) -> Checksum:
     crc32 = size = 0
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK):
             crc32, size = zlib.crc32(chunk, crc32), size + len(chunk)
-    return Sum(bytes=size, crc32=crc32)
+    return Checksum(bytes=size, crc32=crc32)
 
 
 def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
-    """The files each rank checks: the largest first, each to the rank with the fewest bytes so far."""
+    """The files that each rank checks: the largest first, each to the rank with the fewest bytes so far (greedy)."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
@@ -168,13 +174,13 @@ def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
     return shares
 
 
-def write_file(path: Path, data: bytes) -> Sum:
+def write_file(path: Path, data: bytes) -> Checksum:
     """Write and sync to disk."""
     with path.open("wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return Sum(bytes=len(data), crc32=zlib.crc32(data))
+    return Checksum(bytes=len(data), crc32=zlib.crc32(data))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Leave when told to: all ranks after the same step, with a checkpoint."""
+"""Preemption signals (SIGTERM, SIGUSR1): all ranks stop after the same step and save a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's state is, by single-device names: the tensors a rank writes, and the tensors to read into.
+"""The state of a run by single-device names: parameters, optimizer state and RNG, to write and to read into.
 
 | key                          | is                                                                       |
 |------------------------------|--------------------------------------------------------------------------|
@@ -30,38 +30,42 @@ from meshkit.errors import CheckpointError
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-# How an optimizer computes, not what: these stay as they are in the run that loads.
+# How an optimizer computes, not what it computes: the run that loads keeps its own.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """Of one parameter: the options of its group, and its state that is not a tensor."""
+    """What the optimizer holds of one parameter beside tensors: the options of its group, and state that is a number."""
 
     options: dict[str, Any]
     values: dict[str, Any]
 
 
-def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The same for all ranks; those of other stages are on meta."""
-    whole = full_model_of(model)
-    return {**(whole.tensors if whole is not None else {}), **model_tensors(model)}
+def full_model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers of the model, the same on every rank; those of other stages are on meta."""
+    full_model = full_model_of(model)
+    return {**(full_model.tensors if full_model is not None else {}), **model_tensors(model)}
 
 
 def parts_to_write(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """This rank's parts, without copying. Of a part that several ranks of a DTensor's mesh hold, one rank writes it."""
+    """The shards that this rank writes, without copying. One rank writes a shard that several ranks hold (replicas)."""
     parts = {}
     for key, tensor in tensors.items():
         slices = local_slices(tensor)
         local = local_tensor(tensor)
-        nothing = tensor.numel() and not local.numel()
-        if not nothing and _writes(key, tensor):
-            parts[key] = Part(tensor=local, offset=tuple(part.start for part in slices), shape=tuple(tensor.shape))
+        is_empty_shard = tensor.numel() and not local.numel()
+        if not is_empty_shard and _is_writer(key, tensor):
+            offset = tuple(region.start for region in slices)
+            parts[key] = Part(tensor=local, offset=offset, shape=tuple(tensor.shape))
     return parts
 
 
-def _writes(key: str, tensor: Tensor) -> bool:
-    """Whether this rank is the replica that writes; the keys take turns. Plain tensors: all, and DCP chooses."""
+def _is_writer(key: str, tensor: Tensor) -> bool:
+    """Whether this rank is the replica that writes. A hash of the key spreads the writing over the replicas.
+
+    Of plain tensors every rank is a writer, and DCP chooses one.
+    """
     if not isinstance(tensor, DTensor):
         return True
     replica, replicas = 0, 1
@@ -69,13 +73,14 @@ def _writes(key: str, tensor: Tensor) -> bool:
         if placement.is_replicate():
             replica = replica * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
             replicas *= tensor.device_mesh.size(axis)
+    # crc32, since Python's hash of a string differs between processes.
     return zlib.crc32(key.encode()) % replicas == replica
 
 
-def _leads(name: str, param: Tensor) -> bool:
-    """Whether this rank writes what is known of the parameter as a whole: the one that writes its first element."""
-    first = all(part.start == 0 and (part.stop > 0 or not param.numel()) for part in local_slices(param))
-    return first and _writes(name, param)
+def _writes_first_element(name: str, param: Tensor) -> bool:
+    """Whether this rank writes the first element, and so also the facts that are saved once for the full parameter."""
+    holds_first = all(region.start == 0 and (region.stop > 0 or not param.numel()) for region in local_slices(param))
+    return holds_first and _is_writer(name, param)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -90,14 +95,14 @@ def parameter_of(key: str) -> str:
 
 
 def finish_update(optimizer: Optimizer) -> None:
-    """Before its state is read or written: apply an update that is still being computed."""
+    """Apply an update that the host optimizer is still computing in the background, before its state is read or written."""
     finish = getattr(optimizer, "finish", None)
     if finish is not None:
         finish()
 
 
 def _optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, parameter, its group) of all."""
+    """(name, parameter, its group) of every parameter that the optimizer holds."""
     rows = []
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -113,19 +118,19 @@ def _optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str
 def optimizer_state(
     optimizer: Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, Tensor], dict[str, ParameterFacts]]:
-    """(tensors, facts) this rank has to offer, not copied.
+    """(tensors, facts) of the optimizer on this rank, not copied.
 
-    Raises: CheckpointError for state whose place in the whole tensor is not known.
+    Raises: CheckpointError for a plain tensor beside a sharded parameter: which elements it holds is not known.
     """
     tensors: dict[str, Tensor] = {}
     facts: dict[str, ParameterFacts] = {}
     for name, param, group in _optimized(optimizer, names):
-        leads = _leads(name, param)
+        is_leader = _writes_first_element(name, param)
         values: dict[str, Any] = {}
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                _refuse_placeless(name, key, value, param)
-                if leads or isinstance(value, DTensor):
+                _refuse_unknown_layout(name, key, value, param)
+                if is_leader or isinstance(value, DTensor):
                     tensors[f"{OPTIMIZER}{name}.{key}"] = value
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[key] = value
@@ -134,13 +139,13 @@ def optimizer_state(
                     f"optimizer state {key!r} of {name!r} is a {type(value).__name__}: tensors, numbers and strings "
                     "can be saved."
                 )
-        if leads:
+        if is_leader:
             options = {key: deepcopy(_number(value)) for key, value in group.items() if key not in IMPLEMENTATION}
             facts[name] = ParameterFacts(options=options, values=values)
     return tensors, facts
 
 
-def _refuse_placeless(name: str, key: str, value: Tensor, param: Tensor) -> None:
+def _refuse_unknown_layout(name: str, key: str, value: Tensor, param: Tensor) -> None:
     if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
         raise CheckpointError(
             f"optimizer state {key!r} of {name!r} is a plain tensor of shape {tuple(value.shape)}, but the parameter "
@@ -157,19 +162,19 @@ def _number(option: Any) -> Any:
 def optimizer_targets(
     optimizer: Optimizer, names: Mapping[int, str], index: Index, facts: Mapping[str, ParameterFacts]
 ) -> dict[str, Tensor]:
-    """What to read the optimizer's saved state into: its own tensors where they fit, else new ones. Changes nothing.
+    """Tensors to read the saved optimizer state into: the optimizer's own where they fit, else new ones. Changes nothing.
 
     Raises: CheckpointError if the optimizer holds other parameters than the saved one, groups what had different
     options, or has state that cannot be laid out.
     """
     rows = _optimized(optimizer, names)
     ours = dict.fromkeys(name for name, _, _ in rows)
-    held = set(names.values())
-    for name in [*ours, *(name for name in facts if name in held)]:
+    in_model = set(names.values())
+    for name in [*ours, *(name for name in facts if name in in_model)]:
         if name not in facts or name not in ours:
-            holder, other = ("this run's", "the saved one") if name not in facts else ("the saved", "this run's")
+            with_it, without_it = ("this run's", "the saved one") if name not in facts else ("the saved", "this run's")
             raise CheckpointError(
-                f"{holder} optimizer holds {name!r}, but {other} does not. Build the optimizer over the same "
+                f"{with_it} optimizer holds {name!r}, but {without_it} does not. Build the optimizer over the same "
                 "parameters, or pass optimizer=None to load the model alone."
             )
     _refuse_other_kind(rows, facts)
@@ -188,7 +193,7 @@ def optimizer_targets(
 
 
 def _refuse_other_kind(rows: list[tuple[str, Tensor, dict[str, Any]]], facts: Mapping[str, ParameterFacts]) -> None:
-    """Moments of few bits, or with masters beside them, mean nothing to another optimizer."""
+    """Refuse the state of another kind of optimizer: low-bit moments, or master weights, mean nothing to a plain one."""
     for name, _, group in rows:
         saved, ours = (options.get("state_kind", "plain") for options in (facts[name].options, group))
         if saved != ours:
@@ -200,8 +205,8 @@ def _refuse_other_kind(rows: list[tuple[str, Tensor, dict[str, Any]]], facts: Ma
 
 def _refuse_mixed_groups(optimizer: Optimizer, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:
     for group in optimizer.param_groups:
-        first, *others = [names[id(param)] for param in group["params"]] or [""]
-        for other in others:
+        first, *rest = [names[id(param)] for param in group["params"]] or [""]
+        for other in rest:
             for key, value in facts[first].options.items():
                 if facts[other].options.get(key) != value:
                     raise CheckpointError(
@@ -240,12 +245,13 @@ def _target(
 def set_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], read: Mapping[str, Tensor], facts: Mapping[str, ParameterFacts]
 ) -> None:
-    """Give the optimizer the state that was read, and the saved options; what was not saved it forgets."""
+    """Give the optimizer the tensors that were read and the saved options. State that was not saved is dropped."""
     states: dict[str, dict[str, Any]] = {name: dict(entry.values) for name, entry in facts.items()}
     for key, tensor in read.items():
         name, _, short = key.removeprefix(OPTIMIZER).rpartition(".")
         states[name][short] = tensor
     for name, param, _ in _optimized(optimizer, names):
+        # Replaced, not merged: state that the saved run did not have must not outlive the load.
         optimizer.state.pop(param, None)
         if states[name]:
             optimizer.state[param] = states[name]
@@ -254,7 +260,7 @@ def set_optimizer(
             continue
         for key, value in facts[names[id(group["params"][0])]].options.items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
+                group[key].fill_(value)  # in place: a captured graph reads this tensor
             else:
                 group[key] = value
 
@@ -275,3 +281,8 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
     for key, state in states.items():
         device_type = key.rpartition(".")[2]
         (torch if device_type == "cpu" else torch.get_device_module(device_type)).set_rng_state(state)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as manifests and refusals say it."""
+    return str(dtype).removeprefix("torch.")

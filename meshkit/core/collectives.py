@@ -6,11 +6,15 @@
 | `reduce_from_axis`: all-reduce   | nothing                          | Megatron's g           |
 | `gather_dim`: all-gather         | reduce-scatter                   | sequence parallel's g  |
 | `scatter_sum_dim`: reduce-scatter| all-gather                       | its mirror             |
-| `split_dim`: keep own part       | all-gather                       | enter without a sum    |
-| `join_dim`: all-gather           | keep own part                    | its mirror             |
+| `split_dim`: keep local slice    | all-gather                       | enter without a sum    |
+| `join_dim`: all-gather           | keep local slice                 | its mirror             |
 
 Each takes a 1-D DeviceMesh. They are out of place and built on PyTorch's functional collectives, so that recompute and
 torch.compile see plain operators. On an axis of size 1 each is the identity and sends nothing.
+
+[Note: collectives work on dim 0] NCCL and gloo join and split along the first dim, and read memory as it lies. So `dim` is
+moved to the front and made contiguous, which is a copy unless it is there already. `movedim` and no einops pattern, since
+`dim` is an argument and the number of dims is the caller's.
 """
 
 from __future__ import annotations
@@ -33,16 +37,16 @@ def all_reduce(tensor: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def all_gather(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """Parts of equal size joined along `dim`, outside autograd. Wire: one all-gather of the result."""
+    """Slices of equal size joined along `dim`, outside autograd. Wire: one all-gather of the result."""
     if axis.size() == 1:
         return tensor
-    # Collectives join along dim 0 and read memory as it lies. The result is a view; who needs it contiguous makes the copy.
-    first = tensor.movedim(dim, 0).contiguous()
-    return _torch.all_gather_rows(first, axis.size(), axis.get_group().group_name).movedim(0, dim)
+    # See [Note: collectives work on dim 0]. The result is a view; a caller who needs it contiguous makes the copy.
+    dim_first = tensor.movedim(dim, 0).contiguous()
+    return _torch.all_gather_rows(dim_first, axis.size(), axis.get_group().group_name).movedim(0, dim)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """The sum over the axis, each rank keeping its part of `dim`. Wire: one reduce-scatter of the tensor."""
+    """The sum over the axis, of which each rank keeps its slice of `dim`. Wire: one reduce-scatter of the tensor."""
     if axis.size() == 1:
         return tensor
     if tensor.shape[dim] % axis.size():
@@ -50,17 +54,18 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
             f"sequence=True splits dim {dim % tensor.ndim} of a tensor {tuple(tensor.shape)} over tp={axis.size()}, and "
             f"{tensor.shape[dim]} is not a multiple of {axis.size()}. Pad the sequence, or use sequence=False."
         )
-    first = tensor.movedim(dim, 0).contiguous()
-    mine = _torch.reduce_scatter_rows(first, axis.size(), axis.get_group().group_name)
-    return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)  # FSDP warns of modules that return views
+    dim_first = tensor.movedim(dim, 0).contiguous()
+    local = _torch.reduce_scatter_rows(dim_first, axis.size(), axis.get_group().group_name)
+    # Memory of its own: FSDP2 hooks what a module returns, and warns of a view.
+    return local.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def local_slice(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """This rank's equal part of `dim`. No communication."""
+    """This rank's slice of `dim`, a view; all slices are of equal size. No communication."""
     if tensor.shape[dim] % axis.size():
         raise PlanError(f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks.")
-    part = tensor.shape[dim] // axis.size()
-    return tensor.narrow(dim, axis.get_local_rank() * part, part)
+    size = tensor.shape[dim] // axis.size()
+    return tensor.narrow(dim, axis.get_local_rank() * size, size)
 
 
 class _CopyToAxis(torch.autograd.Function):
@@ -71,14 +76,14 @@ class _CopyToAxis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Autograd comes here after the backwards of all readers, weights' gradients included: nothing of theirs is left to
-        # compute beside the message.
+        # Autograd runs this after the backwards of all readers, weight gradients included, so there is nothing left to
+        # compute while the message travels: it is waited for at once.
         return all_reduce(grad, ctx.axis), None
 
 
 class _ReduceFromAxis(torch.autograd.Function):
-    # Not the all-reduce that is its mathematical mirror: what follows the sum is done by every rank alike, so each has the
-    # whole gradient of the sum already.
+    # The mathematical transpose of an all-reduce is an all-reduce. None is needed here: every rank computes the same from the
+    # sum, so each already has the full gradient of it.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
         return all_reduce(tensor, axis)
@@ -143,12 +148,12 @@ def reduce_from_axis(tensor: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def gather_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """Parts of `dim` in, the whole out, used differently by each rank. Wire: all-gather, backward reduce-scatter."""
+    """Slices of `dim` in, the full tensor out, used differently by each rank. Wire: all-gather, backward reduce-scatter."""
     return tensor if axis.size() == 1 else _GatherDim.apply(tensor, dim, axis)
 
 
 def scatter_sum_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """A different summand on each rank in, own part of the sum out. Wire: reduce-scatter, backward all-gather.
+    """A different summand on each rank in, a slice of the sum out. Wire: reduce-scatter, backward all-gather.
 
     Raises: PlanError when the axis does not divide `dim`.
     """
@@ -156,10 +161,10 @@ def scatter_sum_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
 
 
 def split_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """Same tensor on every rank in, own part of `dim` out. Wire: backward, one all-gather of the tensor."""
+    """Same tensor on every rank in, a slice of `dim` out. Wire: backward, one all-gather of the tensor."""
     return tensor if axis.size() == 1 else _SplitDim.apply(tensor, dim, axis)
 
 
 def join_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    """Parts of `dim` in, the whole out, used the same by each rank. Wire: forward, one all-gather of the result."""
+    """Slices of `dim` in, the full tensor out, used alike by each rank. Wire: forward, one all-gather of the result."""
     return tensor if axis.size() == 1 else _JoinDim.apply(tensor, dim, axis)

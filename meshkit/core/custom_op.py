@@ -1,8 +1,7 @@
-"""Python functions as operators of torch: opaque to autograd and torch.compile, whatever they send inside.
+"""Custom operators: Python functions that autograd and torch.compile do not look into, whatever they send inside.
 
-An operator is defined in two steps: `@operator("name")` registers the function as `meshkit::name` with its fake, which
-gives the shapes of the results, and `gradient` tells autograd its backward. `body_of` finds the function again, for
-`observe`, which wants to see the messages inside.
+`@custom_op("name", fake=...)` registers a function as `meshkit::name`; `fake` gives the shapes of the results, to tracing and
+to `estimate`. `body_of` finds the function again, for `observe` and others that want to see the messages inside.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ def custom_op(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...,
     """Register a function of tensors, numbers and strings, whose results share no memory with its arguments."""
 
     def register(body: Callable[..., Any]) -> Any:
-        made = torch.library.custom_op(f"meshkit::{name}", body, mutates_args=())
-        made.register_fake(fake)
+        operator = torch.library.custom_op(f"meshkit::{name}", body, mutates_args=())
+        operator.register_fake(fake)
         _bodies[f"meshkit::{name}"] = body
-        return made
+        return operator
 
     return register
 

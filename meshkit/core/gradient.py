@@ -1,4 +1,8 @@
-"""Where a parameter's gradient is: with the parameter, or with an optimizer that takes it away during backward."""
+"""The gradient of a parameter, wherever it is: `param.grad`, or held by an optimizer that takes it during backward.
+
+An optimizer on the host moves gradients off the device while backward still runs. Clipping and the gradient norm then read
+them where they are.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ from torch import Tensor
 
 _KEY = "_meshkit_gradient"
 
-Read = Callable[[], Tensor | None]
+Reader = Callable[[], Tensor | None]
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient to measure, scale and step with; of a sharded parameter a DTensor, perhaps on the host. Waits for it."""
-    read: Read | None = getattr(param, _KEY, None)
+    """The gradient to measure, scale and step with: a DTensor if the parameter is one, perhaps on the host. Waits for it."""
+    read: Reader | None = getattr(param, _KEY, None)
     return param.grad if read is None else read()
 
 
-def read_gradient_by(param: Tensor, read: Read | None) -> None:
-    """From now on `gradient_of(param)` asks `read`; None: it is `param.grad` again."""
+def set_gradient_reader(param: Tensor, read: Reader | None) -> None:
+    """From now on `gradient_of(param)` is what `read()` returns; None: it is `param.grad` again."""
     setattr(param, _KEY, read)

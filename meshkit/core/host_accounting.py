@@ -1,7 +1,7 @@
-"""Where a tensor counts as lying, for the accountant: what offloading allocates is on the host, whatever the device is.
+"""Accounting of host memory: which tensors count as the host's, whatever device they are on.
 
-On a GPU the device of a tensor says so. A run on CPU, and an estimate, have one kind of tensor only: so whoever moves tensors
-off the device says where their new place is.
+On a GPU a tensor's device says whether it was offloaded. A run on CPU, and an estimate, have tensors of one device only:
+there the code that offloads marks what it allocates, and what counts peak memory asks for the marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 
 @dataclass(frozen=True, kw_only=True)
 class Estimating:
-    """late: copies are over only once somebody waits for them, as on a GPU they may be; else at once, as on a CPU."""
+    """late: a copy ends only when it is waited for, which is the worst a GPU may do; else at once, as on a CPU."""
 
     late: bool
 
@@ -29,7 +29,7 @@ _host_storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Storages first seen inside lie in the host's memory, or beyond it on disk."""
+    """Storages first seen inside count as the host's memory, or as disk."""
     token = _on_host.set(True)
     try:
         yield
@@ -38,22 +38,23 @@ def on_host() -> Iterator[None]:
 
 
 def is_on_host() -> bool:
-    """Is what is allocated now on the host?"""
+    """Whether what is allocated now counts as the host's."""
     return _on_host.get()
 
 
 def made_on_host(make: Callable[[], Tensor]) -> Tensor:
-    """What `make` allocates counts as on the host for as long as it lives, also for who begins to count later."""
+    """What `make` allocates, which counts as the host's as long as it lives, also for counting that begins later."""
     with on_host():
         tensor = make()
     storage = tensor.untyped_storage()
     key = storage._cdata
+    # By address, and forgotten with the storage: the address is given to another one afterwards.
     _host_storages[key] = weakref.ref(storage, lambda _: _host_storages.pop(key, None))
     return tensor
 
 
 def lies_on_host(storage: UntypedStorage) -> bool:
-    """Was it made by `made_on_host`?"""
+    """Whether `made_on_host` made it."""
     return storage._cdata in _host_storages
 
 
@@ -68,5 +69,5 @@ def estimating(*, late: bool) -> Iterator[None]:
 
 
 def estimate_under_way() -> Estimating | None:
-    """None in a real run."""
+    """The innermost `estimating`; None in a real run."""
     return _estimating.get()

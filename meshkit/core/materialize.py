@@ -1,4 +1,4 @@
-"""From a model on meta, or with values, to this rank's tensors on the mesh's device."""
+"""Materialisation: from a model on meta (deferred initialisation), or with values, to this rank's tensors on its device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_different_values(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sharding keeps this rank's slice of this rank's values: they must be one model. Wire: one all-reduce of sums."""
+    """Raises: PlanError where ranks built different models, since each rank keeps a slice of its own values.
+
+    Wire: one all-reduce of a sum for each parameter.
+    """
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
     if not real or group.size() == 1:
         return
     sums = torch.stack([param.detach().double().abs().sum() for param in real.values()])
-    extremes = torch.stack([sums, -sums])
+    extremes = torch.stack([sums, -sums])  # the largest of both says the smallest too, in one message
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     for name, high, low in zip(real, extremes[0], -extremes[1], strict=True):
         if high != low:
@@ -38,10 +41,10 @@ def refuse_different_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate what is on meta, filled with NaN so that a forgotten initialisation is seen. Tied stays tied."""
-    meta = [param for param in model.parameters() if param.is_meta]
-    if not meta:
+    """Allocate the parameters on meta, filled with NaN so that a forgotten initialisation is seen. Tied ones stay tied."""
+    if not any(param.is_meta for param in model.parameters()):
         return
+    # `to_empty` gives each name a parameter of its own, and empties buffers, which are real: both are put back after it.
     tied: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in model.modules():
         for key, param in owner.named_parameters(recurse=False):
@@ -62,4 +65,4 @@ def _poison(param: Tensor) -> None:
     if local.is_floating_point():
         local.fill_(torch.nan)
     elif local.dtype == torch.uint8:
-        local.fill_(255)  # a frozen weight's codes: four such bytes are a scale that is not a number
+        local.fill_(255)  # codes of a quantized weight: four bytes of 255 are an fp32 scale of NaN

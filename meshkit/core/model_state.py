@@ -1,4 +1,8 @@
-"""The single-device model of which this rank holds some stages: what the other ranks of `pp` hold, and under which names."""
+"""The state dict of the single-device model, of which a rank of `pp` holds some stages: all names, and who owns what.
+
+Checkpoints, exports and comparisons name tensors as the single-device model does; a rank with pipeline stages has only some
+of them. `FullModel` says what there is besides.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ _GROUP = "_meshkit_group"
 
 @dataclass(frozen=True)
 class FullModel:
-    """tensors: parameters and persistent buffers of all stages, on meta, by their single-device names, each once.
+    """The tensors of all stages, and the rank that answers for each.
 
-    tied: further names of parameters, of whichever rank -> single-device name.
-    owners: the rank of `group`, the axis pp, that counts and writes each. copies: parameters of this rank that are
-    another's too, which counts them: name here -> single-device name.
+    tensors: parameters and persistent buffers of all stages, on meta, by their single-device names, each once.
+    tied: further names of tied parameters on any rank -> single-device name.
+    owners: single-device name -> the rank of `group` that counts the tensor in norms and writes it to checkpoints.
+    copies: name in this rank's modules -> single-device name, for parameters that this rank holds and another owns.
+    group: the axis pp.
     """
 
     tensors: dict[str, Tensor]
@@ -27,41 +33,43 @@ class FullModel:
     group: ProcessGroup
 
 
-def set_full_model(module: nn.Module, whole: FullModel) -> None:
-    module.__dict__[_KEY] = whole
+def set_full_model(module: nn.Module, full: FullModel) -> None:
+    module.__dict__[_KEY] = full
 
 
 def full_model_of(module: nn.Module) -> FullModel | None:
-    """None for a module that this rank holds whole, apart from shards."""
-    whole: FullModel | None = module.__dict__.get(_KEY)
-    return whole
+    """None without pipeline stages: then the rank has all modules, if only shards of their parameters."""
+    full: FullModel | None = module.__dict__.get(_KEY)
+    return full
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by single-device name, a tied one under each of its names: `state_dict` of the model
-    on one device, with the tensors themselves. What other stages hold is on meta.
+    """The single-device model's `state_dict`, with the tensors themselves, tied ones under each of their names.
+
+    Tensors of other ranks' stages are on meta.
     """
-    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    whole = full_model_of(module)
-    if whole is None:
-        return own
-    here = {name: key for key, name in whole.copies.items()}
-    state = {name: own.get(here.get(name, name), tensor) for name, tensor in whole.tensors.items()}
-    return {**state, **{name: state[first] for name, first in whole.tied.items()}}
+    local_state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    full = full_model_of(module)
+    if full is None:
+        return local_state
+    local_names = {name: local_name for local_name, name in full.copies.items()}
+    state = {name: local_state.get(local_names.get(name, name), tensor) for name, tensor in full.tensors.items()}
+    return {**state, **{name: state[first] for name, first in full.tied.items()}}
 
 
 def copies_of(module: nn.Module) -> dict[str, str]:
     """See `FullModel.copies`; empty without stages."""
-    whole = full_model_of(module)
-    return whole.copies if whole is not None else {}
+    full = full_model_of(module)
+    return full.copies if full is not None else {}
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank holds, by single-device name, each once, sharded as the optimizer
     sees them.
     """
-    # First, since FSDP brings its shards back for it. After an evaluation the root unit is still gathered: its parameters
-    # would be whole copies, not those the optimizer updates, and after a load the next forward would use the old copies.
+    # `state_dict` comes first for its side effect: FSDP puts its shards back for it. After an evaluation the root unit is
+    # still gathered, and its parameters would be unsharded copies, which the optimizer does not update; and after a load the
+    # next forward would use the old copies.
     persistent = module.state_dict().keys()
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     copies = copies_of(module)
@@ -73,6 +81,6 @@ def set_group(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def group_of(module: nn.Module) -> ProcessGroup | None:
-    """All ranks that hold the model together, for one on a part of the world; None is all of the world."""
+    """The ranks that hold the model together, where its mesh is on a part of the world; None for all of the world."""
     group: ProcessGroup | None = module.__dict__.get(_GROUP)
     return group

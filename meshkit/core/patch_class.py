@@ -9,29 +9,33 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-_made: WeakValueDictionary[Any, type] = WeakValueDictionary()
+_subclasses: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
 def patch_class(module: nn.Module, **namespace: Any) -> None:
     """Give `module` a subclass of its own class with `namespace` in it, under the same name.
 
-    A subclass, not attributes of the instance, so that copies of the module stay whole; this is how FSDP2 does it.
-    Modules of one class that are given the same share a subclass: torch.compile traces a layer for each class it meets, and
-    gives up after eight. The same are functions of the same code over the same variables; they may not rebind those.
+    See [Note: subclasses are shared]. Functions in `namespace` may not rebind the variables they close over.
     """
+    # [Note: subclasses are shared]
+    # A subclass, as FSDP2 makes it, and no attributes of the instance: a deep copy of the module would share bound methods
+    # with the original, and compute with the original's parameters. Modules of one class that are given equal namespaces get
+    # one subclass: torch.compile guards on the class, so it would trace every layer anew, and give up after eight. Equal are
+    # functions of the same code over the same variables. The dictionary is weak: a subclass lives as long as its modules.
     base = type(module)
     key = (base, _key(namespace))
-    made = _made.get(key)
-    if made is None:
-        made = type(base.__name__, (base,), {"__module__": base.__module__, **namespace})
-        _made[key] = made
-    module.__class__ = made
+    subclass = _subclasses.get(key)
+    if subclass is None:
+        subclass = type(base.__name__, (base,), {"__module__": base.__module__, **namespace})
+        _subclasses[key] = subclass
+    module.__class__ = subclass
 
 
 def _key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
-    """Equal for values that do the same. By identity where nothing is known, which the class keeps alive.
+    """Equal for values that do the same. By identity where nothing is known: the class keeps the value alive, so that its id
+    is not given to another.
 
-    inside: of what this is a part, since a function may close over itself (a decorator's wrapper does, for one).
+    inside: ids of the values around this one, since a function may close over itself, as a decorator's wrapper does.
     """
     if id(value) in inside:
         return id(value)

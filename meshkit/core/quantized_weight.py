@@ -1,12 +1,12 @@
-"""Frozen weights in few bits: each block of a row as its codes and behind them its scale, all in one tensor of bytes.
+"""Quantized frozen weights (QLoRA's NF4, int8): each block of a row as its codes, then its scale, in one tensor of bytes.
 
 | codes | levels                                            | bytes of a block of n |
 |-------|---------------------------------------------------|-----------------------|
 | nf4   | 16 quantiles of a normal distribution, 0 included | n / 2 + 4             |
 | int8  | -127 to 127, even steps                           | n + 4                 |
 
-Bytes take the weight's place under its name, [out, bytes of a row]: so they are split, gathered, saved and moved as any other
-parameter is, in bytes, and a weight split between blocks has on every mesh the codes that it has on one device.
+The bytes [out, bytes of a row] take the weight's place under its name, and are sharded, gathered, saved and moved as any
+other parameter. Rows are split between blocks only, so a weight has the same codes on every mesh.
 Source: Dettmers et al. 2023 (QLoRA, arXiv 2305.14314), section 3; blocks with their scales inside as in GGUF.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core.custom_op import custom_op
@@ -53,7 +54,7 @@ NF4_LEVELS = _nf4_levels()
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCodes:
-    """How weights are written. block: elements of a row that share a scale; the last block of a row may be padded."""
+    """How weights are encoded. block: elements of a row that share a scale; the last block of a row may be padded."""
 
     codes: Codes
     block: int
@@ -69,10 +70,11 @@ class BlockCodes:
         return (self.block // 2 if self.codes == "nf4" else self.block) + SCALE_BYTES
 
     def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` columns, padding included."""
         return -(-columns // self.block) * self.block_bytes
 
     def columns(self, row_bytes: int) -> int:
-        """Of a row, padding included."""
+        """Columns of a row of `row_bytes` bytes, padding included."""
         return row_bytes // self.block_bytes * self.block
 
     def encode(self, values: Tensor) -> Tensor:
@@ -80,15 +82,15 @@ class BlockCodes:
         if values.is_meta:
             return values.new_empty((*values.shape[:-1], self.row_bytes(values.shape[-1])), dtype=torch.uint8)
         padding = -values.shape[-1] % self.block
-        blocks = F.pad(values.float(), (0, padding)).unflatten(-1, (-1, self.block))
+        blocks = rearrange(F.pad(values.float(), (0, padding)), "... (blocks n) -> ... blocks n", n=self.block)
         scale = blocks.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
         if self.codes == "int8":
             codes = (blocks * (INT8_MAX / scale)).round().to(torch.int8).view(torch.uint8)
         else:
-            known = torch.tensor(NF4_LEVELS, device=values.device)
-            codes = torch.bucketize(blocks / scale, (known[1:] + known[:-1]) / 2, out_int32=True).to(torch.uint8)
-            codes = codes[..., 0::2] << 4 | codes[..., 1::2]
-        return torch.cat([codes, scale.view(torch.uint8)], -1).flatten(-2)
+            levels = torch.tensor(NF4_LEVELS, device=values.device)
+            codes = torch.bucketize(blocks / scale, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+            codes = codes[..., 0::2] << 4 | codes[..., 1::2]  # two to a byte, the first in the high bits
+        return rearrange(torch.cat([codes, scale.view(torch.uint8)], -1), "... blocks bytes -> ... (blocks bytes)")
 
     def decode(self, packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """The values, [..., columns]: level times scale in fp32, rounded once to `dtype`."""
@@ -96,12 +98,14 @@ class BlockCodes:
         return out
 
     def levels(self, codes: Tensor) -> Tensor:
-        """[..., bytes] -> [..., block] fp32."""
+        """What codes stand for, before the scale: [..., bytes] -> [..., block] fp32."""
         if self.codes == "int8":
             return codes.contiguous().view(torch.int8).float() / INT8_MAX
-        known = torch.tensor(NF4_LEVELS, device=codes.device)
-        pairs = torch.stack([known.repeat_interleave(16), known.repeat(16)], -1)  # both values of every byte
-        return pairs[codes.int()].flatten(-2)
+        levels = torch.tensor(NF4_LEVELS, device=codes.device)
+        pairs = torch.stack(
+            [levels.repeat_interleave(16), levels.repeat(16)], -1
+        )  # [256, 2]: both values of every byte
+        return rearrange(pairs[codes.int()], "... bytes pair -> ... (bytes pair)")
 
 
 def _fake_decode(packed: Tensor, codes: str, block: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -110,30 +114,31 @@ def _fake_decode(packed: Tensor, codes: str, block: int, columns: int, dtype: to
 
 @custom_op("decode_few_bits", fake=_fake_decode)
 def _decode(packed: Tensor, codes: str, block: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """An operator, since compiled graphs would trace it for every layer."""
-    how = BlockCodes(codes=codes, block=block)  # type: ignore[arg-type]  # one that was checked before
-    rows = packed.flatten(0, -2)
+    """See `BlockCodes.decode`. An operator, since compiled graphs would trace the loop again for every layer."""
+    encoding = BlockCodes(codes=codes, block=block)  # type: ignore[arg-type]  # one that was checked before
+    rows = rearrange(packed, "... bytes -> (...) bytes")
     out = packed.new_empty((len(rows), columns), dtype=dtype)
     step = max(1, CHUNK // max(1, columns))
     for first in range(0, len(rows), step):
-        blocks = rows[first : first + step].unflatten(-1, (-1, how.block_bytes))
-        kept, scale = blocks.split([how.block_bytes - SCALE_BYTES, SCALE_BYTES], -1)
-        values = how.levels(kept) * scale.contiguous().view(torch.float32)
-        out[first : first + step] = values.flatten(-2)[:, :columns]
+        blocks = rearrange(rows[first : first + step], "rows (blocks n) -> rows blocks n", n=encoding.block_bytes)
+        block_codes, scale = blocks.split([encoding.block_bytes - SCALE_BYTES, SCALE_BYTES], -1)
+        # The scale's four bytes, put next to each other, are read as one fp32: a view of another dtype needs them contiguous.
+        values = encoding.levels(block_codes) * scale.contiguous().view(torch.float32)
+        out[first : first + step] = rearrange(values, "rows blocks n -> rows (blocks n)")[:, :columns]
     return out.view(*packed.shape[:-1], columns)
 
 
 def quantized_linear(linear: nn.Linear, codes: BlockCodes) -> None:
-    """Hold the layer's weight as codes, in place, frozen; it computes with what they stand for, in its input's dtype.
+    """Hold the layer's weight as codes, in place, frozen. It computes with the decoded weight, in its input's dtype.
 
-    Neither forward nor backward keeps the decoded weight: it is made for a product and let go.
+    Forward and backward decode it for their product and keep none of it.
     """
     linear._parameters["weight"] = nn.Parameter(codes.encode(linear.weight.detach()), requires_grad=False)
     patch_class(linear, forward=_forward, _meshkit_codes=codes)
 
 
 def decode_linear(linear: nn.Linear, dtype: torch.dtype) -> None:
-    """Hold the weight as numbers again, the values of its codes, in place."""
+    """Hold the decoded weight instead of its codes, in place."""
     codes = codes_of(linear)
     assert codes is not None
     weight = codes.decode(linear.weight.detach(), linear.in_features, dtype)
@@ -142,32 +147,39 @@ def decode_linear(linear: nn.Linear, dtype: torch.dtype) -> None:
 
 
 def codes_of(module: nn.Module) -> BlockCodes | None:
-    """How the module's weight is written, None for one that is not in few bits."""
-    found: BlockCodes | None = getattr(type(module), "_meshkit_codes", None)
-    return found
+    """How the module's weight is encoded; None for one that is not quantized."""
+    codes: BlockCodes | None = getattr(type(module), "_meshkit_codes", None)
+    return codes
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    own = self.__dict__.get("own_columns")
-    out: Tensor = _Product.apply(input, self.weight, self._meshkit_codes, self.in_features, own)
+    own_columns = self.__dict__.get("own_columns")  # tensor parallelism's: see `_weight`
+    out: Tensor = _Product.apply(input, self.weight, self._meshkit_codes, self.in_features, own_columns)
     return out if self.bias is None else out + self.bias
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, codes: BlockCodes, columns: int, own: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, codes: BlockCodes, columns: int, own_columns: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.codes, ctx.columns, ctx.own = codes, columns, own
-        return F.linear(x, _weight(packed, codes, columns, own, x.dtype))
+        ctx.codes, ctx.columns, ctx.own_columns = codes, columns, own_columns
+        return F.linear(x, _weight(packed, codes, columns, own_columns, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None, None]:
         (packed,) = ctx.saved_tensors
-        return dout @ _weight(packed, ctx.codes, ctx.columns, ctx.own, dout.dtype), None, None, None, None
+        return dout @ _weight(packed, ctx.codes, ctx.columns, ctx.own_columns, dout.dtype), None, None, None, None
 
 
-def _weight(packed: Tensor, codes: BlockCodes, columns: int, own: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[out, in] of this rank. own: the columns it computes with, of which `packed` may hold more."""
-    held = min(columns, codes.columns(packed.shape[-1]))
-    weight = codes.decode(packed, held, dtype)
-    return weight if own is None or len(own) == held else weight.index_select(1, own.to(weight.device))
+def _weight(packed: Tensor, codes: BlockCodes, columns: int, own_columns: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The decoded weight [out, in] of this rank.
+
+    own_columns: those it computes with. `packed` holds all columns where key/value heads are stored on every rank.
+    """
+    local_columns = min(columns, codes.columns(packed.shape[-1]))
+    weight = codes.decode(packed, local_columns, dtype)
+    if own_columns is None or len(own_columns) == local_columns:
+        return weight
+    return weight.index_select(1, own_columns.to(weight.device))

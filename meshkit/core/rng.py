@@ -1,4 +1,8 @@
-"""Random bits that depend on a stream and an element's index in the whole tensor, and so not on the mesh."""
+"""Counter-based random numbers (RNG): bits that depend on a stream and an element's index in the full tensor, on no mesh.
+
+Two kinds of counters: the index of an element in the full tensor, for first values of parameters and stochastic rounding, and
+keys of tokens, for dropout.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +20,42 @@ CHUNK = 1 << 22  # elements at a time: bounds the scratch memory to about 300 Mi
 
 
 def stream_of(*key: object) -> int:
-    """A stream of its own for every key."""
+    """Another stream for every key: a 64-bit hash of it."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def random_bits(counter: Tensor, stream: int | Tensor, bits: int) -> Tensor:
-    """So many uniform bits for each int64 counter, by the finaliser of SplitMix64 (Steele et al. 2014).
+    """`bits` uniform bits for each int64 counter, by the finaliser of SplitMix64 (Steele et al. 2014).
 
-    stream: of all of them, or one for each.
+    stream: one for all counters, or one for each.
     """
-    z = counter * _signed(0x9E3779B97F4A7C15) + stream  # memory of its own, in which the rest happens
+    z = counter * _signed(0x9E3779B97F4A7C15) + stream  # new memory: what follows is done in place
     z.bitwise_xor_(_shift(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(_shift(z, 27)).mul_(_signed(0x94D049BB133111EB))
     return _shift(z.bitwise_xor_(_shift(z, 31)), 64 - bits)
 
 
 def indexed_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """This rank's part in chunks along dim 0: (rows of the local tensor, index of each element in the whole, int64).
+    """This rank's shard in chunks along dim 0: (rows of the local tensor, index of each element in the full one, int64).
 
     A scalar is one chunk of slice(None).
     """
-    local, parts = local_tensor(tensor), local_slices(tensor)
+    local, slices = local_tensor(tensor), local_slices(tensor)
     strides = torch.empty(tensor.shape, device="meta").stride()
     index = local.new_zeros((), dtype=torch.int64)  # of a tensor without values the indices have none either
-    for part, stride in list(zip(parts, strides, strict=True))[1:]:  # dims but the first, whole
-        index = index.unsqueeze(-1) + torch.arange(part.start, part.stop, device=local.device) * stride
-    if not parts:
+    for region, stride in list(zip(slices, strides, strict=True))[1:]:  # all dims but the first
+        index = index.unsqueeze(-1) + torch.arange(region.start, region.stop, device=local.device) * stride
+    if not slices:
         yield slice(None), index
         return
+    rows = slices[0]
     step = max(1, CHUNK // max(1, index.numel()))
-    for start in range(parts[0].start, parts[0].stop, step):
-        count = min(step, parts[0].stop - start)
-        first = torch.arange(start, start + count, device=local.device) * strides[0]
-        here = start - parts[0].start
-        yield slice(here, here + count), first.reshape(-1, *[1] * index.ndim) + index
+    for start in range(rows.start, rows.stop, step):
+        count = min(step, rows.stop - start)
+        row_index = torch.arange(start, start + count, device=local.device) * strides[0]
+        local_start = start - rows.start
+        yield slice(local_start, local_start + count), row_index.reshape(-1, *[1] * index.ndim) + index
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
@@ -62,18 +67,22 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-# A number for each token that depends on its text so far, and not on where in which batch it lies: for drawing masks.
-#
-# Two tokens have one key if all of their documents up to them is the same, and only then (but for 1 in 2^63). So what
-# is drawn from keys is the same for packed and unpacked rows, on every mesh, in any microbatch, and in a forward that
-# runs again. Dims: B rows, T tokens.
+# [Note: keys of tokens]
+# Dropout masks are drawn from a key for each token, which is a hash of its document up to and including the token. Two tokens
+# have equal keys if their documents are the same that far, and otherwise do not (but for 1 in 2^63). So a mask does not
+# depend on where the token lies: it is the same in packed and unpacked rows, on every mesh, in any microbatch, and in a
+# forward that recompute runs again. Dims: B rows, T tokens.
 
 KEYS = "token_keys"  # in a batch, beside input_ids
-_in_use: list[Tensor | None] = []  # the innermost counts; autograd's threads read it too
+# The innermost counts. A list and no context variable: autograd's threads, where blocks run again, read it too.
+_in_use: list[Tensor | None] = []
 
 
 def token_keys(input_ids_BT: Tensor, position_ids_BT: Tensor | None, *key: object) -> Tensor:
-    """[B, T] int64, other ones for every `key`. position_ids: a document starts where one is not the last plus 1."""
+    """[B, T] int64, different for every `key`. position_ids: a document starts where one is not its predecessor plus 1.
+
+    See [Note: keys of tokens].
+    """
     ids = input_ids_BT.long()
     positions_BT = (
         (ids.new_ones(ids.shape).cumsum(1) - 1) if position_ids_BT is None else position_ids_BT.expand_as(ids)
@@ -89,7 +98,7 @@ def token_keys(input_ids_BT: Tensor, position_ids_BT: Tensor | None, *key: objec
 
 @contextmanager
 def using_keys(keys_BT: Tensor | None) -> Iterator[None]:
-    """Inside, forwards and what backwards run again are those of the microbatch with these keys."""
+    """Inside, forwards, and blocks that backward runs again, are of the microbatch with these keys."""
     _in_use.append(keys_BT)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a rank's part of a tensor lies in the whole tensor, for plain tensors and DTensors alike."""
+"""Shards: where a rank's part of a tensor lies in the full tensor, for plain tensors and DTensors alike."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from meshkit.core import _torch
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing storage, outside autograd; a plain tensor is its own part.
+    """This rank's shard, sharing storage, outside autograd; a plain tensor is its own shard.
 
-    It shares the counter of writes in place too (`_version`), which the part of a detached DTensor does not.
+    `detach` comes last: so the shard also shares the counter of in-place writes (`_version`), which autograd checks; the
+    shard of a detached DTensor would not.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "fsdp_pre_all_gather"):  # a weight that travels in another dtype wraps its values
@@ -21,7 +22,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The region of the whole tensor that this rank holds: one slice per dim, possibly empty.
+    """The region of the full tensor that this rank holds: one slice per dim, possibly empty.
 
     Exact for uneven shards, for ranks that hold nothing, and for FSDP over tensor parallelism. No communication.
     """
@@ -32,11 +33,12 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
+    """The full tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
-        # Axis by axis from the outermost, the order in which FSDP over TP can be undone; all at once warns on every rank.
+        # Axis by axis from the outermost, the order in which FSDP over TP (_StridedShard) can be undone; redistributing all
+        # axes at once warns on every rank.
         for axis in range(tensor.device_mesh.ndim):
             placements = [Replicate() if index <= axis else p for index, p in enumerate(tensor.placements)]
             if tuple(placements) != tensor.placements:

@@ -1,4 +1,4 @@
-"""Marks where a thread waits for other ranks, for the watchdog to read: `with waiting("..."): work.wait()`."""
+"""Marks of waits, for the watchdog: `with waiting("an all-reduce"): work.wait()` says that a thread waits for other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class waiting:
-    """Inside, this thread waits for other ranks. what: what for, as an error would say it. The innermost mark holds.
+    """Inside, this thread waits for other ranks. what: what it waits for, in an error's words. The innermost mark holds.
 
     A class rather than a generator, which would cost twice as much. Not for code that torch.compile traces.
     """
@@ -36,7 +36,7 @@ class waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Also when the wait raises: numbers of threads are used again, so a mark left behind would be another's.
+        # Also when the wait raises: idents of threads are used again, so a mark left behind would be another thread's.
         if self._outer is None:
             del _waits[get_ident()]
         else:
@@ -49,7 +49,7 @@ def waits_of(thread: int) -> str | None:
 
 
 def marked(wait: Callable[..., R], what: str) -> Callable[..., R]:
-    """The function, marked where nothing around its call is. Places look past frames of this file."""
+    """The function, marked where nothing around its call is. `faults.location` skips frames of this file."""
 
     def marked_wait(*args: object) -> R:
         if get_ident() in _waits:

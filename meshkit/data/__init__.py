@@ -1,4 +1,4 @@
-"""Text to batches: corpora, tokenizers, token files, chats, preferences, packing; loaders that go on from anywhere."""
+"""Data: corpora, tokenizers, token files, chats, preferences, packing, and data loaders that resume from any step."""
 
 from meshkit.data.text.documents import Document as Document
 from meshkit.data.text.tokens import TokenWriter as TokenWriter

@@ -1,4 +1,4 @@
-"""Where a loader stands in its endless shuffled sequence, as a few numbers that mean the same on any number of ranks."""
+"""Data position (resume) and shuffling: where a data loader stands in its endless sequence, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Cursor:
 
     @property
     def epoch(self) -> float:
-        """How many times the data has been seen so far, in parts of an epoch too."""
+        """Epochs so far, with fractions."""
         return self.samples / self._per_epoch
 
     def indices(self, rows: range) -> list[int]:
-        """Which samples are in these rows of the next global batch.
+        """Indices of the samples in these rows of the next global batch.
 
         Raises: StopIteration after max_steps.
         """
@@ -44,12 +44,12 @@ class Cursor:
         return [self._sample_at(self.samples + row) for row in rows]
 
     def advance(self) -> None:
-        """The global batch was taken."""
+        """Move on by one global batch."""
         self.samples += self._global_batch
         self.steps += 1
 
-    def _sample_at(self, place: int) -> int:
-        epoch, index = divmod(place, self._per_epoch)
+    def _sample_at(self, position: int) -> int:
+        epoch, index = divmod(position, self._per_epoch)
         return permute(index, self._per_epoch, seed=self._seed, epoch=epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +79,7 @@ def check_rank(rank: int, ranks: int) -> None:
         raise DataError(f"rank={rank} of ranks={ranks}: there is no such data rank. Give 0 <= rank < ranks.")
 
 
-# A shuffle that is a function: where an index goes is computed, never stored.
-#
+# [Note: shuffle without a stored permutation] The position of an index is computed, never stored.
 # A stored permutation of the 2.4e8 samples in 1e12 tokens is 2 GB on every rank, and has to be made again on resume.
 # This one takes no memory and no time to set up, and any position of any epoch can be asked for at any time.
 
@@ -100,6 +99,7 @@ def permute(index: int, count: int, *, seed: int, epoch: int) -> int:
         left, right = index >> half_bits, index & mask
         for round_number in range(_ROUNDS):
             left, right = right, left ^ (_hash(right, seed, epoch, round_number) & mask)
+        # Cycle walking: the rounds permute a power of 4 at least `count`; what lies beyond `count` is permuted again.
         index = left << half_bits | right
         if index < count:
             return index

@@ -1,4 +1,4 @@
-"""Examples into rows of one length, whole: first-fit-decreasing bins, and the tensors that rows become.
+"""Packing of examples into rows of one length (first-fit-decreasing bins, no example is split), and their tensors.
 
 Legend: B rows of T tokens.
 """
@@ -24,6 +24,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """
     bins: list[list[int]] = []
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    # First fit in O(log n): go down to the leftmost leaf that has room.
     room = [capacity] * (2 * leaves)  # a heap-shaped tree: the most room in the bins below each node
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
@@ -93,6 +94,7 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
             integers["input_ids"][row, start:stop] = example.ids
             integers["segment_ids"][row, start:stop] = segment
             integers["ends"][row, stop - 1] = 1
+            # Shifted by one inside of the example: its last token has no label, so none crosses into the next example.
             labels[row, start : stop - 1] = np.where(example.learn[1:], example.ids[1:], IGNORED)
             positions[row, start:stop] = np.arange(len(example))
             for name in names:
@@ -101,6 +103,7 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
                 else:
                     values[name][row, start : stop - 1] = example.token_values[name][1:]
             start = stop
+        # Padding is a document of its own: positions restart, so attention never looks at it from an example.
         positions[row, start:] = np.arange(length - start)
     arrays = {**integers, "labels": labels, "position_ids": positions, **values}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -110,8 +113,8 @@ def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:
     """Raises: DataError naming the first id outside the vocabulary."""
     for example in examples:
         if example.ids.min() < 0 or example.ids.max() >= vocab_size:
-            at = int(np.flatnonzero((example.ids < 0) | (example.ids >= vocab_size))[0])
+            index = int(np.flatnonzero((example.ids < 0) | (example.ids >= vocab_size))[0])
             raise DataError(
-                f"{example.source}: id {example.ids[at]} at position {at} is outside the vocabulary of {vocab_size}. "
+                f"{example.source}: id {example.ids[index]} at position {index} is outside the vocabulary of {vocab_size}. "
                 "Encode it with the model's tokenizer, or give the model a larger vocabulary."
             )

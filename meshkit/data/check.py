@@ -1,4 +1,4 @@
-"""Lints: what goes wrong with training examples most often, counted over all and refused before the first step."""
+"""Data checks (lints): common mistakes in training examples, counted over all and refused before the first step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_examples(
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special} | {tokenizer.eos_id}
     ends = np.array(sorted(special if end_ids is None else end_ids), dtype=np.int64)
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     count = examples = tokens = learnt = longest = truncated = 0
     for unit in units:
         count += 1
@@ -91,17 +91,17 @@ def check_examples(
             learnt += int(example.learn.sum())
             truncated += example.truncated
             for problem in _problems(example, size, tokenizer.bos_id, ends):
-                found.setdefault(problem, []).append(example.source)
+                sources.setdefault(problem, []).append(example.source)
         if isinstance(unit, Pair):
             for problem in _pair_problems(unit):
-                found.setdefault(problem, []).append(unit.chosen.source)
+                sources.setdefault(problem, []).append(unit.chosen.source)
     if pad_id is not None and pad_id in ends and examples:
-        found["pad_is_end"] = [f"id {pad_id}"] * examples
-    problems = {name: len(found[name]) for name in ADVICE if name in found}
+        sources["pad_is_end"] = [f"id {pad_id}"] * examples
+    problems = {name: len(sources[name]) for name in ADVICE if name in sources}
     for name, number in problems.items():
         if name not in allow:
             raise DataError(
-                f"{number} of {count if 'pair' in _TEXTS[name] else examples} {_TEXTS[name]}, first {found[name][0]}. "
+                f"{number} of {count if 'pair' in _TEXTS[name] else examples} {_TEXTS[name]}, first {sources[name][0]}. "
                 f"{ADVICE[name]} Pass allow=({name!r},) to go on."
             )
     return ExampleReport(

@@ -1,4 +1,4 @@
-"""What one training example is: ids, which of them are learnt, and numbers that go with tokens or with the whole.
+"""Example: token ids, loss mask (which are learnt), and numbers of tokens or of the example; truncation to a length.
 
 Legend: L = tokens of the example.
 """
@@ -57,12 +57,12 @@ class Example:
 
     def cut(self, start: int, stop: int) -> Example:
         """The tokens from `start` up to `stop`, with what belongs to them."""
-        part = slice(start, stop)
+        kept = slice(start, stop)
         return replace(
             self,
-            ids=self.ids[part],
-            learn=self.learn[part],
-            token_values={name: values[part] for name, values in self.token_values.items()},
+            ids=self.ids[kept],
+            learn=self.learn[kept],
+            token_values={name: values[kept] for name, values in self.token_values.items()},
             truncated=self.truncated or stop < len(self),
         )
 
@@ -75,7 +75,7 @@ class Pair(NamedTuple):
 
 
 Unit = Example | tuple[Example, ...]
-"""what is never torn apart: an example, or several that a loss compares, like a `Pair`"""
+"""what stays in one row: an example, or several that a loss compares, like a `Pair`"""
 
 
 def members(unit: Unit) -> tuple[Example, ...]:
@@ -111,7 +111,7 @@ def encode_completion(
 def fit(units: Iterable[Unit], *, seq_len: int, truncate: Truncation) -> list[Unit]:
     """Units that each take at most `seq_len` tokens, in order.
 
-    truncate: what becomes of a longer one. "error" refuses it and "drop" leaves it out. "left" cuts the beginning, from
+    truncate: what is done with a longer unit. "error" refuses it and "drop" leaves it out. "left" cuts the beginning, from
     each member of the unit the same number of tokens, and never a learnt token. "right" cuts the end of the longest
     member, again and again. A unit with a member that has nothing left to learn is dropped.
     Raises: DataError for seq_len < 1 and, with "error", for a unit that is too long.
@@ -125,30 +125,30 @@ def fit(units: Iterable[Unit], *, seq_len: int, truncate: Truncation) -> list[Un
 
 
 def _fit(unit: Unit, seq_len: int, truncate: Truncation) -> Unit | None:
-    parts = members(unit)
+    examples = members(unit)
     excess = unit_length(unit) - seq_len
     if excess <= 0:
         return unit
     if truncate == "error":
         raise DataError(
-            f"{parts[0].source}: takes {unit_length(unit)} tokens, but a row holds seq_len={seq_len}. "
+            f"{examples[0].source}: takes {unit_length(unit)} tokens, but a row holds seq_len={seq_len}. "
             "Give a larger seq_len, or truncate='drop', 'left' or 'right'."
         )
     if truncate == "drop":
         return None
     if truncate == "left":
-        each = -(-excess // len(parts))
-        if any(part.prompt_length < each or part.prompt_length == len(part) for part in parts):
+        each = -(-excess // len(examples))
+        if any(example.prompt_length < each or example.prompt_length == len(example) for example in examples):
             return None
-        cut = [part.cut(each, len(part)) for part in parts]
+        shortened = [example.cut(each, len(example)) for example in examples]
     else:
-        lengths = [len(part) for part in parts]
+        lengths = [len(example) for example in examples]
         for _ in range(excess):
             lengths[lengths.index(max(lengths))] -= 1
-        if any(not part.learn[:length].any() for part, length in zip(parts, lengths, strict=True)):
+        if any(not example.learn[:length].any() for example, length in zip(examples, lengths, strict=True)):
             return None
-        cut = [part.cut(0, length) for part, length in zip(parts, lengths, strict=True)]
-    return like(unit, cut)
+        shortened = [example.cut(0, length) for example, length in zip(examples, lengths, strict=True)]
+    return like(unit, shortened)
 
 
 def like(unit: Unit, parts: Sequence[Example]) -> Unit:

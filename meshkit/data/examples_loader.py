@@ -1,4 +1,4 @@
-"""Which examples make up which batch on which rank, for ever, and from any point again."""
+"""Data loader of examples (SFT, preferences): packing, padding, shares of the data ranks, shuffling, resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Packing = Literal["rows", "step", "none"]
 class ExampleLoader:
     """An endless iterator of one data rank's part of each global batch of examples, pairs or other units.
 
-    packing: what a sample is, of which each step takes `global_batch`.
+    packing: the kind of sample; each step takes `global_batch` samples.
     "rows": a row of seq_len tokens, filled once for all with as many units as fit. Steps have equal sizes in tokens.
     "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds, which are then
     made as short as still hold them. Steps have equal numbers of units, and between steps the rows differ.
@@ -182,11 +182,11 @@ def _pack_short(units: Sequence[Unit], multiple: int, seq_len: int) -> tuple[lis
     low, high = 0, len(shorter)
     while low < high:
         middle = (low + high) // 2
-        found = _pack(units, shorter[middle])
-        if len(found) > len(rows):
+        shorter_rows = _pack(units, shorter[middle])
+        if len(shorter_rows) > len(rows):
             low = middle + 1
         else:
-            rows, length, high = found, shorter[middle], middle
+            rows, length, high = shorter_rows, shorter[middle], middle
     return rows, length
 
 

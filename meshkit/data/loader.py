@@ -1,4 +1,4 @@
-"""Which samples make up which batch on which rank, for ever, and from any point again."""
+"""Data loaders of token files and of prompts: batches of each data rank, shuffling, resume from any step on any mesh."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Loader:
     def __next__(self) -> dict[str, torch.Tensor]:
         indices = self._cursor.indices(self._rows)
         batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
-        self._cursor.advance()
+        self._cursor.advance()  # after the batch is built: an error leaves the position as it was
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def evaluation_batches(
     )
 
 
-# Which prompts make up which step on which rank, for ever, and from any point again.
+# Prompts of each step, for reinforcement learning.
 
 
 class PromptLoader:
@@ -146,9 +146,9 @@ class PromptLoader:
         return self
 
     def __next__(self) -> list[tuple[int, Record]]:
-        found = self._from(self._cursor.samples)
+        rows = self._from(self._cursor.samples)
         self._cursor.advance()
-        return found
+        return rows
 
     def of_step(self, step: int) -> list[tuple[int, Record]]:
         """What the iterator gives at step `step`, counted from 0, if all have this global batch; it does not advance."""

@@ -1,4 +1,4 @@
-"""Files to rows with their fields: JSONL, Parquet, and the folders that `datasets` saves."""
+"""Records: rows of JSONL, Parquet and Arrow files, and of folders that Hugging Face `datasets` saves."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def read_records(paths: str | Path | Sequence[str | Path], *, split: str | None 
     """The rows of .jsonl, .parquet and .arrow files, and of folders, in order; the files of a folder sorted by name.
 
     A folder is what `datasets` saved with save_to_disk, or else any that holds such files, at any depth.
-    split: which one of a folder with several splits. Arrow and Parquet write null for each key that another row has; such
-    keys inside of a field are left out.
+    split: one of the splits of a folder. Arrow and Parquet write null for each key that only other rows have; such keys
+    inside of a field are left out.
     Raises: DataError naming file and line for what is missing or cannot be read, and if there are no rows at all.
     """
-    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    path_list = [paths] if isinstance(paths, str | Path) else list(paths)
     empty = True
-    for path in map(Path, given):
+    for path in map(Path, path_list):
         for name, file in _files(path, split):
             try:
                 for number, fields in _READERS[file.suffix](file):
@@ -42,7 +42,9 @@ def read_records(paths: str | Path | Sequence[str | Path], *, split: str | None 
                 reason = error.strerror or error
                 raise DataError(f"{file}: cannot be read: {reason}. Check the file and its permissions.") from None
     if empty:
-        raise DataError(f"no rows in {', '.join(map(str, given)) or 'no paths'}. Name a file or folder that has some.")
+        raise DataError(
+            f"no rows in {', '.join(map(str, path_list)) or 'no paths'}. Name a file or folder that has some."
+        )
 
 
 def encode_records(records: Iterator[Record] | Sequence[Record], encode: Callable[[Record], Result]) -> list[Result]:
@@ -78,8 +80,8 @@ def _files(path: Path, split: str | None) -> list[tuple[str, Path]]:
     if (path / "dataset_dict.json").is_file():
         splits = _json(path / "dataset_dict.json").get("splits", [])
         if split not in splits:
-            asked = "no split was named" if split is None else f"has no split {split!r}"
-            raise DataError(f"{path}: {asked}. Give split=, one of {splits}.")
+            problem = "no split was named" if split is None else f"has no split {split!r}"
+            raise DataError(f"{path}: {problem}. Give split=, one of {splits}.")
         return [(f"{split}/{name}", file) for name, file in _saved(path / str(split))]
     if (path / "state.json").is_file():
         return _saved(path)
@@ -94,8 +96,8 @@ def _saved(folder: Path) -> list[tuple[str, Path]]:
     names = [entry["filename"] for entry in _json(folder / "state.json").get("_data_files", [])]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
-        what = f"lacks {missing}" if missing else "names no files"
-        raise DataError(f"{folder}: not a whole saved data set: it {what}. Save it again with save_to_disk.")
+        problem = f"lacks {missing}" if missing else "names no files"
+        raise DataError(f"{folder}: not a whole saved data set: it {problem}. Save it again with save_to_disk.")
     return [(name, folder / name) for name in names]
 
 

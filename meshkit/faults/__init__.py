@@ -1,4 +1,4 @@
-"""Who failed, where: the watchdog and its heartbeat, locations, stragglers, the guard against NaN."""
+"""Faults: watchdog and heartbeat, locations of failed ranks, stragglers, NaN guard."""
 
 from ._run_main import run_main as run_main
 from .location import Location as Location

@@ -1,4 +1,4 @@
-"""The roll of a world: what each rank last said of itself, kept in the world's store, and who it is that others miss."""
+"""Heartbeat of each rank, in the store of the world, and the rank that keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Left = Literal["", "done", "error", "lost", "told"]
+Left = Literal["", "done", "error", "lost", "terminated"]
 BEAT_S = 1.0
 RANKS_AT_A_BEAT = 500  # a larger world beats less often: one store hears all of them
-PATIENCE_BEATS = 5  # a rank that says nothing for so long has ended, or its host is not reached
+PATIENCE_BEATS = 5  # a rank without a heartbeat for so long has ended, or its host is not reached
 SHOWN = 8  # ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """left: how the rank ended: well, by an error of its own, since it lost others, since it was told to; "" while it runs.
+    """A heartbeat of one rank.
 
-    since: time.monotonic() on its host at which its place was first this one; now: when it said so.
+    left: how the rank ended: done, by an error of its own, because it lost others, terminated by SIGTERM; "" while it runs.
+    since: time.monotonic() on its host when it came to this location. now: when the heartbeat was written.
+    waits: for other ranks.
     """
 
     host: str
     pid: int
     beat: int
-    place: str
+    location: str
     waits: bool
     since: float
     now: float
@@ -37,7 +39,7 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone, which only its own host can tell."""
+        """Whether the process is gone. Only ranks on its own host can tell; on others this is False."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -48,7 +50,7 @@ class Entry:
 
 
 class Heartbeat:
-    """Entries of all ranks. Every method asks the store, and raises or hangs where its host is gone."""
+    """Heartbeats of all ranks. Every method asks the store, and raises or hangs if the host of the store is gone."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
@@ -62,29 +64,34 @@ class Heartbeat:
         key = f"roll/{rank}"
         return Entry(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def first(self, what: str) -> bool:
-        """Whether no rank asked this before."""
-        return int(self._store.add(f"roll/first/{hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}", 1)) == 1
+    def is_first(self, question: str) -> bool:
+        """True for the first rank that asks this question, so that one rank reports for all."""
+        return (
+            int(self._store.add(f"roll/first/{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}", 1)) == 1
+        )
 
-    def missing(self, *, told: bool = False) -> str:
-        """Who keeps the others waiting, once it is known: errors at once, silence after `patience_s`.
+    def missing(self, *, terminated: bool = False) -> str:
+        """Sentences about the ranks that keep the others waiting: errors at once, silence after `patience_s`.
 
-        "" if that one has said it on this host already. told: ranks are being ended, so only those that fell silent count.
+        "" if such a rank has printed its error on this host already. terminated: ranks are being ended, so only silent ones
+        count.
         """
         began = time.monotonic()
+        # Two readings: a rank is silent if its beat does not move between them. One reading cannot tell a dead rank
+        # from one that is about to write.
         before = self._read_others()
         while True:
             time.sleep(0.2)
             now = self._read_others()
             if errors := [rank for rank, entry in now.items() if entry is not None and entry.left == "error"]:
                 elsewhere = [rank for rank in errors if (entry := now[rank]) and entry.host != socket.gethostname()]
-                return "" if told else _lines(now, elsewhere, _failed)
+                return "" if terminated else _lines(now, elsewhere, _failed)
             silent = [rank for rank, entry in now.items() if _silent(before[rank], entry)]
             gone = [rank for rank in silent if (entry := now[rank]) is not None and entry.ended]
             if gone:
                 return _lines(now, gone, _is_gone)
             if not silent:
-                return "" if told else _among_those_here(now)
+                return "" if terminated else _who_keeps_others_waiting(now)
             if time.monotonic() - began > self.patience_s:
                 return _lines(now, silent, _is_silent)
 
@@ -93,18 +100,18 @@ class Heartbeat:
 
 
 def _silent(before: Entry | None, now: Entry | None) -> bool:
-    """Whether a rank has said nothing between two readings."""
+    """Whether a rank wrote no heartbeat between two readings."""
     return now is None or (not now.left and before is not None and before.beat == now.beat)
 
 
-def _among_those_here(entries: dict[int, Entry | None]) -> str:
-    """All ranks answer: who keeps the others waiting?"""
-    here = {rank: entry for rank, entry in entries.items() if entry is not None}
-    if done := [rank for rank, entry in here.items() if entry.left == "done"]:
+def _who_keeps_others_waiting(entries: dict[int, Entry | None]) -> str:
+    """All ranks answer: those that have finished or are busy keep the others waiting."""
+    answered = {rank: entry for rank, entry in entries.items() if entry is not None}
+    if done := [rank for rank, entry in answered.items() if entry.left == "done"]:
         return _lines(entries, done, lambda rank, entry: f"rank {rank} on {entry.host} has finished already.")
-    if busy := [rank for rank, entry in here.items() if not entry.left and not entry.waits]:
+    if busy := [rank for rank, entry in answered.items() if not entry.left and not entry.waits]:
         return _lines(entries, busy, _is_busy)
-    return "Every rank answers, and waits for others: " + _lines(entries, here, _is_busy)
+    return "Every rank answers, and waits for others: " + _lines(entries, answered, _is_busy)
 
 
 def _lines(entries: dict[int, Entry | None], ranks: Iterable[int], line: Any) -> str:
@@ -117,22 +124,22 @@ def _lines(entries: dict[int, Entry | None], ranks: Iterable[int], line: Any) ->
 
 
 def _failed(rank: int, entry: Entry) -> str:
-    return f"rank {rank} on {entry.host} failed at {entry.place}: {entry.error}"
+    return f"rank {rank} on {entry.host} failed at {entry.location}: {entry.error}"
 
 
 def _is_gone(rank: int, entry: Entry) -> str:
     return (
         f"rank {rank} on {entry.host} has ended without a word (killed, out of memory, or a crash): process {entry.pid} is "
-        f"gone. Last seen, a moment before, at {entry.place}."
+        f"gone. Last seen, a moment before, at {entry.location}."
     )
 
 
 def _is_silent(rank: int, entry: Entry) -> str:
     return (
         f"rank {rank} on {entry.host} does not answer: process {entry.pid} or its host has ended, or the network to it. "
-        f"Last seen at {entry.place}."
+        f"Last seen at {entry.location}."
     )
 
 
 def _is_busy(rank: int, entry: Entry) -> str:
-    return f"rank {rank} on {entry.host} lives, and has been for {entry.now - entry.since:.0f} s at {entry.place}."
+    return f"rank {rank} on {entry.host} lives, and has been for {entry.now - entry.since:.0f} s at {entry.location}."

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: skipped or refused, and where the first such value comes from."""
+"""NaN guard: skip or refuse steps whose gradients are NaN or infinite, and name the module where the first one arises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshkit.step import Run
 
 @dataclass
 class NonFiniteGuard:
-    """What to do with a step whose gradient norm is not finite: skip up to `max_skips` of them in a row, then stop."""
+    """Skips steps whose gradient norm is not finite, up to `max_skips` in a row, and then stops the run."""
 
     max_skips: int = 0
     skipped: int = 0
@@ -30,8 +30,8 @@ class NonFiniteGuard:
     def allows(self, run: Run, norm: Tensor, *, step: int) -> bool:
         """True to take the step, False to skip it. Every rank sees the same norm, so every rank decides the same.
 
-        Raises: StepError naming the step, the ranks whose loss is not finite, and the first module whose output is not while
-        its inputs are: found by running the forwards of the step again.
+        Raises: StepError naming the step, the ranks whose loss is not finite, and the first module that returns a value
+        that is not finite from inputs that are. To find it, the forwards of the step run again.
         """
         if torch.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -55,35 +55,36 @@ class NonFiniteGuard:
 
 @torch.no_grad()
 def _first_module(run: Run) -> str:
-    """A sentence. A module passes on what it was given, so the first to make such a value is the origin."""
+    """A sentence that names the first module with finite inputs and an output that is not."""
     if run.last_call is None:
         return ""
-    found: list[tuple[int, str]] = []
-    with torch.compiler.set_stance("force_eager"), _outputs_watched(run.model, found):
-        for part, _ in run.parts(*run.last_call[:2], run.last_call[3]):
-            run.infer(part, run.last_call[2])
+    bad_modules: list[tuple[int, str]] = []
+    # Eagerly: a hook on a module inside of a compiled block would not run.
+    with torch.compiler.set_stance("force_eager"), _watch_outputs(run.model, bad_modules):
+        for batch, _ in run.parts(*run.last_call[:2], run.last_call[3]):
+            run.infer(batch, run.last_call[2])
     after_inference(run.model)
-    all_found: list[list[tuple[int, str]]] = [[]] * run.mesh.spec.world_size
-    dist.all_gather_object(all_found, found, group=run.mesh.group)
-    first = min((entry for entries in all_found for entry in entries), default=None)
+    modules_of_ranks: list[list[tuple[int, str]]] = [[]] * run.mesh.spec.world_size
+    dist.all_gather_object(modules_of_ranks, bad_modules, group=run.mesh.group)
+    first = min((entry for entries in modules_of_ranks for entry in entries), default=None)
     if first is None:
         return (
             "Run again, all modules return finite values: it was the loss function, the backward, or a passing fault. "
         )
-    ranks = [str(rank) for rank, entries in enumerate(all_found) if first in entries]
+    ranks = [str(rank) for rank, entries in enumerate(modules_of_ranks) if first in entries]
     return f"Run again, the first value that is not finite is returned by {first[1]} on rank {', '.join(ranks)}. "
 
 
 @contextmanager
-def _outputs_watched(model: nn.Module, found: list[tuple[int, str]]) -> Iterator[None]:
-    """Inside, notes the first (number of the call, name) that makes a value that is not finite out of such that are."""
+def _watch_outputs(model: nn.Module, bad_modules: list[tuple[int, str]]) -> Iterator[None]:
+    """Inside, appends the first (number of the call, module) whose inputs are finite and whose output is not."""
     calls = 0
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         nonlocal calls
         calls += 1
-        if not found and not _finite(out) and _finite((args, kwargs)):
-            found.append((calls, name or "the model"))
+        if not bad_modules and not _finite(out) and _finite((args, kwargs)):
+            bad_modules.append((calls, name or "the model"))
 
     handles = [
         module.register_forward_hook(partial(after, name), with_kwargs=True) for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: in a step of collectives all ranks take the same time, but not the same work."""
+"""Stragglers: slow ranks, found by the time a rank works without waiting for others. A step takes all ranks the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """busy_s: seconds of its own work that each rank of the mesh had in a step; hosts: where each is."""
+    """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank."""
 
     step: int
     busy_s: tuple[float, ...]
@@ -51,7 +51,7 @@ class Report:
 
 
 class Stragglers:
-    """Every `every_steps` steps, measures `steps` of them on every rank, without what it waits for others.
+    """Measures, every `every_steps` steps, the work of `steps` steps on every rank, without its waits for other ranks.
 
         with stragglers.measure(step):
             batch = next(loader)
@@ -60,9 +60,9 @@ class Stragglers:
         if stragglers.slow:
             print(stragglers.slow)
 
-    A rank's work is that of its quickest measured step, so a step that was slow by chance names nobody. On a CPU it is the
-    time of the step without its waits for collectives and messages. On CUDA it is the time of the step without that in which
-    the device ran collectives and nothing else, as the profiler has it.
+    A rank's work is that of its quickest measured step, so a step that was slow by chance names no rank. On a CPU it is the
+    time of the step minus waits for collectives and messages. On CUDA it is the time of the step minus the time in which
+    the device ran collectives and nothing else, from the profiler.
     factor: how many times the median makes a straggler.
     last: the newest report; slow: the same if its slowest rank is a straggler, until the next one. Same on every rank.
     Every rank of the mesh calls it for every step.
@@ -97,18 +97,18 @@ class Stragglers:
             self._report(step)
 
     def _report(self, step: int) -> None:
-        own = (min(self._measured), socket.gethostname())
+        local = (min(self._measured), socket.gethostname())
         self._measured = []
-        found: list[tuple[float, str]] = [own] * self._mesh.spec.world_size
-        dist.all_gather_object(found, own, group=self._mesh.group)
+        gathered: list[tuple[float, str]] = [local] * self._mesh.spec.world_size
+        dist.all_gather_object(gathered, local, group=self._mesh.group)
         self.last = Report(
-            step=step, busy_s=tuple(busy_s for busy_s, _ in found), hosts=tuple(host for _, host in found)
+            step=step, busy_s=tuple(busy_s for busy_s, _ in gathered), hosts=tuple(host for _, host in gathered)
         )
 
 
 @contextmanager
 def _host_busy() -> Iterator[list[float]]:
-    """Afterwards holds the seconds in which this thread did not wait for others."""
+    """Yields a list that then gets the seconds in which this thread did not wait for other ranks."""
     busy_s: list[float] = []
     began = time.perf_counter()
     with _torch.waits_timed() as waits_s:
@@ -118,7 +118,7 @@ def _host_busy() -> Iterator[list[float]]:
 
 @contextmanager
 def _device_busy() -> Iterator[list[float]]:
-    """Afterwards holds the seconds of the step without those in which the device ran collectives and nothing else."""
+    """Yields a list that then gets the seconds of the step minus those in which the device ran collectives alone."""
     busy_s: list[float] = []
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -129,16 +129,17 @@ def _device_busy() -> Iterator[list[float]]:
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA:
+            # NCCL's kernels carry its name in every version (ncclDevKernel_..., ncclKernel_...).
             spans["nccl" in event.name].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
-    busy_s.append(wall_s - alone(spans[True], spans[False]))
+    busy_s.append(wall_s - uncovered_s(spans[True], spans[False]))
 
 
-def alone(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """The length of what `some` cover and `others` do not."""
-    return _covered([*some, *others]) - _covered(others)
+def uncovered_s(spans: Sequence[Span], other_spans: Sequence[Span]) -> float:
+    """The time that `spans` cover and `other_spans` do not."""
+    return _covered_s([*spans, *other_spans]) - _covered_s(other_spans)
 
 
-def _covered(spans: Sequence[Span]) -> float:
+def _covered_s(spans: Sequence[Span]) -> float:
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

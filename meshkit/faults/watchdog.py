@@ -1,4 +1,4 @@
-"""A thread beside the training: it tells where this rank is, hears that it is to end, and says whom the others miss."""
+"""Watchdog: a thread beside the training that writes heartbeats, handles SIGTERM, and names the rank the others wait for."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meshkit.core import _torch
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left
 from meshkit.faults.location import Location, location_now
 
-LOOK_S = 0.1  # for a world
-HEARD_S = 0.5  # in which the main thread sees a closed connection, and knows more to say
+LOOK_S = 0.1  # between two looks for a process group, before there is one
+MAIN_THREAD_S = 0.5  # for the main thread to see a closed connection: it knows more to report
 GRACE_S = 20.0  # of the 30 s after which torchrun kills what its SIGTERM did not end
-ANSWER_S = 5.0  # that the store may take
+ANSWER_S = 5.0  # for the store to answer
 T = TypeVar("T")
 
 
@@ -32,183 +32,201 @@ def report(*lines: str) -> None:
 
 
 class Watchdog:
-    """Made on the main thread, which may then wait in a collective for ever: the thread does not."""
+    """Starts the watchdog thread. Build it on the main thread, which may then wait in a collective without end."""
+
+    # [Note: SIGTERM while the main thread waits] Python runs signal handlers on the main thread, between bytecodes: a rank
+    # that waits in a C++ collective would never run one. `signal.set_wakeup_fd` has the C-level handler write the signal
+    # number to a socket at once, and the watchdog thread selects on its other end. For this SIGTERM needs a Python handler:
+    # one that does nothing, in place of the default, which would end the process before it has reported anything.
 
     def __init__(self, *, stall_s: float) -> None:
-        self._stall_s, self._told = stall_s, Location(text="", waits=False)
-        self._roll: Heartbeat | None = None
+        self._stall_s, self._reported = stall_s, Location(text="", waits=False)
+        self._heartbeat: Heartbeat | None = None
         self._beat = 0
-        self._silenced = False  # the store did not take a beat
-        self._answered = time.monotonic()  # when the store last took a beat
-        self._place, self._since = Location(text="", waits=False), time.monotonic()
-        self._telling = threading.Lock()
-        self._bell, bell = socket.socketpair()
-        self._ring = bell  # kept open
-        bell.setblocking(False)
-        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        self._store_failed = False  # the store did not take a beat
+        self._answered_at = time.monotonic()  # when the store last took a beat
+        self._location, self._since = Location(text="", waits=False), time.monotonic()
+        self._report_lock = threading.Lock()
+        # See [Note: SIGTERM while the main thread waits].
+        self._signal_reader, signal_writer = socket.socketpair()
+        self._signal_writer = signal_writer  # kept open
+        signal_writer.setblocking(False)
+        signal.set_wakeup_fd(signal_writer.fileno(), warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _heard_by_the_thread)
+            signal.signal(signal.SIGTERM, _handled_by_watchdog_thread)
         _Fork()
         _torch.mark_works()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
-    def leave(self, left: Left, place: str = "", error: str = "") -> None:
-        """Let the others know how this rank ends."""
-        if self._roll is not None:
-            _within(ANSWER_S, lambda: self._write(left, place, error))
+    def leave(self, left: Left, location: str = "", error: str = "") -> None:
+        """Write a last heartbeat: how this rank ends."""
+        if self._heartbeat is not None:
+            _within(ANSWER_S, lambda: self._write(left, location, error))
 
-    def first(self, what: str) -> bool:
-        """Whether this rank is the first to say it. Without a world nobody knows: ranks but 0 wait, and speak if they still
-        live, for torchrun ends them when rank 0 has failed.
+    def is_first(self, question: str) -> bool:
+        """Whether this rank is the first to ask, and so should report.
+
+        Without a world there is no store to ask. Then rank 0 reports, and the others wait first: torchrun ends them when rank
+        0 has failed, and those that still live report.
         """
-        roll = self._find_world()
-        if roll is not None:
-            return _within(ANSWER_S, lambda: roll.first(what)) is not False
+        heartbeat = self._find_heartbeat()
+        if heartbeat is not None:
+            return _within(ANSWER_S, lambda: heartbeat.is_first(question)) is not False
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(3)
         return True
 
-    def tell_who_is_missing(self, error: str, place: str) -> None:
-        """Say, once in the world, why this rank ends, and whose fault it is. error, place: what this rank saw of it."""
-        consequence = f"{error}\nIt was at {place}."
-        self._telling.acquire()  # and the thread will not end this process meanwhile
-        roll = self._find_world()
-        if roll is None:
+    def report_missing(self, error: str, location: str) -> None:
+        """Report, once in the world, why this rank ends and which rank is the cause. error, location: of this rank."""
+        consequence = f"{error}\nIt was at {location}."
+        self._report_lock.acquire()  # so that the watchdog thread does not end this process meanwhile
+        heartbeat = self._find_heartbeat()
+        if heartbeat is None:
             report(consequence)
             return
-        answer = _within(ANSWER_S, lambda: self._first_to_end(roll, "lost", place))
+        answer = _within(ANSWER_S, lambda: self._first_to_end(heartbeat, "lost", location))
         if answer is False:
-            self._telling.release()
+            self._report_lock.release()
             time.sleep(
-                3 * roll.patience_s
+                3 * heartbeat.patience_s
             )  # torchrun ends all ranks as soon as one has: not before the first has spoken
             return
-        missing = _within(2 * roll.patience_s + ANSWER_S, roll.missing) if answer else None
+        missing = _within(2 * heartbeat.patience_s + ANSWER_S, heartbeat.missing) if answer else None
         if missing:
             report(consequence, missing)
         elif missing is not None:
-            return  # the failed rank has said it on this screen
+            return  # the failed rank has printed it on this screen
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             report(consequence, self._store_is_lost())
 
     def _store_is_lost(self) -> str:
         where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}:{os.environ.get('MASTER_PORT', '')}"
+        silent_s = time.monotonic() - self._answered_at
         return (
-            f"The store of the job at {where} has not answered for {time.monotonic() - self._answered:.0f} s: that host or "
+            f"The store of the job at {where} has not answered for {silent_s:.0f} s: that host or "
             f"its torchrun has ended, or the network between it and {socket.gethostname()}."
         )
 
     def _run(self) -> None:
         while True:
-            heard, _, _ = select.select([self._bell], [], [], self._roll.beat_s if self._roll else LOOK_S)
-            if heard and signal.SIGTERM in self._bell.recv(64):
+            readable, _, _ = select.select(
+                [self._signal_reader], [], [], self._heartbeat.beat_s if self._heartbeat else LOOK_S
+            )
+            if readable and signal.SIGTERM in self._signal_reader.recv(64):
                 self._end()
-            elif not heard and not self._silenced:
-                self._tell_place()
+            elif not readable and not self._store_failed:
+                self._beat_and_watch()
 
-    def _tell_place(self) -> None:
-        if self._find_world() is None:
+    def _beat_and_watch(self) -> None:
+        if self._find_heartbeat() is None:
             return
         try:
             self._write("")
-        except RuntimeError:  # whoever needs the store will say that it is gone; or all is done, and rank 0 had it
-            self._silenced = True
+        except RuntimeError:  # the store is gone: who needs it will report that; or all is done, and rank 0 held it
+            self._store_failed = True
             return
-        if self._place.waits and self._place != self._told and time.monotonic() - self._since > self._stall_s:
-            self._told = self._place
-            threading.Thread(target=self._tell_stall, daemon=True).start()  # while this one goes on beating
+        if self._location.waits and self._location != self._reported and time.monotonic() - self._since > self._stall_s:
+            self._reported = self._location
+            threading.Thread(target=self._report_stall, daemon=True).start()  # while this thread goes on beating
 
-    def _find_world(self) -> Heartbeat | None:
-        if self._roll is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._roll
+    def _find_heartbeat(self) -> Heartbeat | None:
+        if self._heartbeat is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._heartbeat
         if not _torch.is_fake_group(_torch.world()):
             with contextlib.suppress(RuntimeError):
-                self._roll = Heartbeat(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
-        return self._roll
+                # A clone of the store: its own connection, since the main thread may hold the other one in a blocking wait.
+                self._heartbeat = Heartbeat(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
+        return self._heartbeat
 
-    def _write(self, left: Left, place: str = "", error: str = "") -> None:
-        assert self._roll is not None
-        now, here = time.monotonic(), location_now()
-        if here != self._place:
-            self._place, self._since = here, now
+    def _write(self, left: Left, location: str = "", error: str = "") -> None:
+        assert self._heartbeat is not None
+        now, current = time.monotonic(), location_now()
+        if current != self._location:
+            self._location, self._since = current, now
         self._beat += 1
-        self._roll.write(
+        self._heartbeat.write(
             Entry(
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 beat=self._beat,
-                place=place or here.text,
-                waits=here.waits,
+                location=location or current.text,
+                waits=current.waits,
                 since=self._since,
                 now=now,
                 left=left,
                 error=error,
             )
         )
-        self._answered = now
+        self._answered_at = now
 
-    def _first_to_end(self, roll: Heartbeat, left: Left, place: str = "") -> bool:
-        """Whether no rank has ended before this one for want of others."""
-        self._write(left, place)
-        return roll.first("missing")
+    def _first_to_end(self, heartbeat: Heartbeat, left: Left, location: str = "") -> bool:
+        """Whether this is the first rank that ends because it lost others."""
+        self._write(left, location)
+        return heartbeat.is_first("missing")
 
-    def _tell_stall(self) -> None:
-        roll, here, waited_s = self._roll, self._told.text, time.monotonic() - self._since
-        if roll is None:
+    def _report_stall(self) -> None:
+        heartbeat, location, waited_s = self._heartbeat, self._reported.text, time.monotonic() - self._since
+        if heartbeat is None:
             return
         with contextlib.suppress(RuntimeError):
-            if roll.first(f"stall at {here}"):
+            if heartbeat.is_first(f"stall at {location}"):
                 report(
-                    f"rank {roll.rank} has waited {waited_s:.0f} s at {here}.", roll.missing() or "Another has failed."
+                    f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.",
+                    heartbeat.missing() or "Another has failed.",
                 )
 
     def _end(self) -> None:
-        """SIGTERM has come: from torchrun, which has seen a rank end, or from a user who wants no more."""
-        if signal.getsignal(signal.SIGTERM) is not _heard_by_the_thread:  # the recipe saves and leaves, if it can
-            timer = threading.Timer(GRACE_S, self._tell_silent)
+        """Handle SIGTERM: from torchrun, which has seen a rank end, or from a user."""
+        if (
+            signal.getsignal(signal.SIGTERM) is not _handled_by_watchdog_thread
+        ):  # the recipe handles it: it saves and leaves, if it can
+            timer = threading.Timer(GRACE_S, self._report_silent)
             timer.daemon = True
             timer.start()
             return
-        time.sleep(HEARD_S)
-        self._telling.acquire()
-        self._tell_silent()
+        time.sleep(MAIN_THREAD_S)
+        self._report_lock.acquire()
+        self._report_silent()
         os._exit(128 + signal.SIGTERM)
 
-    def _tell_silent(self) -> None:
-        roll = self._find_world()
-        if roll is None:
+    def _report_silent(self) -> None:
+        heartbeat = self._find_heartbeat()
+        if heartbeat is None:
             return
-        first = _within(ANSWER_S, lambda: self._first_to_end(roll, "told"))
-        if first and (silent := _within(2 * roll.patience_s, lambda: roll.missing(told=True))):
-            report(f"rank {roll.rank} was told to end, at {self._place.text}.", silent)
+        first = _within(ANSWER_S, lambda: self._first_to_end(heartbeat, "terminated"))
+        if first and (silent := _within(2 * heartbeat.patience_s, lambda: heartbeat.missing(terminated=True))):
+            report(f"rank {heartbeat.rank} was told to end, at {self._location.text}.", silent)
 
 
-def _heard_by_the_thread(number: int, frame: FrameType | None) -> None:
-    """In place of the default, which would end the process before it has said anything."""
+def _handled_by_watchdog_thread(number: int, frame: FrameType | None) -> None:
+    """Does nothing. See [Note: SIGTERM while the main thread waits]."""
 
 
 class _Fork:
-    """A process forked from this one has no such thread, and its signals are its own, from its first moment on."""
+    """Gives processes forked from this one their own signals, since they have no watchdog thread.
+
+    SIGTERM is blocked across the fork, so that a child never sees it while the parent's wakeup socket is still set.
+    """
 
     def __init__(self) -> None:
         self._mask = threading.local()
-        os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._hear_nothing)
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forget_signals)
 
-    def _hold(self) -> None:
+    def _block(self) -> None:
         self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    def _let_go(self) -> None:
+    def _unblock(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
 
-    def _hear_nothing(self) -> None:
+    def _forget_signals(self) -> None:
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is _heard_by_the_thread:
+        if signal.getsignal(signal.SIGTERM) is _handled_by_watchdog_thread:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._let_go()
+        self._unblock()
 
 
 def _within(seconds: float, act: Callable[[], T]) -> T | None:
-    """None if it raises, or takes longer: then it is left to itself."""
+    """The result of `act`; None if it raises, or takes longer. Its thread is then left behind."""
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on linear layers: a frozen model learns a small difference, which can be merged into it."""
+"""LoRA (low-rank adapters): a frozen model learns a low-rank update of its linear layers, which can be merged into them."""
 
 from ._adapter import Lora as Lora
 from ._adapter import is_adapter as is_adapter

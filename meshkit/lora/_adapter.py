@@ -1,4 +1,4 @@
-"""One adapted linear layer: y = x W' + b + s (x A') B', with W and b frozen, A [r, in] and B [out, r].
+"""A linear layer with a LoRA adapter: y = x W' + b + s (x A') B', with W and b frozen, A [r, in] and B [out, r].
 
 Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; s = alpha / sqrt(r): Kalajdzievski 2023 (arXiv 2312.03732).
 """
@@ -25,10 +25,10 @@ A, B = "lora_A", "lora_B"  # PEFT's names, so that its files have those of the m
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """The adapters of a model. targets: names of its adapted linear layers; saved: of the modules that train whole.
+    """The LoRA adapters of a model. targets: names of the adapted linear layers. saved: names of modules trained in full.
 
-    dropout: probability that a feature of an adapter's input is zeroed in training; seed: of its masks.
-    base: how frozen weights are written, None as they were; packed: of the layers whose weights are, name -> in_features.
+    dropout: probability that a feature of an adapter's input is zeroed in training. seed: of the dropout masks.
+    base: the quantization of frozen weights, None for none. packed: layers with quantized weights, name -> in_features.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Lora:
 
 
 class AdapterLinear(nn.Linear):
-    """A or B. `first_value` is what `init_weights` starts it with."""
+    """The linear layer A or B of an adapter. first_value: its initialisation, for `init_weights`."""
 
     def __init__(self, weight: Tensor, inputs: int, outputs: int, first_value: Init, dtype: torch.dtype) -> None:
         """On the device of `weight`."""
@@ -55,15 +55,16 @@ class AdapterLinear(nn.Linear):
         self.first_value = first_value
 
     def reset_parameters(self) -> None:
-        """Leaves values, and torch's generator, as they are: `lora` draws them."""
+        """Does nothing, so that torch's generator is not advanced: `init` sets the values, the same on every mesh."""
 
 
 def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> None:
-    """Give the layer its A and B, in place; their values are yet to be set."""
+    """Add A and B to the layer, in place; `init` sets their values."""
     weight, inputs, outputs = linear.weight, linear.in_features, linear.out_features
     # As PEFT: kaiming_uniform with a = sqrt(5), so that with B = 0 the model begins as it was.
     linear.add_module(A, AdapterLinear(weight, inputs, lora.rank, Init("uniform", inputs**-0.5), dtype))
     linear.add_module(B, AdapterLinear(weight, lora.rank, outputs, Init("constant", 0.0), dtype))
+    # The layer's forward of now: the class may be patched again later, and those patches call the new forward below.
     scaling, frozen, dropout = lora.scaling, type(linear).forward, lora.dropout
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
@@ -72,11 +73,13 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
             return out
         down, up = self._modules[A], self._modules[B]
         assert isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
-        read = input.to(down.weight.dtype)
+        # Adapters compute in their own dtype, which may be wider than that of the frozen weight.
+        x = input.to(down.weight.dtype)
         if dropout and self.training:
-            own = down.__dict__.get("own_columns")
-            read = drop(read, probability=dropout, stream=self.__dict__["_lora_stream"], own_columns=own)
-        added: Tensor = up(down(read)) * scaling
+            local_columns = down.__dict__.get("own_columns")  # a row() layer sees some columns: their masks, not others
+            stream = self.__dict__["_lora_stream"]
+            x = drop(x, probability=dropout, stream=stream, own_columns=local_columns)
+        added: Tensor = up(down(x)) * scaling
         return out + added.to(out.dtype)
 
     linear.__dict__["_lora_stream"] = stream_of(name)
@@ -84,9 +87,9 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
 
 
 def lora_of(model: nn.Module) -> Lora | None:
-    """The adapters of the model, None without."""
-    found: Lora | None = model.__dict__.get(_KEY)
-    return found
+    """The LoRA configuration of the model; None without adapters."""
+    lora: Lora | None = model.__dict__.get(_KEY)
+    return lora
 
 
 def set_lora(model: nn.Module, lora: Lora | None) -> None:
@@ -99,7 +102,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, linear layer) of those that have adapters, of this rank's stages with pp."""
+    """(name, linear layer) of each layer with an adapter; with pp, of this rank's stages."""
     for name, child in model.named_modules():
         if A in child._modules and B in child._modules:
             yield name, child
@@ -107,10 +110,10 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards are those of the frozen model: the reference of DPO and RL without a second copy.
+    """Inside, adapters are off: the frozen model is the reference model of DPO and RL, without a second copy.
 
-    Modules that train whole stay as they are. Not for a forward whose backward comes after: what runs again there would run
-    with adapters.
+    Modules trained in full keep their trained values. Do not use it for a forward whose backward comes later: recompute would
+    run with adapters.
     """
     layers = [layer for _, layer in adapted(model)]
     for layer in layers:
@@ -122,16 +125,16 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer._adapter_on = True
 
 
-# Dropout before adapters, with a mask that is a function of seed, step, text so far, layer and feature, and of nothing
-# else.
-#
+# [Note: dropout masks are functions]
+# A mask depends on seed, step, the text up to the token, layer and feature, and on nothing else. So it is the same on every
+# mesh, for every split of the batch, after a resume, and when recompute or backward draws it again.
 # Source: Hu et al. 2021, as PEFT's `lora_dropout`.
 
-LANES, LANE_BITS = 4, 15  # of one 63-bit draw, for so many features
+LANES, LANE_BITS = 4, 15  # one 63-bit draw serves 4 features with 15 bits each
 
 
 def dropout_keys(batch: dict[str, Tensor], *, seed: int, step: int | None) -> Tensor:
-    """Keys [B, T] of the tokens of one step's batch."""
+    """Random keys [B, T], one for each token of one step's batch."""
     if step is None:
         raise PlanError(
             "forward_backward: the adapters have dropout, whose masks depend on the number of the step. Give it as step=..., "
@@ -145,9 +148,10 @@ def dropout_keys(batch: dict[str, Tensor], *, seed: int, step: int | None) -> Te
 
 
 def drop(x: Tensor, *, probability: float, stream: int, own_columns: Tensor | None) -> Tensor:
-    """x [..., C] with features zeroed at random and the others scaled up to keep the mean; C of this rank, see own_columns.
+    """Dropout: x [..., C] with features zeroed at random and the others scaled up to keep the mean.
 
-    Keeps nothing for backward but the tokens' keys: it draws the mask again.
+    own_columns: the columns of the full input that this rank's C are; None for all. Backward saves only the tokens' keys and
+    draws the mask again. See [Note: dropout masks are functions].
     Raises: PlanError outside of `Run.forward_backward`, and where x is not of the batch's tokens.
     """
     keys = keys_in_use()
@@ -186,10 +190,10 @@ def _masked(x: Tensor, keys: Tensor, probability: float, stream: int, own: Tenso
 
 
 def _lanes(x: Tensor, keys: Tensor, stream: int, own: Tensor | None) -> Tensor:
-    """[..., C] int16, uniform in [0, 2^15): of each token and each feature of x."""
+    """Random numbers [..., C] int16, uniform in [0, 2^15), for each token and feature of x."""
     columns = x.shape[-1]
     first, last = (0, columns) if own is None or not columns else (int(own.min()), int(own.max()) + 1)
-    groups = x.new_zeros((), dtype=torch.int64)  # of a tensor without values the draws have none either
+    groups = x.new_zeros((), dtype=torch.int64)  # from x, so that draws for a fake tensor are fake
     groups = groups + torch.arange(first // LANES, -(-last // LANES), device=x.device)
     drawn = random_bits(groups, random_bits(keys, stream, 63).unsqueeze(-1), 63)
     lanes: Tensor = drawn.view(torch.int16) & (2**LANE_BITS - 1)

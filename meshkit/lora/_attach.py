@@ -1,4 +1,4 @@
-"""Adapters onto a plain model, and the plan that splits them with their layers."""
+"""Attaching LoRA adapters to a plain model, and deriving the plan that shards them with their layers (QLoRA too)."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def attach(
     base_block: int = 64,
     seed: int = 0,
 ) -> Plan:
-    """Freeze the model and give linear layers adapters, in place; returns the plan that splits those too.
+    """Freeze the model and add LoRA adapters to linear layers, in place; returns the plan that also shards the adapters.
 
-    For a plain model, also on meta, before `parallelize` (which gets the plan returned).
-    targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is times
-    alpha / rank, with rslora alpha / sqrt(rank). dropout: of the adapters' inputs in training, by masks that depend on seed,
-    step, the text up to the token, layer and feature, on every mesh alike; `forward_backward` then needs step.
-    modules_to_save: patterns of modules that train whole, a new head for one. dtype: of the adapters, None: that the weight
-    had. base: "nf4" (4.5 bits) or "int8" (8.5 bits): weights of the blocks' linear layers, targets or not, are held so and
-    decoded for each product (QLoRA); embeddings, heads, norms, routers and stacked experts stay as they are. base_block:
-    elements of a row that share a scale; a tensor rank's part of a row is a multiple. seed: values depend on it, the name and
-    the index, on every mesh alike; on meta call `mk.lora.init` when there is memory.
+    Call it on a plain model, also on meta, before `parallelize`, and give `parallelize` the returned plan.
+    targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is scaled by
+    alpha / rank, with rslora by alpha / sqrt(rank). dropout: of the adapters' inputs in training. Its masks depend on seed,
+    step, the text up to the token, layer and feature, so they are the same on every mesh; `forward_backward` then needs step.
+    modules_to_save: patterns of modules trained in full, such as a new head. dtype: of the adapters; None: the weight's.
+    base: "nf4" (4.5 bits) or "int8" (8.5 bits) quantizes the weights of the blocks' linear layers, targets or not; they are
+    decoded for each product (QLoRA); embeddings, heads, norms, routers and stacked experts are not quantized. base_block:
+    elements of a row that share a scale; a tensor rank's share of a row must be a multiple of it. seed: initial values depend
+    on it, the name and the index, so they are the same on every mesh; for a model on meta call `mk.lora.init` once it has
+    memory.
     A target `q_proj` keeps `q_proj.weight` and gains `q_proj.lora_A.weight` [rank, in], `q_proj.lora_B.weight` [out, rank].
-    On the tensor axis a column() target has A whole and B split as its weight, a row() target A split and B whole; what is
-    whole adds one all-reduce of its gradient per microbatch, and nothing is added to the activations' traffic.
+    On the tensor axis a column() target replicates A and shards B like its weight; a row() target shards A and replicates B.
+    A replicated matrix adds one all-reduce of its gradient per microbatch; activations cause no further traffic.
     Raises: PlanError for a pattern that matches nothing, and for what cannot be a target: experts, embeddings, heads that
     share a vocabulary, tied weights.
     Source: Hu et al. 2021; few bits: Dettmers et al. 2023 (QLoRA).
@@ -54,31 +55,33 @@ def attach(
     modules = dict(model.named_modules())
     styles = match_table(plan.tensor, modules, what="module")
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
-    kept = match_names(modules_to_save, modules, what="module")
-    _refuse(model, modules, chosen, kept, styles)
+    saved_modules = match_names(modules_to_save, modules, what="module")
+    _refuse(model, modules, chosen, saved_modules, styles)
+    # Quantized are frozen layers only: a trained or shared weight needs its own values.
     codes = None if base is None else BlockCodes(codes=base, block=base_block)
-    packed = {} if codes is None else _frozen(_blocks_linears(plan, modules, styles), model, modules, kept)
-    made = Lora(
+    packed = {} if codes is None else _frozen(_blocks_linears(plan, modules, styles), model, modules, saved_modules)
+    lora = Lora(
         rank=rank,
         alpha=float(alpha),
         rslora=rslora,
         targets=tuple(chosen),
-        saved=tuple(kept),
+        saved=tuple(saved_modules),
         dropout=dropout,
         seed=seed,
         base=codes,
         packed={name: linear.in_features for name, linear in packed.items()},
     )
     dtypes = {name: dtype or modules[name].weight.dtype for name in chosen}
+    # Everything is frozen first, so adapters added below are the only parameters that train, with modules_to_save.
     model.requires_grad_(False)
-    for name in kept:
+    for name in saved_modules:
         modules[name].requires_grad_(True)
     for linear in packed.values():
         assert codes is not None
         quantized_linear(linear, codes)
     for name in chosen:
-        adapt(modules[name], made, dtypes[name], name=name)
-    set_lora(model, made)
+        adapt(modules[name], lora, dtypes[name], name=name)
+    set_lora(model, lora)
     if not any(modules[name].weight.is_meta for name in chosen):
         init(model, seed=seed)
     return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, set(chosen))})
@@ -95,18 +98,18 @@ def _refuse_numbers(model: nn.Module, rank: int, alpha: float, dropout: float) -
 
 @torch.no_grad()
 def init(model: nn.Module, *, seed: int) -> nn.Module:
-    """Give the adapters their first values, in place, on any mesh the same; the rest stays as it is. Wire: nothing.
+    """Initialise the adapters, in place, the same on every mesh; other parameters are not changed. Wire: nothing.
 
     A is uniform in +-1/sqrt(in), as PEFT's, and B is 0. For a model that was on meta, after `load_pretrained`.
     """
     copies = copies_of(model)
     for name, layer in adapted(model):
         for key in (A, B):
-            part: AdapterLinear = layer._modules[key]
+            adapter: AdapterLinear = layer._modules[key]
             full = f"{name}.{key}.weight"
-            if part.weight.is_meta:
+            if adapter.weight.is_meta:
                 raise PlanError(f"init_lora: {full!r} is still on meta. Call parallelize() or to_empty() first.")
-            fill(part.weight, part.first_value, seed=seed, name=copies.get(full, full))
+            fill(adapter.weight, adapter.first_value, seed=seed, name=copies.get(full, full))
     return model
 
 
@@ -116,46 +119,46 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _blocks_linears(plan: Plan, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> list[str]:
     blocks = match_names(plan.blocks, modules, what="module")
-    found = [
+    linears = [
         name
         for name, child in modules.items()
         if _is_plain(child)
         and any(name.startswith(f"{block}.") for block in blocks)
         and not (name in styles and styles[name].kind == "vocab")
     ]
-    if not found:
+    if not linears:
         raise PlanError("lora: the plan's blocks hold no linear layer. Name some as targets=(...).")
-    return found
+    return linears
 
 
 def _frozen(
-    names: Iterable[str], model: nn.Module, modules: Mapping[str, nn.Module], kept: Iterable[str]
+    names: Iterable[str], model: nn.Module, modules: Mapping[str, nn.Module], saved_modules: Iterable[str]
 ) -> dict[str, nn.Linear]:
-    """Those of the layers that nothing trains, and whose weight nothing else uses."""
+    """The layers among `names` that are not trained and whose weight no other module shares."""
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    found: dict[str, nn.Linear] = {}
+    frozen: dict[str, nn.Linear] = {}
     for name in names:
         linear = modules[name]
         assert isinstance(linear, nn.Linear)
-        if uses[id(linear.weight)] == 1 and not any(f"{name}.".startswith(f"{module}.") for module in kept):
-            found[name] = linear
-    return found
+        if uses[id(linear.weight)] == 1 and not any(f"{name}.".startswith(f"{module}.") for module in saved_modules):
+            frozen[name] = linear
+    return frozen
 
 
 def _targets(targets: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
     if isinstance(targets, str):
         raise PlanError(f"lora: targets={targets!r} is one string; give a tuple of patterns, ({targets!r},).")
-    found = match_names(targets, modules, what="module")
-    if not found:
+    names = match_names(targets, modules, what="module")
+    if not names:
         raise PlanError("lora: targets=() adapts nothing. Name linear layers, or leave targets away.")
-    return found
+    return names
 
 
 def _refuse(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     chosen: list[str],
-    kept: list[str],
+    saved_modules: list[str],
     styles: Mapping[str, Style],
 ) -> None:
     uses: dict[int, list[str]] = {}
@@ -181,14 +184,14 @@ def _refuse(
         names = uses[id(child.weight)]
         if len(names) > 1:
             raise PlanError(f"lora: {' and '.join(names)} are one tied parameter. Leave {name!r} out of targets.")
-    for name in kept:
+    for name in saved_modules:
         inside = next((target for target in chosen if f"{target}.".startswith(f"{name}.")), None)
         if inside is not None:
             raise PlanError(f"lora: {inside!r} is a target and in modules_to_save ({name!r}). Keep one of the two.")
-        held = {id(param) for param in modules[name].parameters()}
-        if not held:
+        params = {id(param) for param in modules[name].parameters()}
+        if not params:
             raise PlanError(f"lora: modules_to_save names {name!r}, which holds no parameters.")
-        outside = [other for key in held for other in uses[key] if not other.startswith(f"{name}.")]
+        outside = [other for key in params for other in uses[key] if not other.startswith(f"{name}.")]
         if outside:
             raise PlanError(
                 f"lora: modules_to_save names {name!r}, which shares a tied parameter with {outside[0]!r}. PEFT would break "
@@ -199,20 +202,22 @@ def _refuse(
 def _adapter_styles(
     tensor: Mapping[str, Style], modules: Mapping[str, nn.Module], chosen: set[str]
 ) -> dict[str, Style]:
-    """The styles of A and B: by their targets' pattern where it names targets only, else by name."""
+    """The styles of A and B: under their targets' pattern if it matches only targets, else under each target's name."""
     styles: dict[str, Style] = {}
     for pattern, style in tensor.items():
         matched = set(match_table({pattern: replace(style, optional=True)}, modules, what="module"))
         adapted_here = [name for name in modules if name in matched & chosen]
-        whole = matched <= chosen
-        for name in [pattern] if adapted_here and whole else adapted_here:
+        only_targets = matched <= chosen
+        for name in [pattern] if adapted_here and only_targets else adapted_here:
             styles |= {f"{name}.{key}": inner for key, inner in _inner(style).items()}
     return styles
 
 
 def _inner(style: Style) -> dict[str, Style]:
-    """A and B inside of a layer of this style; both compute on what the layer computes on."""
-    # Whole, with this rank's part of the other: its gradient is a sum over the axis, in a column as in a row.
-    summed = replace(per_head(), optional=style.optional, inner=True)
-    own = replace(style, inner=True)
-    return {"column": {A: summed, B: own}, "row": {A: own, B: summed}}.get(style.kind, {A: own, B: own})
+    """The styles of A and B inside of a layer of this style; `inner`: they get the layer's own input, gathered already."""
+    # The replicated matrix multiplies with a shard on every rank, so its gradient is a sum over the axis, as per_head() says.
+    replicated = replace(per_head(), optional=style.optional, inner=True)
+    sharded = replace(style, inner=True)
+    return {"column": {A: replicated, B: sharded}, "row": {A: sharded, B: replicated}}.get(
+        style.kind, {A: sharded, B: sharded}
+    )

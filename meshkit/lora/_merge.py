@@ -1,4 +1,4 @@
-"""Adapters into the weights they were learnt for."""
+"""Merging LoRA adapters into the weights of their layers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from meshkit.parallel.data import after_inference
 def merge(model: nn.Module) -> nn.Module:
     """Add scaling * B A to every adapted weight and remove the adapters, in place, on any mesh. Every rank must call it.
 
-    The product is made in fp32 at least and rounded once to the weight's dtype. Names of parameters are then those before
-    `lora`; they stay frozen, and an optimizer of the adapters is of no more use: merge to save or to infer.
-    A base in few bits becomes weights of the adapters' dtype, the values of its codes with the product added; that only
-    before `parallelize`, since shards of bytes cannot become those of numbers.
+    The product is computed in fp32 at least and rounded once to the weight's dtype. Afterwards parameters have the names from
+    before `lora` and stay frozen; the adapters' optimizer is useless. Merge in order to save or to infer.
+    A quantized base is decoded to the adapters' dtype and the product added. This works only before `parallelize`: shards of
+    codes cannot become shards of weights.
     Wire: an all-gather of each A and B. Raises: PlanError for a model without adapters, and for a base in few bits on a mesh.
     """
     lora = lora_of(model)
@@ -32,16 +32,17 @@ def merge(model: nn.Module) -> nn.Module:
         raise PlanError("merge_lora: the model has no adapters.")
     if lora.base is not None:
         _decode_base(model)
-    after_inference(model)  # what is still gathered would not be seen to change
+    after_inference(model)  # frees gathered parameters: they would not see the change of the shards
     for _, layer in adapted(model):
+        # A collective for each layer: every rank must call merge.
         up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
         _add_product(layer.weight, up, down, lora.scaling)
         del layer._modules[A], layer._modules[B]
-    whole = full_model_of(model)
-    if whole is not None:
-        tensors = {name: tensor for name, tensor in whole.tensors.items() if not is_adapter(name)}
-        owners = {name: rank for name, rank in whole.owners.items() if name in tensors}
-        set_full_model(model, replace(whole, tensors=tensors, owners=owners))
+    full_model = full_model_of(model)
+    if full_model is not None:
+        tensors = {name: tensor for name, tensor in full_model.tensors.items() if not is_adapter(name)}
+        owners = {name: rank for name, rank in full_model.owners.items() if name in tensors}
+        set_full_model(model, replace(full_model, tensors=tensors, owners=owners))
     set_lora(model, None)
     return model
 
@@ -64,6 +65,7 @@ def _add_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> No
     """This rank's part of weight [out, in] += scaling * up [out, r] down [r, in]."""
     rows, columns = local_slices(weight)
     local = local_tensor(weight)
+    # One rounding at the end: in bf16 the sum of a rounded product would be rounded twice.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
     added = up[rows].to(dtype) @ down[:, columns].to(dtype)
     local.copy_(local.to(dtype) + added * scaling)

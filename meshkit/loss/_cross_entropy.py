@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that may be sharded over the vocabulary, or never made."""
+"""Cross-entropy over logits that are plain, sharded over the vocabulary (vocabulary-parallel), or computed in chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -21,8 +22,8 @@ from meshkit.loss.vocab_parallel import Labels, find_labels, softmax_, wide_dtyp
 def cross_entropy(logits: Tensor | LinearLogits, labels: Tensor) -> Tensor:
     """The cross-entropy **summed** over the labels that are not -100, in fp32 at least; a scalar.
 
-    logits: [..., V], plain, a DTensor sharded on its last dim over one axis (what a `vocab()` head returns), or what a head
-    with `MemoryPolicy(loss=ChunkedLoss())` returns, which is never made whole: see `chunked_cross_entropy`.
+    logits: [..., V], plain; a DTensor sharded on its last dim over one axis, as a `vocab()` head returns; or `LinearLogits`,
+    as a head with `MemoryPolicy(loss=ChunkedLoss())` returns, whose logits never exist at once: see `chunked_cross_entropy`.
     labels: [...] int64. With sharded or chunked logits a label outside of the vocabulary makes the loss NaN.
     Wire, sharded logits only: forward, all-reduces of one maximum and two sums per label, in fp32.
     Raises: PlanError for logits sharded in another way, or shapes that do not fit.
@@ -32,12 +33,12 @@ def cross_entropy(logits: Tensor | LinearLogits, labels: Tensor) -> Tensor:
     if isinstance(logits, LinearLogits):
         return chunked_cross_entropy(logits, labels)
     if not isinstance(logits, DTensor):
-        wide = logits.flatten(0, -2)
+        wide = rearrange(logits, "... v -> (...) v")
         wide = wide if wide.dtype == torch.float64 else wide.float()
         return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     local, first, axis = vocabulary_part("cross_entropy", logits)
-    local = local.flatten(0, -2)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(local, labels.flatten(), first, logits.shape[-1], axis)
+    local_NV = rearrange(local, "... v -> (...) v")
+    loss: Tensor = _VocabParallelCrossEntropy.apply(local_NV, labels.flatten(), first, logits.shape[-1], axis)
     return loss
 
 
@@ -63,16 +64,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, vocabulary: int, axis: DeviceMesh) -> Tensor:
         # N tokens, this rank's vocabulary [first, first + V/tp); a rank may hold none of it.
         probabilities = logits.to(wide_dtype(logits.dtype), copy=True)
-        found = find_labels(labels, first, logits.shape[-1], vocabulary)
-        losses = softmax_(probabilities, found, axis)
-        probabilities.masked_fill_(~found.valid.unsqueeze(-1), 0)
-        ctx.save_for_backward(probabilities, *found)
+        local_labels = find_labels(labels, first, logits.shape[-1], vocabulary)
+        losses = softmax_(probabilities, local_labels, axis)
+        probabilities.masked_fill_(~local_labels.valid.unsqueeze(-1), 0)
+        ctx.save_for_backward(probabilities, *local_labels)
         ctx.dtype = logits.dtype
-        return losses.masked_fill(~found.valid, 0).sum()
+        return losses.masked_fill(~local_labels.valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, *found = ctx.saved_tensors
+        probabilities, *local_labels = ctx.saved_tensors
         grads = probabilities * grad
-        Labels(*found).add_to_(grads, -grad)
+        Labels(*local_labels).add_to_(grads, -grad)
         return grads.to(ctx.dtype), None, None, None, None

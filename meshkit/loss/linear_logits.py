@@ -1,4 +1,4 @@
-"""Logits that are not made: the head's input and weight, which a chunked loss multiplies a few tokens at a time.
+"""Logits as a product not yet computed: the head's input and weight, which a chunked loss multiplies a few tokens at a time.
 
 Dims: B batch, T tokens, C features, V vocabulary.
 """
@@ -24,11 +24,13 @@ from meshkit.strategy import ChunkedLoss
 
 
 class Head:
-    """What the hidden state is multiplied with: weight [V, C] and bias [V] of this rank, of `vocabulary` tokens in all.
+    """The output head on this rank: weight [V, C] and bias [V], of `vocabulary` tokens over all ranks.
 
-    axis: the mesh axis that shares the vocabulary, or None; first: this rank's first token.
-    Not a dataclass: FSDP looks for outputs of a module inside of those, and would take the weight for one.
+    axis: the mesh axis that shards the vocabulary, or None; first: this rank's first token.
     """
+
+    # Not a dataclass: on torch 2.15 FSDP2 looks for a module's outputs inside of dataclasses, and would hook the weight as
+    # one.
 
     def __init__(
         self,
@@ -43,16 +45,16 @@ class Head:
         self.first = 0 if axis is None else chunk(vocabulary, axis.size(), axis.get_local_rank()).start
 
     def over(self, axis: DeviceMesh) -> Head:
-        """The same, where the weight is this rank's part."""
+        """The same head, whose weight is this rank's shard of the vocabulary over `axis`."""
         return Head(self.weight, self.bias, loss=self.loss, vocabulary=self.vocabulary, axis=axis)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearLogits:
-    """Logits [..., V] as a product that is yet to be made: `hidden` [..., C] times the head.
+    """Logits [..., V] that are not computed yet: `hidden` [..., C], to be multiplied with the head.
 
-    `mk.cross_entropy` and `mk.loss.token_log_probs` take it; indexing takes tokens out of it; `to_logits` makes it.
-    The head's weight must be whole until the loss has run: FSDP keeps it between forward and backward, but frees it when an
+    `mk.cross_entropy` and `mk.loss.token_log_probs` take it; an index selects tokens of it; `to_logits` computes the logits.
+    The head's weight must be gathered until the loss has run: FSDP keeps it between forward and backward, but frees it if an
     evaluation comes between.
     """
 
@@ -64,8 +66,8 @@ class LinearLogits:
         return torch.Size([*self.hidden.shape[:-1], self.head.vocabulary])
 
     def __getitem__(self, index: Any) -> LinearLogits:
-        """Tokens; the vocabulary stays whole."""
-        dims = sum(part is not None for part in index) if isinstance(index, tuple) else 1
+        """Select tokens; the vocabulary cannot be indexed."""
+        dims = sum(item is not None for item in index) if isinstance(index, tuple) else 1
         if dims > self.hidden.ndim - 1 or (isinstance(index, tuple) and Ellipsis in index):
             raise IndexError(
                 f"LinearLogits {tuple(self.shape)}: an index takes tokens, of its first {self.hidden.ndim - 1} dims. For "
@@ -80,10 +82,10 @@ class LinearLogits:
         )
 
     def to_logits(self) -> Tensor:
-        """The logits themselves, as a head without a chunked loss returns them: with tp a DTensor sharded on its last dim."""
+        """The logits, as a head without a chunked loss returns them: with tp a DTensor sharded on its last dim."""
         head = self.head
-        local = F.linear(self.hidden, whole_weight(head.weight), head.bias)
-        return local if head.axis is None else as_logits(local, head.axis, head.vocabulary)
+        local = F.linear(self.hidden, gathered_weight(head.weight), head.bias)
+        return local if head.axis is None else sharded_logits(local, head.axis, head.vocabulary)
 
 
 _torch.register_pytree(
@@ -91,15 +93,15 @@ _torch.register_pytree(
 )
 
 
-def as_logits(local: Tensor, axis: DeviceMesh, vocabulary: int) -> DTensor:
+def sharded_logits(local: Tensor, axis: DeviceMesh, vocabulary: int) -> DTensor:
     """Local logits [..., V/tp] as one DTensor [..., V] sharded on its last dim."""
     shape = torch.Size([*local.shape[:-1], vocabulary])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, axis, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride)
 
 
-def whole_weight(weight: Tensor) -> Tensor:
-    """The weight, if FSDP has not freed it. Raises: StepError."""
+def gathered_weight(weight: Tensor) -> Tensor:
+    """The weight. Raises: StepError if FSDP has freed it: then it has a shape and no memory."""
     if weight.numel() and not weight.untyped_storage().nbytes():
         raise StepError(
             "loss: the head's weight has been freed since the forward that made these logits. Compute the loss before the "
@@ -112,32 +114,35 @@ def whole_weight(weight: Tensor) -> Tensor:
 
 
 def head_of(model: nn.Module, plan: Plan, *, asked: str = "MemoryPolicy(loss=ChunkedLoss())") -> str:
-    """The linear layer that makes logits: the one that is vocab() in the plan, what get_output_embeddings() returns, or one
-    called lm_head. asked: what needs it. Raises: PlanError if there is none, or several.
+    """The name of the linear layer that computes logits (the output head, language-model head).
+
+    It is the one with vocab() in the plan; else what the model's get_output_embeddings() returns; else the one called
+    lm_head. asked: the setting that needs it, for the error.
+    Raises: PlanError if there is none, or several.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     styles = match_table(plan.tensor, modules, what="module")
-    found = [name for name in linear if name in styles and styles[name].kind == "vocab"]
-    if not found:
-        ask = getattr(model, "get_output_embeddings", None)
-        told = ask() if callable(ask) else None
-        found = [name for name in linear if modules[name] is told]
-    found = found or [name for name in linear if name.rpartition(".")[2] == "lm_head"]
-    if len(found) != 1:
+    heads = [name for name in linear if name in styles and styles[name].kind == "vocab"]
+    if not heads:
+        get_output = getattr(model, "get_output_embeddings", None)  # transformers' models have it
+        output = get_output() if callable(get_output) else None
+        heads = [name for name in linear if modules[name] is output]
+    heads = heads or [name for name in linear if name.rpartition(".")[2] == "lm_head"]
+    if len(heads) != 1:
         raise PlanError(
-            f"{asked}: {f'several heads, {found}' if found else 'no head'} in "
+            f"{asked}: {f'several heads, {heads}' if heads else 'no head'} in "
             f"{type(model).__name__}. Give the one linear layer that makes its logits the style vocab() in the plan's tensor "
             "table."
         )
-    (name,) = found
+    (name,) = heads
     return str(name)
 
 
 def plan_head(model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, sequence: bool, device_type: str) -> str:
-    """The name of the head that will return `LinearLogits`. Changes nothing.
+    """The name of the head that is to return `LinearLogits`. Changes nothing.
 
-    Raises: PlanError for a head or a backend that cannot.
+    Raises: PlanError for a head, or a backend, for which there is no chunked loss.
     """
     name = head_of(model, plan)
     head = model.get_submodule(name)
@@ -159,7 +164,7 @@ def plan_head(model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, seque
 
 
 def chunk_head(head: nn.Module, loss: ChunkedLoss) -> None:
-    """Let the head return `LinearLogits`, in place, before tensor parallelism and what splits linear layers."""
+    """Let the head return `LinearLogits`, in place. Before tensor parallelism and `split_linears`, which wrap its forward."""
     patch_class(head, forward=_forward(loss))
 
 
@@ -177,18 +182,19 @@ def _refuse_liger(tp: int, device_type: str) -> None:
 
 def _forward(loss: ChunkedLoss) -> Any:
     def forward(self: nn.Linear, input: Tensor) -> LinearLogits:
-        hidden, weight, bias = _Together.apply(input, self.weight, self.bias)
+        hidden, weight, bias = _OneNode.apply(input, self.weight, self.bias)
         return LinearLogits(hidden, Head(weight, bias, loss=loss, vocabulary=self.out_features))
 
     return forward
 
 
-class _Together(torch.autograd.Function):
-    """The head's input, weight and bias as they are, with gradients that come back through one node.
+class _OneNode(torch.autograd.Function):
+    """The identity on the head's input, weight and bias, as one node of the autograd graph."""
 
-    FSDP hooks the module's output, which is `hidden` here, to prepare for gradients; that must happen before the weight's
-    arrives. Detached, so that the output is not a view, of which FSDP warns.
-    """
+    # [Note: the head's gradients come through one node]
+    # FSDP2 prepares a unit for gradients in a hook on the module's output, which here is `hidden`: that must happen before
+    # the gradient of the weight arrives. As outputs of one node all gradients arrive together, after the hooks on its
+    # outputs. Outputs are detached, so that they are no views: FSDP2 warns of a view, and does not hook it.
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
-"""Softmax over logits of which each rank may hold a part of the vocabulary.
+"""Vocabulary-parallel softmax: over logits whose vocabulary may be sharded over an axis.
 
-Dims: N tokens, V the vocabulary of this rank, which may be none of it.
+Dims: N tokens, V the vocabulary of this rank, which may be empty.
 """
 
 from __future__ import annotations
@@ -17,42 +17,39 @@ IGNORED = -100
 
 
 class Labels(NamedTuple):
-    """Labels as this rank of the vocabulary sees them, each [N]: where they are not ignored, where they are no tokens at all,
-    where they are among its own tokens, and their place among those (0 elsewhere).
-    """
+    """Labels in terms of this rank's vocabulary, each [N]."""
 
-    valid: Tensor
-    unknown: Tensor
-    here: Tensor
-    place: Tensor
+    valid: Tensor  # not ignored
+    unknown: Tensor  # not ignored, but outside of the vocabulary of all ranks
+    local: Tensor  # in this rank's vocabulary
+    position: Tensor  # in this rank's vocabulary; 0 where it is not
 
     def of(self, wide_NV: Tensor) -> Tensor:
-        """What the labels pick [N], zero where they are another rank's, NaN where they are no tokens: no rank may wait for
-        the device to say so, and none may miss it.
-        """
+        """Each label's entry [N]; zero where another rank has it, NaN where the label is outside of the vocabulary."""
+        # NaN and no error: to raise, the host would have to wait for the device. It reaches every rank with the sum.
         if wide_NV.shape[-1]:
-            picked = wide_NV.gather(-1, self.place.unsqueeze(-1)).squeeze(-1).masked_fill_(~self.here, 0)
+            entries = wide_NV.gather(-1, self.position.unsqueeze(-1)).squeeze(-1).masked_fill_(~self.local, 0)
         else:
-            picked = wide_NV.new_zeros(wide_NV.shape[:1])
-        return picked.masked_fill_(self.unknown, torch.nan)
+            entries = wide_NV.new_zeros(wide_NV.shape[:1])
+        return entries.masked_fill_(self.unknown, torch.nan)
 
     def add_to_(self, wide_NV: Tensor, summand_N: Tensor | float) -> None:
-        """Add a number to what each label picks."""
+        """Add a number to each label's entry, in place, where this rank has it and the label is not ignored."""
         if wide_NV.shape[-1]:
-            summand = torch.where(self.here & self.valid, summand_N, 0).to(wide_NV.dtype)
-            wide_NV.scatter_add_(-1, self.place.unsqueeze(-1), summand.unsqueeze(-1))
+            summand = torch.where(self.local & self.valid, summand_N, 0).to(wide_NV.dtype)
+            wide_NV.scatter_add_(-1, self.position.unsqueeze(-1), summand.unsqueeze(-1))
 
 
-def find_labels(labels_N: Tensor, first: int, own: int, vocabulary: int) -> Labels:
-    """first: this rank's first token; own: how many of the vocabulary it has."""
+def find_labels(labels_N: Tensor, first: int, size: int, vocabulary: int) -> Labels:
+    """The labels in a rank's vocabulary [first, first + size), out of `vocabulary` tokens over all ranks."""
     valid = labels_N != IGNORED
     unknown = valid & ((labels_N < 0) | (labels_N >= vocabulary))
-    here = (labels_N >= first) & (labels_N < first + own)
-    return Labels(valid, unknown, here, (labels_N - first).masked_fill(~here, 0))
+    local = (labels_N >= first) & (labels_N < first + size)
+    return Labels(valid, unknown, local, (labels_N - first).masked_fill(~local, 0))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the vocabulary are made in: fp32 at least."""
+    """The dtype of sums over the vocabulary: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -66,7 +63,7 @@ def subtract_peak_(wide_NV: Tensor, axis: DeviceMesh | None) -> Tensor:
 
 
 def sum_over(axis: DeviceMesh | None, *sums_N: Tensor) -> tuple[Tensor, ...]:
-    """Sums over the vocabulary of all ranks. Wire: one all-reduce of them."""
+    """Sums over this rank's vocabulary to sums over the vocabulary of all ranks. Wire: one all-reduce of all sums."""
     return sums_N if axis is None else all_reduce(torch.stack(sums_N), axis).unbind()
 
 

@@ -1,4 +1,4 @@
-"""What is kept for backward: activation checkpointing (recompute), offload, fp8, feed-forwards in chunks."""
+"""Activation memory: activation checkpointing (recompute), activation offload, fp8 products, MLPs in chunks of tokens."""
 
 from meshkit.memory import offload as offload
 

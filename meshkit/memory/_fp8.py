@@ -1,4 +1,4 @@
-"""Linear layers that multiply in fp8, by torchao; parameters, their gradients and the optimizer stay as they are."""
+"""fp8 training of linear layers, by torchao: products in fp8; parameters, gradients and the optimizer are unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 def plan_fp8(module: nn.Module, *, blocks: Sequence[str], policy: Fp8, device_type: str, tp: int = 1) -> list[str]:
     """Names of the linear layers in the blocks that will multiply in fp8. Changes nothing.
 
-    Those whose dims, split over tp, are multiples of 16. Heads, embeddings, routers and experts are not touched.
+    They are the layers whose dims, split over tp, are multiples of 16; not heads, embeddings, routers or experts.
     Raises: PlanError without torchao, on hardware without fp8, and for a model in which no layer fits.
     """
     if not policy.emulate:
@@ -68,13 +68,13 @@ def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list
 
 
 def _refuse_hardware(policy: Fp8, device_type: str) -> None:
-    """A plan for GPUs that is made where there is none cannot be held against them."""
+    """Raise PlanError for a device without fp8. On a machine without GPUs a plan for GPUs passes: there is nothing to ask."""
     needed = CAPABILITY[policy.recipe]
     if device_type == "cuda" and not torch.cuda.is_available():
         return
-    found = torch.cuda.get_device_capability() if device_type == "cuda" and torch.version.cuda else None
-    if found is None or found < needed:
-        has = f"has compute capability {found[0]}.{found[1]}" if found else "is none"
+    capability = torch.cuda.get_device_capability() if device_type == "cuda" and torch.version.cuda else None
+    if capability is None or capability < needed:
+        has = f"has compute capability {capability[0]}.{capability[1]}" if capability else "is none"
         raise PlanError(
             f"Precision(fp8=Fp8(recipe={policy.recipe!r})): fp8 products need an NVIDIA GPU of compute capability "
             f"{needed[0]}.{needed[1]}, and {device_type} {has}. Leave fp8 away, or set emulate=True to round as fp8 "

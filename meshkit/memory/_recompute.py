@@ -1,4 +1,4 @@
-"""Activation recompute: keep less in forward, run it again in backward."""
+"""Activation checkpointing (activation recompute): keep less in forward, run parts of it again in backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshkit.parallel.tensor.regather import GATHER_REGION, regions
 from meshkit.strategy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
 
 Policy = Callable[..., CheckpointPolicy | bool]
-"""(ctx, operator, *args, **kwargs) -> what becomes of the operator's results; see torch.utils.checkpoint."""
+"""(ctx, operator, *args, **kwargs) -> save the operator's results or recompute them; see torch.utils.checkpoint."""
 
 _aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ OPERATORS: dict[Kept, frozenset[Any]] = {
             _aten._scaled_dot_product_cudnn_attention.default,
         }
     ),
-    "product": frozenset(),  # no operator, but a place in a feed-forward
+    "product": frozenset(),  # not an operator but a step of a feed-forward: see `recompute_activations`
     "collective": _torch.FUNCTIONAL_COLLECTIVES,
 }
 NONE = Recompute(mode="none")
@@ -54,17 +54,17 @@ def recompute(
 ) -> nn.Module:
     """Activation checkpointing: recompute the named blocks in backward, in place; names of parameters do not change.
 
-    mesh: the ranks over which the blocks communicate, whose collectives run again in backward: all of them must recompute
-    the same blocks, and are asked once. None: they communicate with nobody.
-    full keeps each block's input only; selective keeps also the results of the `OPERATORS` that it names; activation runs the
-    elementwise middle of feed-forwards again; see `Recompute`.
-    policy: a function of yours for selective recompute, in place of `mode`; what it moves to the host is refused.
+    mesh: the ranks with which the blocks communicate. Collectives run again in backward, so all of these ranks must recompute
+    the same blocks; this is checked once. None: the blocks do not communicate.
+    mode: full keeps each block's input only; selective also keeps the results of the `OPERATORS` that it names; activation
+    recomputes the elementwise middle of feed-forwards; see `Recompute`.
+    policy: your own function for selective recompute, in place of `mode`. It may not choose CPU offload.
     The random state is restored, so dropout draws the same mask. Gradients are bit-identical to mode "none" where kernels
     are deterministic.
     Wire: full repeats the block's forward collectives in backward; selective repeats those it does not keep; activation none.
-    With a mesh, once an all-gather of what was asked for.
-    Raises: PlanError for a block that is not in the module, or, with activation, has no feed-forward that it knows, and on
-    every rank of the mesh if they ask for different things.
+    With a mesh, once an all-gather of the arguments.
+    Raises: PlanError for a block that is not in the module; with activation, for a block without a gated feed-forward; and on
+    every rank of the mesh if ranks recompute different blocks.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5.
     """
     modules, names = dict(module.named_modules()), list(blocks)
@@ -81,24 +81,26 @@ def recompute(
     return module
 
 
-def _refuse_different_calls(mesh: DeviceMesh, asked: str) -> None:
-    """A block that runs again on some ranks only would wait for the others in backward."""
+def _refuse_different_calls(mesh: DeviceMesh, call: str) -> None:
+    """Raise unless all ranks recompute the same: collectives that only some ranks repeat in backward would hang."""
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        everybody: list[str] = [""] * group.size()
-        dist.all_gather_object(everybody, asked, group=group)
-        other = next((rank for rank, text in enumerate(everybody) if text != asked), None)
+        calls: list[str] = [""] * group.size()
+        dist.all_gather_object(calls, call, group=group)
+        other = next((rank for rank, text in enumerate(calls) if text != call), None)
         if other is not None:
             raise PlanError(
-                f"recompute: this rank recomputes {asked}, but rank {other} of the axis {everybody[other]}. Ask for the same "
+                f"recompute: this rank recomputes {call}, but rank {other} of the axis {calls[other]}. Ask for the same "
                 "blocks on every rank."
             )
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What one block keeps for backward. regather: inputs of its regions are gathered again, not kept whole. offload: what is
-    kept waits elsewhere.
+    """How one block saves activation memory.
+
+    regather: inputs of its tensor-parallel regions are saved as shards and gathered again. offload: saved tensors wait on
+    the host or on disk.
     """
 
     recompute: Recompute = NONE
@@ -107,15 +109,16 @@ class Treatment:
 
 
 def treatments(memory: MemoryPolicy, blocks: Sequence[str]) -> dict[str, Treatment]:
-    """Of each block, in the order of the whole model, for a policy that is no `Budget`."""
+    """The treatment of each block, in the order of the full model, for a policy that is no `Budget`."""
     assert not isinstance(memory.recompute, Budget)
     chosen, moved = spread(memory.recompute, blocks), may_move(memory, blocks)
     return {name: Treatment(chosen[name], memory.regather, name in moved) for name in blocks}
 
 
 def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
-    """Those of the whole model's blocks that can be offloaded. Backward begins with the last blocks of the model, not with
-    those of each stage.
+    """Names of the blocks that may be offloaded: all but the last `keep_last` of the full model, not of each stage.
+
+    Backward starts with those, so their activations would come back at once.
     """
     return (
         frozenset() if memory.offload is None else frozenset(blocks[: max(0, len(blocks) - memory.offload.keep_last)])
@@ -123,15 +126,17 @@ def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
 
 
 def refuse_treatments(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> None:
-    """Raise PlanError for a block of the whole model that cannot be treated so, on every rank and whoever runs it."""
+    """Raise PlanError for a block that cannot have its treatment; on every rank, also on those that do not run the block."""
     for name, treatment in treated.items():
         if treatment.recompute.mode == "activation":
             feed_forwards(modules[name], name)
 
 
 def treat(block: nn.Module, treatment: Treatment, *, compiled: bool = False) -> None:
-    """Let the block keep so much, in place; `offload` is not done here. compiled: it will be compiled, where saved inputs
-    cannot be replaced.
+    """Apply recompute and regather to the block, in place; offload is applied by `offload_activations`.
+
+    compiled: the block will be compiled. In its graph saved inputs cannot be swapped for shards by hooks, so regather becomes
+    a recompute policy.
     """
     chosen, regather = treatment.recompute, treatment.regather
     if chosen.mode == "full":
@@ -148,7 +153,7 @@ def treat(block: nn.Module, treatment: Treatment, *, compiled: bool = False) -> 
 
 
 def spread(mode: RecomputeMode | Recompute, blocks: Sequence[str]) -> dict[str, Recompute]:
-    """What becomes of each block: of every `every` blocks, the first is treated so."""
+    """The `Recompute` of each block: of each run of `every` blocks the first is recomputed, the others are not."""
     if isinstance(mode, str):
         if mode not in get_args(RecomputeMode):
             choices = ", ".join(repr(choice) for choice in get_args(RecomputeMode))
@@ -166,14 +171,14 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
         _torch.ignore_profiler_marks()
         options["context_fn"] = partial(_contexts, policy) if fresh else partial(_selective, policy)
     for region in regions(block):
-        region.hooked = False  # what is kept is decided here
+        region.hooked = False  # the checkpoint decides what is kept: the region's saved-tensor hook would undo it
 
     def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            # Dynamo knows `checkpoint` and makes it an operator of its graph. It does not trace context variables, and what
-            # runs again has its values in the graph.
+            # Dynamo turns `checkpoint` into an operator of its graph. It cannot trace context variables and needs none: their
+            # present values are constants of the graph, also of the part that runs again.
             return checkpoint(partial(forward, self), *args, **options, **kwargs)
         # See [Note: what a checkpoint keeps of its inputs].
         tensors, rebuild = _tensors_of(args, kwargs)
@@ -182,29 +187,29 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
             args, kwargs = rebuild(tensors)
             return forward(self, *args, **kwargs)
 
-        # By the time of backward another microbatch may have set them: run again with those of now.
+        # Context variables (masks, random keys) may belong to another microbatch by the time of backward, so the recompute
+        # runs in a copy of the context of this forward.
         return checkpoint(partial(run_in_copy, copy_context(), again), *tensors, **options)
 
     patch_class(block, forward=recomputed_forward)
 
 
 def _keep_all_but_regions(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of compiled blocks that keep everything but the gathered inputs of regions."""
+    """The policy of compiled blocks with regather: save everything except the gathered inputs of regions."""
     if operator is GATHER_REGION:
         return CheckpointPolicy.MUST_RECOMPUTE
-    views = any(
-        result.alias_info is not None for result in operator._schema.returns
-    )  # to save one is to save the whole
+    # A saved view keeps the whole storage of its base alive, while running a view again costs nothing.
+    views = any(result.alias_info is not None for result in operator._schema.returns)
     return CheckpointPolicy.PREFER_RECOMPUTE if views else CheckpointPolicy.PREFER_SAVE
 
 
 class _KeepExpensive:
-    """The policy of one forward: what `chosen` keeps."""
+    """Selective activation checkpointing: the policy of one forward, which saves the results that `chosen` names."""
 
     def __init__(self, chosen: Recompute, regather: bool) -> None:
         self.chosen, self.regather = chosen, regather
         self.kept = frozenset[Any]().union(*(OPERATORS[kind] for kind in chosen.keep))
-        # torch 2.11 asks again in recompute, where counting goes on by itself.
+        # Counted apart for forward and recompute: torch 2.11 calls the policy again in recompute, and both must agree.
         self.matmuls: Counter[bool] = Counter()
 
     def __call__(self, ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -214,21 +219,21 @@ class _KeepExpensive:
             self.matmuls[ctx.is_recompute] += 1
             if self.matmuls[ctx.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        # Each of our own operators is an attention over ranks, or a message of one.
+        # meshkit's own operators are attention over ranks, or messages of it.
         ours = operator.namespace == "meshkit" and bool({"attention", "collective"} & set(self.chosen.keep))
         return CheckpointPolicy.MUST_SAVE if ours or operator in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checked(policy: Policy, ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    found = policy(ctx, operator, *args, **kwargs)
-    if found in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+    decision = policy(ctx, operator, *args, **kwargs)
+    if decision in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
         raise PlanError(
-            f"recompute: the policy answers {found} for {operator}, which torch would run again without a word. Use "
+            f"recompute: the policy answers {decision} for {operator}, which torch would run again without a word. Use "
             "MemoryPolicy(offload=ActivationOffload()), or let the policy save or recompute."
         )
-    if isinstance(found, bool):
-        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
-    return found
+    if isinstance(decision, bool):
+        return CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
+    return decision
 
 
 def _contexts(make: Callable[[], Policy]) -> Any:
@@ -240,68 +245,68 @@ def _selective(policy: Policy) -> Any:
 
 
 def _tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors among arguments, also those passed by name or in a tuple, and how to put others in their places."""
+    """(tensors among the arguments, also keyword arguments and members of tuples; a function that rebuilds the arguments)."""
     # [Note: what a checkpoint keeps of its inputs]
-    # A checkpoint without reentry saves its positional tensors through autograd, so that an offload around it moves them; a
-    # tensor by name or inside of a tuple would stay on the device in a closure, for as long as the graph lives.
+    # A non-reentrant checkpoint saves its positional tensors through autograd, so that an activation offload around it moves
+    # them. A tensor passed by name or inside of a tuple would stay on the device, in a closure, as long as the graph lives.
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
+    tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[index] for index in tensor_indices]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         filled = list(rest)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
+        for index, tensor in zip(tensor_indices, tensors, strict=True):
+            filled[index] = tensor
         return tree_unflatten(filled, structure)
 
     return tensors, rebuild
 
 
 def _is_leaf(value: Any) -> bool:
-    """Look into plain containers only: what a mask or a cache is made of is its own affair."""
+    """Whether pytree traversal stops here. Only plain containers are opened; masks and caches stay one object."""
     return type(value) not in (tuple, list, dict)
 
 
 def run_in_copy(variables: Context, function: Any, *args: Any) -> Any:
-    """Call the function with the context variables of another moment."""
+    """Call the function in a copy of the context `variables`; a copy, since a context cannot be entered twice at a time."""
     return variables.copy().run(function, *args)
 
 
-# The elementwise middle of gated feed-forwards, made again in backward: half of what a feed-forward keeps, for little.
-#
-# Of F features a token, down(silu(gate) * up) keeps gate, up, silu(gate) and the product: 4 F. All but the first two
-# are one pass over memory away. Source: Shazeer 2020 for the layer; Korthikanti et al. 2022, section 5, for keeping
-# what is dear to make.
+# [Note: recompute of activation functions]
+# Of a feed-forward with F hidden features, down(silu(gate) * up) saves gate, up, silu(gate) and the product for backward: 4 F
+# for each token. The last two follow from gate and up by one pass over memory, so recomputing them halves the memory at
+# little cost. Source: Shazeer 2020 for the layer; Korthikanti et al. 2022, section 5, for saving what is expensive.
 
 
 def recompute_activations(block: nn.Module, *, keep_product: bool) -> None:
     """Let the block's feed-forwards keep gate and up only, or with keep_product also their product, in place.
 
-    A feed-forward is a module with the steps `product(gate, up)` and `finish(gate, up)`, as `GatedMLP` has them: the latter
-    calls the former, and one linear layer on what it gives. That layer does not run again: recompute stops at its input.
-    Raises: PlanError for a block without one.
+    A feed-forward is a module with the methods `product(gate, up)` and `finish(gate, up)`, as `GatedMLP` has them; `finish`
+    applies one linear layer to `product`. The linear layer does not run again: early stop ends recompute at its input.
+    Raises: PlanError for a block without one. See [Note: recompute of activation functions].
     """
-    found = feed_forwards(block)
     step = "product" if keep_product else "finish"
-    for child in found:
-        patch_class(child, **{step: _made_again(getattr(type(child), step))})
+    for child in feed_forwards(block):
+        patch_class(child, **{step: _recomputed(getattr(type(child), step))})
 
 
 def feed_forwards(block: nn.Module, name: str = "") -> list[nn.Module]:
-    """Those whose middle can be made again. Raises: PlanError if there is none."""
-    found = [child for child in block.modules() if hasattr(type(child), "product") and hasattr(type(child), "finish")]
-    if not found:
+    """The feed-forwards of a block whose middle can be recomputed. Raises: PlanError if there is none."""
+    children = [
+        child for child in block.modules() if hasattr(type(child), "product") and hasattr(type(child), "finish")
+    ]
+    if not children:
         kind = type(block).__name__
         raise PlanError(
             f"recompute='activation': {f'{name!r}, a {kind},' if name else kind} has no feed-forward with the "
             "steps `product` and `finish`, as mk.models' GatedMLP has them; routed experts have not. Use "
             "recompute='selective'."
         )
-    return found
+    return children
 
 
-def _made_again(step: Any) -> Any:
+def _recomputed(step: Any) -> Any:
     def again(self: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():
             return step(self, gate, up)

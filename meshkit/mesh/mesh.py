@@ -1,8 +1,8 @@
-"""Who: the axes of a run, their sizes, and the ranks that form each group.
+"""The device mesh (topology): the axes of a run, their sizes, and the ranks that form each process group.
 
-A mesh is on all ranks of the world or on a part of them, and its ranks are seen in two views. The dense view is
-`pp × dp_replicate × dp_shard × cp × tp`; the expert view of the same ranks is `pp × dp_replicate × edp × ep × etp`. `tp`
-varies fastest, so its groups sit on the fastest links. Axes of size 1 always exist.
+A mesh is on all ranks of the world or on a part of them, and has two views of its ranks. The dense view is
+`pp × dp_replicate × dp_shard × cp × tp`; the expert view is `pp × dp_replicate × edp × ep × etp`. `tp` varies fastest, so its
+groups are on the fastest links. Axes of size 1 always exist.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from meshkit.errors import MeshError
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.mesh.world import start_world
 
-Gathered = TypeVar("Gathered")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks of this world as a `DeviceMesh`, with the axes that several blocks share already combined.
+    """Ranks of this world as a `DeviceMesh`, with the combinations of axes that several blocks use.
 
     `mesh["tp"]` and `mesh["dp_replicate", "dp_shard"]` are plain DeviceMeshes, ready for any PyTorch API.
-    A mesh on a part of the world is known on all ranks: those outside know its `spec` and `ranks`, and that it is not
-    `here`; all else raises there.
+    Every rank of the world has an object for every mesh. On ranks outside of the mesh `here` is False, `spec` and `ranks` can
+    be read, and all else raises.
     """
 
     spec: MeshSpec
     ranks: tuple[int, ...]
-    """of the world, increasing; a rank's place in this is its rank of the mesh"""
-    whole: dist.ProcessGroup | None
-    """see `group`"""
+    """ranks of the world, increasing; their index here is their rank of the mesh"""
+    members: dist.ProcessGroup | None
+    """see `group`; None on a rank outside"""
     dense: DeviceMesh
     data: DeviceMesh  # what fully_shard shards over: (dp_replicate, dp_shard*cp), or 1-D without replicas
     tokens: DeviceMesh  # 1-D: every rank that holds different tokens
-    # By axes: DeviceMesh takes a millisecond to slice itself, and a step of generation asks three times.
+    # A cache, by axes: DeviceMesh takes a millisecond to slice itself, and a step of generation asks three times.
     _slices: dict[str | tuple[str, ...], DeviceMesh] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        if (known := self._slices.get(axes)) is not None:
-            return known
+        if (cached := self._slices.get(axes)) is not None:
+            return cached
         names = (axes,) if isinstance(axes, str) else axes
         for name in names:
             if name not in DENSE_AXES and name not in EXPERT_AXES:
@@ -62,16 +62,16 @@ class Mesh:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise MeshError(f"mesh[{name!r}]: there is no such axis.{hint} The axes are {', '.join(DENSE_AXES)}.")
         self.require_here(f"mesh[{', '.join(map(repr, names))}]")
-        found = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
-        return self._slices.setdefault(axes, found)
+        axis_mesh = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
+        return self._slices.setdefault(axes, axis_mesh)
 
     @property
     def here(self) -> bool:
         """Whether this rank is one of the mesh's."""
-        return self.whole is not None
+        return self.members is not None
 
     def require_here(self, what: str) -> None:
-        """Raises: MeshError on a rank outside, naming `what` was asked."""
+        """Raises: MeshError on a rank outside of the mesh. what: the call, for the error."""
         if not self.here:
             raise MeshError(
                 f"{what}: this is rank {dist.get_rank()} of the world, and the mesh is on {_ranges(self.ranks)}. Ask on "
@@ -82,21 +82,21 @@ class Mesh:
     def group(self) -> dist.ProcessGroup:
         """All ranks of the mesh."""
         self.require_here("mesh.group")
-        assert self.whole is not None
-        return self.whole
+        assert self.members is not None
+        return self.members
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The expert view. Built on first use, which is a collective: every rank must ask. On a part it is there already."""
+        """The expert view, built on first use: a collective of all ranks. `init_mesh(ranks=...)` builds it at once."""
         mesh = _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks)
-        _take_timeout(mesh, self.whole)
+        _take_timeout(mesh, self.members)
         return mesh
 
     @cached_property
     def expert_ranks(self) -> DeviceMesh:
         """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use, as `expert`."""
         mesh = _combine(self.expert, ("ep", "etp"), self.spec, self.ranks)
-        _take_timeout(mesh, self.whole)
+        _take_timeout(mesh, self.members)
         return mesh
 
     @property
@@ -106,7 +106,7 @@ class Mesh:
 
     @property
     def shard(self) -> DeviceMesh:
-        """1-D: what fully_shard shards over, without replicas."""
+        """1-D: the axis that fully_shard shards over, without replicas."""
         return self.data[self.data.mesh_dim_names[-1]] if self.data.mesh_dim_names else self.data
 
     @property
@@ -115,12 +115,12 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Of the mesh: 0 is its first, whichever rank of the world that is."""
+        """This rank's rank of the mesh: 0 is the mesh's first, whichever rank of the world that is."""
         return dist.get_rank(self.group)
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank reads: ranks that differ only in tp (or pp) read the same."""
+        """The index of this rank's part of the global batch. Ranks that differ only in pp, cp or tp read the same part."""
         self.require_here("mesh.data_rank")
         return self.dense.get_local_rank("dp_replicate") * self.spec.dp_shard + self.dense.get_local_rank("dp_shard")
 
@@ -130,7 +130,7 @@ class Mesh:
 
     @property
     def row_multiple(self) -> int:
-        """Of which rows that are as short as they can be have their length: what sequence parallelism and kernels like."""
+        """The length of padded rows is a multiple of this, for sequence parallelism and for kernels."""
         return lcm(8, self.spec.tp)
 
     @property
@@ -149,16 +149,16 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def gather_over_data(mesh: Mesh, own: Gathered) -> list[Gathered]:
-    """What each data rank has, in their order; the same on every rank, which must all call it.
+def gather_over_data(mesh: Mesh, value: Value) -> list[Value]:
+    """The values of all data ranks, in their order, on every rank. A collective of all ranks.
 
-    Wire: over the ranks with different tokens, a gather of objects.
+    Wire: over the ranks with different tokens, an all-gather of objects.
     """
     if mesh.data_ranks == 1:
-        return [own]
-    found: list[Any] = [None] * mesh.tokens.size()
-    dist.all_gather_object(found, (mesh.data_rank, own), group=mesh.tokens.get_group())
-    by_rank = dict(found)  # ranks of cp have the same
+        return [value]
+    pairs: list[Any] = [None] * mesh.tokens.size()
+    dist.all_gather_object(pairs, (mesh.data_rank, value), group=mesh.tokens.get_group())
+    by_rank = dict(pairs)  # ranks that differ in cp give the same value
     return [by_rank[rank] for rank in range(mesh.data_ranks)]
 
 
@@ -174,11 +174,11 @@ def init_mesh(
 
     An empty spec means dp_shard=-1. Starts the process group from torchrun's environment when there is none yet, or a
     world of one rank when not launched by torchrun. `device_type` defaults to the accelerator, else the CPU.
-    ranks: the part of the world that the mesh is on, `range(4, 8)` for one; None is all of it. Meshes may overlap. Models on
-    meshes that do not overlap train at the same time. On ranks outside, `mesh.here` is False.
-    timeout: how long any collective of any axis may take, after which a waiting rank raises; default 10 minutes for a new
-    world, and for one that is there already its own.
-    Collective: every rank of the world must call it with the same arguments, those outside of `ranks` too.
+    ranks: the part of the world that the mesh is on, for example `range(4, 8)`; None is all of it. Meshes may overlap. Models
+    on meshes that do not overlap train at the same time. On ranks outside, `mesh.here` is False.
+    timeout: how long any collective of any axis may take, after which a waiting rank raises. Default: 10 minutes for a new
+    world; the world's own for one that was started before.
+    Collective: every rank of the world must call it with the same arguments, ranks outside of `ranks` too.
     Wire: with `ranks`, an all-gather of the arguments.
 
     Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
@@ -200,37 +200,41 @@ def init_mesh(
         _refuse_different_calls(wanted, part)
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
-    whole = _torch.world() if len(part) == world else _part(part, timeout)
+    members = _torch.world() if len(part) == world else _group_of_part(part, timeout)
     dense = _device_mesh(device_type, resolved, DENSE_AXES, part)
     shard = _combine(dense, ("dp_shard", "cp"), resolved, part)
     data = shard
-    if resolved.dp_replicate > 1 and whole is not None:
+    if resolved.dp_replicate > 1 and members is not None:
         data = dense["dp_replicate", "dp_shard"]
         if resolved.cp > 1:
             data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
     tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved, part) if resolved.dp_replicate > 1 else shard
-    for mesh in (dense, data, tokens):
-        _take_timeout(mesh, whole)
-    made = Mesh(spec=resolved, ranks=tuple(part), whole=whole, dense=dense, data=data, tokens=tokens)
+    for view in (dense, data, tokens):
+        _take_timeout(view, members)
+    mesh = Mesh(spec=resolved, ranks=tuple(part), members=members, dense=dense, data=data, tokens=tokens)
     if len(part) < world:
-        _ = made.expert_ranks  # now, while the ranks outside take part
-    return made
+        # Now: making groups takes all ranks of the world, and those outside do not call the mesh's properties later.
+        _ = mesh.expert_ranks
+    return mesh
 
 
 def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
-    """A collective of the whole world, whatever the ranks."""
+    """The mesh of these axes over `ranks`. A collective of the whole world, whatever the ranks."""
     grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").reshape(tuple(spec.sizes(axes).values()))
     return DeviceMesh(device_type, grid, mesh_dim_names=axes)
 
 
-def _part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """A group of these ranks; None outside. A collective of the whole world."""
+def _group_of_part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The process group of these ranks; None on ranks outside. A collective of the whole world."""
     group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_torch.world()))
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
-    """Groups are made by all ranks together: one that asks for another mesh would leave the others waiting."""
+    """Raises: MeshError where ranks ask for different meshes.
+
+    All ranks make all groups together, so without this a rank that asks for another mesh would leave the others waiting.
+    """
     calls: list[tuple[MeshSpec, list[int]]] = [(spec, list(ranks))] * dist.get_world_size()
     dist.all_gather_object(calls, (spec, list(ranks)))
     for rank, call in enumerate(calls):
@@ -266,20 +270,20 @@ def _ranges(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) != 1 else 'rank'} {shown}"
 
 
-def _take_timeout(mesh: DeviceMesh, whole: dist.ProcessGroup | None) -> None:
-    """DeviceMesh gives its groups the backend's default timeout: give them that of the group of all of the mesh's ranks."""
-    if whole is None:
+def _take_timeout(mesh: DeviceMesh, members: dist.ProcessGroup | None) -> None:
+    """Give the mesh's groups the timeout of `members`; DeviceMesh gives them the backend's default."""
+    if members is None:
         return
     for group in mesh.get_all_groups():
-        _torch.set_timeout(group, _torch.timeout_of(whole))
+        _torch.set_timeout(group, _torch.timeout_of(members))
 
 
 def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
-    """One axis out of several; no new group when at most one of them is larger than 1. Outside of `ranks`, the view."""
+    """One axis out of several; no new group when at most one of them is larger than 1. On ranks outside, the view itself."""
     large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
     if dist.get_rank() not in ranks:
         if len(large) > 1:
-            _torch.attend_flattening([[ranks[place] for place in group] for group in spec.groups(*large)])
+            _torch.join_flattening([[ranks[index] for index in group] for group in spec.groups(*large)])
         return view
     if len(large) <= 1:
         return view[large[0] if large else axes[0]]

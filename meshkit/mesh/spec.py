@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from einops import rearrange
 
 from meshkit.errors import MeshError
 
@@ -83,14 +84,14 @@ class MeshSpec:
 
         Raises: MeshError with the arithmetic when the axes do not multiply to `world_size`.
         """
-        there, change = ("the part", "ranks=") if part else ("the world", "--nproc-per-node")
+        where, change = ("the part", "ranks=") if part else ("the world", "--nproc-per-node")
         free = [axis for axis in DENSE_AXES if getattr(self, axis) == -1]
         fixed = prod(size for size in self.sizes().values() if size != -1)
         product = "*".join(f"{axis}={size}" for axis, size in self.sizes().items() if size not in (1, -1)) or "tp=1"
         if world_size % fixed:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise MeshError(
-                f"mesh {product} needs a multiple of {fixed} ranks, but {there} has {world_size}. "
+                f"mesh {product} needs a multiple of {fixed} ranks, but {where} has {world_size}. "
                 f"Change {change}, or make the product of the axes one of {divisors}."
             )
         if not free and fixed != world_size:
@@ -109,30 +110,31 @@ class MeshSpec:
         return spec
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks of every group of an axis, or of several axes of one view as one, in order of the first rank.
+        """The ranks of every group of an axis, or of several axes of one view taken as one, ordered by first rank.
 
         Needs no process group.
         """
         view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
-        sizes = [getattr(self, name) for name in view]
-        grid = torch.arange(prod(sizes)).reshape(sizes)
-        rows = grid.permute(*(d for d, name in enumerate(view) if name not in axes), *map(view.index, axes))
-        return sorted(rows.reshape(-1, prod(getattr(self, axis) for axis in axes)).tolist())
+        sizes = {name: getattr(self, name) for name in view}
+        others = [name for name in view if name not in axes]
+        # For axis tp: "(pp dp_replicate dp_shard cp tp) -> (pp dp_replicate dp_shard cp) (tp)".
+        pattern = f"({' '.join(view)}) -> ({' '.join(others)}) ({' '.join(axes)})"
+        return sorted(rearrange(torch.arange(prod(sizes.values())), pattern, **sizes).tolist())
 
     def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
         """One line per axis: its groups of ranks and whether they stay inside a node.
 
-        ranks: those of the world that the mesh is on; None is 0, 1, ...
-        Needs no process group: describe a mesh of 1024 ranks on a laptop.
+        ranks: the ranks of the world that the mesh is on; None is 0, 1, ...
+        Needs no process group: a laptop can describe a mesh of 1024 ranks.
         """
         lines = [f"{self.world_size} ranks, {ranks_per_node} per node"]
-        on = range(self.world_size) if ranks is None else ranks
+        world_ranks = range(self.world_size) if ranks is None else ranks
         for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
             for axis in axes:
                 size = getattr(self, axis)
                 if title == "expert" and axis in DENSE_AXES:
                     continue  # pp and dp_replicate are the same groups in both views
-                groups = [[on[place] for place in group] for group in self.groups(axis)]
+                groups = [[world_ranks[index] for index in group] for group in self.groups(axis)]
                 nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
                 link = "-" if size == 1 else "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
                 shown = " ".join(str(group) for group in groups[:4]) + (

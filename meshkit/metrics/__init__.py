@@ -1,4 +1,4 @@
-"""What a run tells its user: speed, MFU, memory, logs, a live line, traces. Importing it needs only torch."""
+"""Metrics of a run: throughput, MFU, peak memory, logger, progress bar, profiler. Importing it needs only torch."""
 
 from ._logger import load_picture as load_picture
 from ._logger import load_scalars as load_scalars

@@ -1,4 +1,4 @@
-"""Floating-point operations that training a decoder needs per token, in the two conventions papers use.
+"""FLOPs per token of training a decoder, in the two conventions of papers, and peak FLOP/s of devices: what MFU needs.
 
 A matmul parameter costs 2 FLOPs forward and 4 backward. Attention costs 4 * keys * heads * head_dim forward (scores and
 values) and twice that backward. The conventions differ in `keys`, the number of keys a query is charged for:
@@ -149,22 +149,24 @@ class ModelFlops:
         head_dim: int = 0,
         sliding_window: int | None = None,
     ) -> ModelFlops:
-        """Count the `nn.Linear` weights of any module, also on meta or as DTensors; attention is what the caller says.
+        """Count the `nn.Linear` weights of any module, also on meta or as DTensors; attention follows from the arguments.
 
         A weight that two Linears share counts twice, for it is multiplied twice. `note` names what is not counted.
         """
-        linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
-        known = {id(part.weight) for part in linears}
-        known |= {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-        others = [name for name, weight in module.named_parameters() if weight.ndim > 1 and id(weight) not in known]
+        linears = [submodule for submodule in module.modules() if isinstance(submodule, nn.Linear)]
+        counted_ids = {id(submodule.weight) for submodule in linears}
+        counted_ids |= {id(submodule.weight) for submodule in module.modules() if isinstance(submodule, nn.Embedding)}
+        uncounted = [
+            name for name, weight in module.named_parameters() if weight.ndim > 1 and id(weight) not in counted_ids
+        ]
         notes = []
-        if others:
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            notes.append(f"weights outside nn.Linear are not counted: {others[0]}{more}")
+        if uncounted:
+            more = f" and {len(uncounted) - 1} more" if len(uncounted) > 1 else ""
+            notes.append(f"weights outside nn.Linear are not counted: {uncounted[0]}{more}")
         if not layers * q_heads * head_dim:
             notes.append("attention is not counted: give layers, q_heads and head_dim")
         return ModelFlops(
-            matmul_params=sum(part.in_features * part.out_features for part in linears),
+            matmul_params=sum(submodule.in_features * submodule.out_features for submodule in linears),
             layers=layers,
             q_heads=q_heads,
             head_dim=head_dim,
@@ -175,7 +177,7 @@ class ModelFlops:
 
     def per_token(self, lengths: int | Sequence[int]) -> FlopsPerToken:
         """Training FLOPs per token for a sequence length, or for the lengths of packed documents."""
-        parts = [
+        shares = [
             train_flops_per_token(
                 matmul_params=matmul_params,
                 layers=layers,
@@ -189,26 +191,29 @@ class ModelFlops:
                 (0, self.sliding_layers, self.sliding_window),
             )
         ]
-        return FlopsPerToken(full=sum(part.full for part in parts), causal=sum(part.causal for part in parts))
+        return FlopsPerToken(full=sum(share.full for share in shares), causal=sum(share.causal for share in shares))
 
 
 def _feed_forward_params(config: DecoderConfig) -> int:
-    """Of all layers, what one token is multiplied with. Raises: MeshkitError for experts that are not counted."""
+    """Feed-forward parameters that a token is multiplied with, over all layers.
+
+    Raises: MeshkitError for experts that are not counted.
+    """
     layers, expert_layers = config.num_hidden_layers, 0
     width = config.intermediate_size
     in_expert_layer = 0
     for field in _EXPERT_FIELDS:
         if not (experts := getattr(config, field, None)):
             continue
-        chosen = getattr(config, "num_experts_per_tok", None)
-        if chosen is None or field == "n_routed_experts":
+        experts_per_token = getattr(config, "num_experts_per_tok", None)
+        if experts_per_token is None or field == "n_routed_experts":
             raise MeshkitError(
                 f"{field}={experts}: a token does not visit every expert, so this is no dense decoder. "
                 "Build ModelFlops(matmul_params=<active parameters>, ...)."
             )
-        every, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
-        expert_layers = sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers))
-        in_expert_layer = experts + 3 * chosen * (getattr(config, "moe_intermediate_size", None) or width)
+        sparse_step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+        expert_layers = sum((layer + 1) % sparse_step == 0 and layer not in dense for layer in range(layers))
+        in_expert_layer = experts + 3 * experts_per_token * (getattr(config, "moe_intermediate_size", None) or width)
     return config.hidden_size * (expert_layers * in_expert_layer + (layers - expert_layers) * 3 * width)
 
 

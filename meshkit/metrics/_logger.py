@@ -1,4 +1,4 @@
-"""Scalars of a run, written where they are looked for: TensorBoard, a JSONL file, and whatever the user adds."""
+"""Logger: scalars of a run to TensorBoard, a JSONL file and sinks of the user (Weights & Biases, a progress bar)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from meshkit.errors import MeshkitError
+from meshkit.moe.aux_loss import balance
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-import torch
-
-from meshkit.moe.aux_loss import balance
 
 LogSink = Callable[[int, dict[str, float]], None]
 
@@ -117,12 +117,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = []
+    kept_lines = []
     for number, line in enumerate(lines, start=1):
         try:
             row: Any = json.loads(line)
             if row["step"] <= step and line.endswith("\n"):
-                kept.append(line)
+                kept_lines.append(line)
         except (ValueError, TypeError, KeyError):
             if number < len(lines) or line.endswith("\n"):
                 raise MeshkitError(
@@ -130,32 +130,32 @@ def _drop_lines_after(path: Path, step: int) -> None:
                     "Move the file away, or log into another folder."
                 ) from None
     # A new file takes the old one's place in one move, so that a kill here loses no line.
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    part.replace(path)
+    partial = path.with_suffix(".part")
+    partial.write_text("".join(kept_lines), encoding="utf-8")
+    partial.replace(path)
 
 
-# Some of what a model wrote, on the screen and in TensorBoard.
+# Samples of what a model wrote, on the screen and in TensorBoard.
 
 
 def show_samples(
     step: int, names: Sequence[str], rows: Sequence[Sequence[str]], logger: Logger, *, most: int = 8
 ) -> None:
-    """A table of at most so many of the rows, evenly chosen. Call it on the rank that speaks."""
+    """Print a table of at most `most` of the rows, evenly chosen. Call it on the main rank."""
     from rich.console import Console  # here, so that importing the package stays light
     from rich.table import Table
     from rich.text import Text
 
-    some = rows[:: max(1, len(rows) // most)][:most]
+    shown = rows[:: max(1, len(rows) // most)][:most]
     table = Table(*names, title=f"step {step}", title_justify="left")
-    for row in some:
+    for row in shown:
         table.add_row(*map(Text, row))
     Console().print(table)
-    lines = [names, ["---"] * len(names), *([f"`{cell}`" for cell in row] for row in some)]
+    lines = [names, ["---"] * len(names), *([f"`{cell}`" for cell in row] for row in shown)]
     logger.text(step, "samples", "\n".join("|".join(("", *line, "")) for line in lines))
 
 
-# How evenly the experts of a step are used, as numbers and as a picture.
+# Load balancing of experts: how evenly they are used in a step, as numbers and as a picture.
 #
 # Dims: L routers (layers), E experts.
 
@@ -164,17 +164,19 @@ WHITE, RED, BLUE = (1.0, 1.0, 1.0), (0.80, 0.15, 0.10), (0.10, 0.30, 0.70)
 
 
 def load_scalars(counts: Mapping[str, Tensor]) -> dict[str, float]:
-    """What a logger takes of the tokens per expert, by router; see `meshkit.moe.aux_loss.balance`.
+    """Scalars of the tokens per expert, by router; see `meshkit.moe.aux_loss.balance`.
 
     The load of the fullest expert over the mean, and the entropy, are means over the layers; `_worst_layer` is the layer
     with the fullest, and `load_by_layer` has each. Unused experts are those of all layers together.
     """
     if not counts:
         return {}
-    rows = torch.stack([torch.stack([value.float() for value in balance(one)]) for one in counts.values()])
+    rows = torch.stack(
+        [torch.stack([value.float() for value in balance(tokens_per_expert)]) for tokens_per_expert in counts.values()]
+    )
     fullest, entropy, unused = rows.unbind(1)
-    whole = torch.stack([fullest.mean(), fullest.max(), entropy.mean(), unused.sum()])
-    *values, by_layer = *whole.tolist(), fullest.tolist()
+    summary = torch.stack([fullest.mean(), fullest.max(), entropy.mean(), unused.sum()])
+    *values, by_layer = *summary.tolist(), fullest.tolist()
     names = ("max_over_mean", "max_over_mean_worst_layer", "entropy", "unused_experts")
     out = {f"load/{name}": value for name, value in zip(names, values, strict=True)}
     return out | {f"load_by_layer/{name}": value for name, value in zip(counts, by_layer, strict=True)}
@@ -186,8 +188,8 @@ def load_picture(counts: Mapping[str, Tensor]) -> Tensor:
     White is the mean of the layer, blue less down to nothing, red more up to twice the mean and beyond.
     """
     counts_LE = torch.stack(list(counts.values())).float().cpu()
-    away_LE1 = (counts_LE / counts_LE.mean(1, keepdim=True) - 1).clamp(-1, 1).unsqueeze(-1)
+    away_LE1 = rearrange((counts_LE / counts_LE.mean(1, keepdim=True) - 1).clamp(-1, 1), "l e -> l e 1")
     white, red, blue = (torch.tensor(colour) for colour in (WHITE, RED, BLUE))
     pixels_LE3 = white + away_LE1.clamp(min=0) * (red - white) + away_LE1.clamp(max=0) * (white - blue)
-    cells_HW3 = pixels_LE3.repeat_interleave(CELL_PX, 0).repeat_interleave(CELL_PX, 1)
-    return (255 * cells_HW3).round().to(torch.uint8).movedim(-1, 0)
+    bytes_LE3 = (255 * pixels_LE3).round().to(torch.uint8)
+    return repeat(bytes_LE3, "l e rgb -> rgb (l height) (e width)", height=CELL_PX, width=CELL_PX)

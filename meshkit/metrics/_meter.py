@@ -1,4 +1,4 @@
-"""How fast a run goes: step time, tokens per second, MFU, peak memory, time left."""
+"""Meter: step time, tokens per second (throughput), MFU, peak memory, time left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Work:
-    """Steps summed up. FLOPs are nan when a step did not say them, which makes the sum unknown as well."""
+    """A sum over steps. FLOPs are nan for a step that did not give them, and so is the sum."""
 
     steps: int
     tokens: int
@@ -113,7 +113,7 @@ class Meter:
             yield
         finally:
             self._paused = False
-            self._mark += self._clock() - began
+            self._mark += self._clock() - began  # as if the step had begun so much later
 
     def step(
         self, tokens: int, *, flops_per_token: FlopsPerToken | None = None, seconds: float | None = None

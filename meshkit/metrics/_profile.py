@@ -1,4 +1,4 @@
-"""Traces of a few steps: what ran when, and on CUDA what held the memory."""
+"""Profiler: traces of a few steps (kernels in time) and, on CUDA, a memory snapshot."""
 
 from __future__ import annotations
 

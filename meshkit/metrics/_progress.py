@@ -1,4 +1,4 @@
-"""The live display of a run: a bar and a line of numbers on a terminal, plain lines in a log file."""
+"""Progress bar of a run: a bar and a line of numbers on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ def _cells(scalars: Mapping[str, float]) -> list[tuple[str, str, str]]:
         ("lr ", "lr", "{:.2e}".format, ""),
         ("MFU ", "mfu_full", "{:.1%}".format, ""),
     )
-    known = [(before, show(scalars[name]), after) for before, name, show, after in cells if name in scalars]
+    shown_cells = [(before, show(scalars[name]), after) for before, name, show, after in cells if name in scalars]
     if memory is not None:
-        known.insert(min(3, len(known)), ("", f"{memory / 2**30:.2f}", " GiB"))
-    return known
+        shown_cells.insert(min(3, len(shown_cells)), ("", f"{memory / 2**30:.2f}", " GiB"))
+    return shown_cells
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Sums of what a loss sees on its way, added up over microbatches and ranks, to be means of the step; and the largest."""
+"""MetricSums: metrics of a loss added up over microbatches and ranks, as means and maxima of the step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshkit.mesh import Mesh
 
 
 class MetricSums:
-    """names: what is added, of all that a loss offers. maxima: of what the largest is kept, at least 0.
+    """Sums of the metrics in `names`, and largest values (at least 0) of those in `maxima`.
 
-    Ranks that compute no loss, those of earlier stages, have zeros.
+    Ranks that compute no loss (earlier pipeline stages) have zeros.
     """
 
     def __init__(self, mesh: Mesh, names: tuple[str, ...], maxima: tuple[str, ...] = ()) -> None:
@@ -22,21 +22,22 @@ class MetricSums:
         self._largest = torch.zeros(len(maxima), dtype=torch.float64, device=mesh.device)
 
     def add(self, **values: Tensor) -> None:
-        """Add the sum of each tensor to what has its name, or take its largest number; a tensor may be empty.
+        """Add the sum of each tensor to the metric of its name, or keep its maximum; a tensor may be empty.
 
-        Raises: DataError where one of the names is not among them.
+        Raises: DataError if a metric is missing.
         """
         if missing := [name for name in (*self._names, *self._maxima) if name not in values]:
             raise DataError(
                 f"MetricSums: there is no {', '.join(missing)} to add, only {', '.join(values)}. Choose from those."
             )
+        # Stays on the device: reading a number here would make the host wait for it in every microbatch.
         self._sums += torch.stack([values[name].detach().double().sum() for name in self._names]).to(self._sums.device)
-        for place, name in enumerate(self._maxima):
+        for index, name in enumerate(self._maxima):
             if values[name].numel():
-                self._largest[place] = torch.maximum(self._largest[place], values[name].detach().double().max())
+                self._largest[index] = torch.maximum(self._largest[index], values[name].detach().double().max())
 
     def means(self, count: Tensor | float) -> dict[str, float]:
-        """Each sum over all ranks over `count`, each maximum as it is, and begin anew. Every rank must call it.
+        """Each sum over all ranks divided by `count`, each maximum as it is; then starts from zero. Every rank must call it.
 
         Wire: one all-reduce of the sums over the ranks with different tokens, with pp one over the stages; the same of
         maxima.

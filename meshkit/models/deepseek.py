@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, experts in groups with a shared one, and predictions of tokens further ahead.
+"""DeepSeek-V3: multi-head latent attention (MLA), grouped experts with a shared one, multi-token prediction (MTP).
 
 Names are those of transformers without the leading `model.`, except for stacked experts and for `mtp`, the modules that
 predict further ahead, which transformers does not train and DeepSeek's folders keep after the last layer.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
@@ -93,12 +94,12 @@ class DeepseekV3Config:
 
     @property
     def head_dim(self) -> int:
-        """Of q and k."""
+        """Head size of q and k."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def num_key_value_heads(self) -> int:
-        """Once the latent is spread out, as in `attention`."""
+        """As many as query heads: the latent is expanded before `attention`."""
         return self.num_attention_heads
 
     def router(self) -> RouterConfig:
@@ -161,7 +162,7 @@ class DeepseekV3(nn.Module):
             return logits_BTV
         logits = [logits_BTV]
         for module, ids_BT in zip(self.mtp, ids_ahead.unbind(-1), strict=True):
-            # Rotations only tell distances, so a token ahead may keep the position of the one that looks.
+            # RoPE depends on distances only, so the tokens ahead may keep the positions of the tokens they are joined to.
             hidden_BTC = module(hidden_BTC, self.embed_tokens(ids_BT), cos, sin, shown)
             logits.append(self.lm_head(hidden_BTC))
         return tuple(logits)
@@ -178,7 +179,7 @@ def _layer(config: DeepseekV3Config, *, experts: bool) -> DecoderLayer:
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads out of one small latent per token, with one rotated key for all heads.
+    """MLA: keys and values of all heads are computed from one small latent per token; all heads share one rotated key.
 
     Source: DeepSeek-V2 2024, section 2.1.
     """
@@ -202,16 +203,20 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=bias)
 
     def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
-        q_BTHD = self._queries(x_BTC).unflatten(-1, (-1, sum(self.head_dims)))
-        q_plain, q_turned = q_BTHD.split(self.head_dims, dim=-1)
-        latent, k_turned = self.kv_a_proj_with_mqa(x_BTC).split(self.latent_dims, dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, sum(self.kv_dims)))
+        q_BTHD = rearrange(self._queries(x_BTC), "b t (h d) -> b t h d", d=sum(self.head_dims))
+        q_plain, q_rotated = q_BTHD.split(self.head_dims, dim=-1)
+        latent, k_rotated = self.kv_a_proj_with_mqa(x_BTC).split(self.latent_dims, dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        kv = rearrange(kv, "b t (h d) -> b t h d", d=sum(self.kv_dims))
         k_plain, v = kv.split(self.kv_dims, dim=-1)
-        q_turned = apply_rope(q_turned, cos_BTR, sin_BTR, interleaved=self.interleaved)
-        k_turned = apply_rope(k_turned.unsqueeze(-2), cos_BTR, sin_BTR, interleaved=self.interleaved)
-        q_BTHD = torch.cat((q_plain, q_turned), dim=-1) * self.q_scale
-        k_BTHD = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
-        out: Tensor = self.o_proj(attention(q_BTHD, k_BTHD, v, mask).flatten(-2))
+        q_rotated = apply_rope(q_rotated, cos_BTR, sin_BTR, interleaved=self.interleaved)
+        k_rotated = rearrange(k_rotated, "b t d -> b t 1 d")  # one key for all heads
+        k_rotated = apply_rope(k_rotated, cos_BTR, sin_BTR, interleaved=self.interleaved)
+        # The scale is put into q, so that every attention kernel can keep its 1 / sqrt(D).
+        q_BTHD = torch.cat((q_plain, q_rotated), dim=-1) * self.q_scale
+        k_BTHD = torch.cat((k_plain, k_rotated.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
+        out_BTHD = attention(q_BTHD, k_BTHD, v, mask)
+        out: Tensor = self.o_proj(rearrange(out_BTHD, "b t h d -> b t (h d)"))
         return out
 
     def _queries(self, x_BTC: Tensor) -> Tensor:
@@ -231,11 +236,13 @@ def _score_scale(config: DeepseekV3Config) -> float:
     return (0.1 * config.mscale_all_dim * math.log(yarn.factor) + 1.0) ** 2
 
 
-# --------------------------------------------------------------------------------------- tokens further ahead
+# --------------------------------------------------------------------------------------- multi-token prediction
 
 
 class MultiTokenPrediction(nn.Module):
-    """One more layer, on what the model knows at a token joined with a token ahead of it; embedding and head are shared.
+    """MTP module: one more layer on the hidden state of a token and the embedding of a token ahead of it.
+
+    Embedding and head are shared with the model.
 
     Source: DeepSeek-V3 2024, section 2.2.
     """
@@ -251,7 +258,7 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, hidden_BTC: Tensor, ahead_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask
     ) -> Tensor:
-        """hidden: what came out of the norm before. ahead: embeddings. Returns what the head and the next module take."""
+        """hidden: output of the norm before. ahead: embeddings of tokens ahead. Returns the input of head and next module."""
         joined = self.eh_proj(torch.cat((self.enorm(ahead_BTC), self.hnorm(hidden_BTC)), dim=-1))
         out: Tensor = self.norm(self.layer(joined, cos_BTR, sin_BTR, mask))
         return out
@@ -269,8 +276,8 @@ def look_ahead(batch: dict[str, Tensor], *, depth: int) -> dict[str, Tensor]:
         documents_BT[:, 1:] = (batch["position_ids"].expand_as(ids_BT).diff(dim=1) != 1).cumsum(dim=1)
     ids, labels = [], []
     for ahead in range(1, depth + 1):
-        # The label of the input `ahead` tokens on is the token after that, which must be in the same document too. That
-        # token is beyond the row for the last input, whose label is then believed.
+        # The label of the input `ahead` tokens on is the token after it, which must be in the same document too. For the last
+        # input that token is beyond the row, so its document cannot be checked, and the label is taken as it is.
         same = _shifted(documents_BT, ahead, -1) == documents_BT
         after = _shifted(documents_BT, ahead + 1, -1)
         same &= (after == documents_BT) | (after == -1)
@@ -280,7 +287,7 @@ def look_ahead(batch: dict[str, Tensor], *, depth: int) -> dict[str, Tensor]:
 
 
 def _shifted(x_BT: Tensor, ahead: int, filler: int) -> Tensor:
-    """At [:, t] what was at [:, t + ahead]."""
+    """x[:, t + ahead] at [:, t], and `filler` at the end."""
     return F.pad(x_BT[:, ahead:], (0, min(ahead, x_BT.shape[1])), value=filler)
 
 

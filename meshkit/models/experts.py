@@ -1,6 +1,6 @@
-"""Experts: many feed-forward networks in stacked parameters, each on the tokens that chose it. It knows no mesh.
+"""Mixture of experts (MoE) layer: many feed-forwards in stacked parameters, each on the tokens that chose it. No mesh.
 
-The way of a token is `sort_by_expert`, `take_rows`, `Experts.compute`, `combine`. Where the experts are on several ranks,
+A token passes through `sort_by_expert`, `take_rows`, `Experts.compute`, `combine`. Where the experts are on several ranks,
 rows travel before and after `compute`, which runs whatever experts it holds on rows that are already sorted.
 Dims: N tokens, K experts that a token chooses, M rows (N * K here), C hidden_size, F intermediate_size, E experts.
 """
@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core import _torch
@@ -42,10 +43,10 @@ class MoE(nn.Module):
         if (
             self.shared_experts is None or torch.compiler.is_compiling()
         ):  # experts are outside of graphs, the rest inside
-            out: Tensor = self.experts(x_BTC.flatten(0, -2), routing).view_as(x_BTC)
+            out: Tensor = self.experts(rearrange(x_BTC, "... c -> (...) c"), routing).view_as(x_BTC)
             return out if self.shared_experts is None else out + self.shared_experts(x_BTC)
         shared = Overlapped(partial(self.shared_experts, x_BTC))
-        out = self.experts(x_BTC.flatten(0, -2), routing, shared).view_as(x_BTC)
+        out = self.experts(rearrange(x_BTC, "... c -> (...) c"), routing, shared).view_as(x_BTC)
         return out + shared.result()
 
 
@@ -63,7 +64,7 @@ class Experts(nn.Module):
         self.down_proj = _stacked(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x_NC: Tensor, routing: Routing, meanwhile: Overlapped | None = None) -> Tensor:
-        """meanwhile: for experts on other ranks; here nothing travels, and it is left to the caller."""
+        """meanwhile: work to overlap with all-to-alls; here nothing is sent, and the caller does it."""
         order_M, counts_E = sort_by_expert(routing.experts_NK, self.num_experts)
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
         return combine(self.compute(rows_MC, counts_E), order_M, routing.weights_NK).to(x_NC.dtype)
@@ -74,7 +75,7 @@ class Experts(nn.Module):
         return f"{chosen.kernel}: {chosen.why}" if self.kernel is None else f"{self.kernel}: as the module was told"
 
     def compute(self, x_MC: Tensor, counts_E: Tensor | list[int]) -> Tensor:
-        """The held experts, the first on the first counts[0] rows and so on; the counts add up to M. Returns [M, C].
+        """Run this rank's experts on sorted rows: the first counts[0] rows go to the first expert, and so on. Returns [M, C].
 
         Raises: PlanError if `kernel` is "grouped" where it cannot be.
         """
@@ -82,14 +83,14 @@ class Experts(nn.Module):
         chosen = expert_kernel(x_MC.dtype, x_MC.device, sizes)
         if self.kernel == "grouped" and chosen.kernel != "grouped":
             raise PlanError(f"Experts: kernel='grouped' cannot be: {chosen.why}. Use kernel='loop', or None.")
-        # Where torch compiles grouped_mm in bf16 only, it knows the shapes of no other dtype either.
+        # Versions of torch that compile grouped_mm in bf16 only have no fake implementation for other dtypes either.
         unknown = COMPILES_IN_BF16_ONLY and x_MC.dtype != torch.bfloat16 and _torch.is_fake(x_MC)
         run = _grouped if (self.kernel or chosen.kernel) == "grouped" and not unknown else _loop
         return run(x_MC, counts_E, self.gate_proj, self.up_proj, self.down_proj)
 
 
 def _stacked(num_experts: int, out_features: int, in_features: int) -> nn.Parameter:
-    """Values as in nn.Linear."""
+    """Weights of all experts, with initial values as in nn.Linear."""
     return nn.Parameter(torch.empty(num_experts, out_features, in_features).uniform_(-1, 1).mul_(in_features**-0.5))
 
 

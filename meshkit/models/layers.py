@@ -1,4 +1,4 @@
-"""What decoders share: rotary positions, which tokens see which, attention, the gated feed-forward.
+"""Layers of decoders: rotary position embedding (RoPE), attention masks, attention, the gated feed-forward (SwiGLU MLP).
 
 Dims: B batch, T query tokens, S key tokens, H query heads, K key/value heads, D head_dim, R = D/2 rotated pairs.
 RMSNorm is torch's: `nn.RMSNorm` computes its statistics in fp32 for lower precisions and is one kernel on CUDA.
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -142,16 +143,17 @@ def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, interleaved:
 
     interleaved: pair r is (x[2r], x[2r + 1]), DeepSeek's layout. It comes out halved, which q and k being alike cancels.
     """
-    first, second = x_BTHD.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x_BTHD.chunk(2, dim=-1)
+    halves = rearrange(x_BTHD, "... (r two) -> ... r two", two=2).unbind(-1) if interleaved else x_BTHD.chunk(2, dim=-1)
+    first, second = halves
     cos, sin = cos_BTR.unsqueeze(-2), sin_BTR.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-# --------------------------------------------------------------------------------------------- who sees whom
+# --------------------------------------------------------------------------------------------- attention masks
 
 
 class SplitAttention(Protocol):
-    """A mask that knows how to attend by itself, because the keys are not all here."""
+    """A mask that computes attention itself, because not all keys are on this rank (context parallelism, KV cache)."""
 
     def windowed(self, window: int | None) -> SplitAttention: ...
 
@@ -159,10 +161,10 @@ class SplitAttention(Protocol):
 
 
 class Documents:
-    """Causal attention inside of documents that lie end to end; each is computed alone, so no pair of two of them is.
+    """Document mask: causal attention inside of packed documents. Each is computed alone, so no pairs across them are.
 
-    documents_BT: a number for each token, another one where a document starts. Inside a compiled block it is a dense mask,
-    for lengths are another graph.
+    documents_BT: the document number of each token. Inside a compiled block it is a dense mask, since other lengths would be
+    another graph.
     """
 
     def __init__(self, documents_BT: Tensor, window: int | None) -> None:
@@ -170,10 +172,13 @@ class Documents:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Of the documents, rows end to end."""
+        """Lengths of the documents, rows end to end."""
         batch, tokens = self.documents_BT.shape
-        rows = torch.arange(batch, device=self.documents_BT.device).unsqueeze(-1) * (tokens + 1)
-        _, counts = (self.documents_BT + rows).flatten().unique_consecutive(return_counts=True)
+        rows = torch.arange(batch, device=self.documents_BT.device) * (
+            tokens + 1
+        )  # no document goes on into the next row
+        numbers = rearrange(self.documents_BT + rearrange(rows, "b -> b 1"), "b t -> (b t)")
+        _, counts = numbers.unique_consecutive(return_counts=True)
         lengths: list[int] = counts.tolist()
         return lengths
 
@@ -186,11 +191,15 @@ class Documents:
         """[B, T, H, D of v]"""
         if torch.compiler.is_compiling():
             return attention(q_BTHD, k_BTKD, v_BTKD, self.dense())
-        q, k, v = (heads.flatten(0, 1).unsqueeze(0).split(self.lengths, dim=1) for heads in (q_BTHD, k_BTKD, v_BTKD))
-        outs = [attention(*one, self._within(one[0].shape[1])) for one in zip(q, k, v, strict=True)]
-        return torch.cat(outs, dim=1).view(*q_BTHD.shape[:-1], v_BTKD.shape[-1])
+        q, k, v = (
+            rearrange(heads, "b t h d -> 1 (b t) h d").split(self.lengths, dim=1) for heads in (q_BTHD, k_BTKD, v_BTKD)
+        )
+        # Lengths are read back to the host, which a CPU run does not feel; on CUDA a BlockMask is used instead.
+        outs = [attention(*document, self._within(document[0].shape[1])) for document in zip(q, k, v, strict=True)]
+        return rearrange(torch.cat(outs, dim=1), "1 (b t) h d -> b t h d", b=len(q_BTHD))
 
     def _within(self, length: int) -> Tensor | None:
+        """The dense window mask of a document of this length; None where plain causal attention is the same."""
         if self.window is None or self.window >= length:
             return None
         return _dense_mask(_visibility(None, self.window), 1, length, self.documents_BT.device)
@@ -242,7 +251,7 @@ def attention_mask(
 
 
 def _of_description(mask: Mask, batch: int, tokens: int, device: torch.device) -> KernelMask:
-    """The kernels' form of a description: one sequence for every row, or all rows end to end."""
+    """The mask of a description (`Mask`) as kernels take it: one sequence for every row, or all rows end to end."""
     mask.refuse_misfit(batch, tokens)
     if mask.is_causal and mask.tokens == tokens:
         return None
@@ -261,7 +270,7 @@ Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _visibility(documents_BT: Tensor | None, window: int | None) -> Visibility:
-    """The rule itself, in FlexAttention's form: (batch, head, query, key) -> visible."""
+    """The visibility rule as FlexAttention's mask_mod: (batch, head, query, key) -> visible."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = query >= key
@@ -277,13 +286,13 @@ def _visibility(documents_BT: Tensor | None, window: int | None) -> Visibility:
 def _dense_mask(sees: Visibility, batch: int, tokens: int, device: torch.device) -> Tensor:
     """The rule as a bool tensor [B, 1, T, T]."""
     token = torch.arange(tokens, device=device)
-    batch_B111 = torch.arange(batch, device=device).reshape(-1, 1, 1, 1)
-    visible = sees(batch_B111, batch_B111, token.unsqueeze(-1), token)
+    batch_B111 = rearrange(torch.arange(batch, device=device), "b -> b 1 1 1")
+    visible = sees(batch_B111, batch_B111, rearrange(token, "t -> t 1"), token)
     return visible.expand(batch, 1, tokens, tokens)
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """FlexAttention's functions write out all pairs of tokens unless compiled; inside a compiled block they are."""
+    """A function of FlexAttention, compiled: in eager mode it would materialise all pairs of tokens."""
     return function if torch.compiler.is_compiling() else _compiled(function)
 
 
@@ -304,17 +313,18 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
         # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
         size = v_BSKD.shape[-1]
         return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, k_BSKD.shape[-1] - size)))[..., :size]
-    q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+    # Views: SDPA and FlexAttention take heads before tokens, and read strides.
+    q, k, v = (rearrange(heads, "b t h d -> b h t d") for heads in (q_BTHD, k_BSKD, v_BSKD))
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         shown: Tensor = _fused(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return shown.transpose(1, 2)
+        return rearrange(shown, "b h t d -> b t h d")
     if grouped and q.is_cuda and q.dtype == torch.float32:
-        # CUDA's fp32 kernel takes no grouped heads: without this, SDPA would write out all scores.
+        # CUDA's fp32 kernel takes no grouped heads (GQA): without this, SDPA would fall back to materialising all scores.
         k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    return rearrange(out, "b h t d -> b t h d")
 
 
 # ------------------------------------------------------------------------------------------------ feed-forward
@@ -332,7 +342,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.finish(self.gate_proj(x), self.up_proj(x))
 
-    # In steps of their own, so that recompute can run these cheap ones again: see meshkit/memory/_recompute.py.
+    # Steps of their own, so that recompute can run these cheap ones again: see meshkit/memory/_recompute.py.
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.product(gate, up))

@@ -1,8 +1,8 @@
-"""One decoder for Llama 2/3, Qwen2, Qwen3 and Mistral. Single-device code that knows no mesh.
+"""Llama 2/3, Qwen2, Qwen3 and Mistral: one dense decoder (transformer). Single-device code that knows no mesh.
 
 The families differ in a few flags of `LlamaConfig`: biases of q, k, v (Qwen2), norms of q and k (Qwen3), a sliding
 window (Mistral). Names of modules and parameters are those of transformers without the leading `model.`.
-`Decoder` is all but the layers: models with experts choose others.
+`Decoder` is all but the layers: models with experts (MoE) have others.
 Dims: B batch, T tokens, C hidden_size, H query heads, K key/value heads, D head_dim, R = D/2, V vocabulary.
 
 [Note: what parallelism from outside relies on]
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
@@ -79,11 +80,14 @@ class LlamaConfig:
 
 
 def refuse_odd_sizes(config: Any) -> None:
-    """Every whole number of a config is at least 1, or what its field's metadata says is the `least`."""
+    """Check that every integer of a config is at least 1, or at least the `least` of its field's metadata.
+
+    Raises: PlanError.
+    """
     for entry in fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least", 1)
-        whole = entry.type in ("int", "int | None") and value is not None
-        if whole and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        is_integer = entry.type in ("int", "int | None") and value is not None
+        if is_integer and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(
                 f"{type(config).__name__}: {entry.name} must be a whole number of at least {least}, but is {value!r}."
             )
@@ -180,17 +184,19 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norm else None
 
     def forward(self, x_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask) -> Tensor:
-        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
-        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
-        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        # The number of heads follows from head_dim: under tensor parallelism a projection returns this rank's heads only.
+        q_BTHD = rearrange(self.q_proj(x_BTC), "b t (h d) -> b t h d", d=self.head_dim)
+        k_BTKD = rearrange(self.k_proj(x_BTC), "b t (k d) -> b t k d", d=self.head_dim)
+        v_BTKD = rearrange(self.v_proj(x_BTC), "b t (k d) -> b t k d", d=self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         q_BTHD, k_BTKD = apply_rope(q_BTHD, cos_BTR, sin_BTR), apply_rope(k_BTKD, cos_BTR, sin_BTR)
-        out: Tensor = self.o_proj(attention(q_BTHD, k_BTKD, v_BTKD, mask).flatten(-2))
+        out_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, mask)
+        out: Tensor = self.o_proj(rearrange(out_BTHD, "b t h d -> b t (h d)"))
         return out
 
 
-# What happens to each part of `Llama` on each axis.
+# The tensor-parallel style of each module of `Llama`, its blocks and its FSDP units.
 
 LLAMA_PLAN = Plan(
     tensor={

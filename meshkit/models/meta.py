@@ -1,4 +1,4 @@
-"""Building a model without memory for its parameters while keeping its buffers' values."""
+"""Meta-device initialisation: build a model without memory for its parameters, keeping the values of its buffers."""
 
 from __future__ import annotations
 

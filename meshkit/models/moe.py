@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: the decoder of llama.py with mixtures of experts for feed-forwards. It knows no mesh.
+"""Mixtral and Qwen3-MoE: the decoder of llama.py with mixtures of experts (MoE) as feed-forwards. It knows no mesh.
 
 Names are those of transformers without the leading `model.`, except that an expert has its gate and up projections apart:
 `layers.0.mlp.experts.{gate,up,down}_proj`, stacked over the experts.
@@ -111,7 +111,7 @@ def moe_layer(config: MixtralConfig | Qwen3MoeConfig, expert_size: int) -> Decod
     return DecoderLayer(attention, mlp, hidden_size=config.hidden_size, eps=config.rms_norm_eps)
 
 
-# What happens to each part of a model with experts on each axis.
+# Plans: the tensor-parallel style of each module of a model with experts.
 
 
 def moe_plan(config: MixtralConfig | Qwen3MoeConfig | DeepseekV3Config) -> Plan:
@@ -133,8 +133,8 @@ def decoder_plan(layers: int, *, dense: Iterable[int] = (), shared: bool = False
 
     shared: every token visits shared experts too.
     """
-    kept = {name: style for name, style in LLAMA_PLAN.tensor.items() if not name.startswith("layers.*.mlp")}
-    tensor = {**kept, **_feed_forwards(layers, set(dense), shared)}
+    without_mlps = {name: style for name, style in LLAMA_PLAN.tensor.items() if not name.startswith("layers.*.mlp")}
+    tensor = {**without_mlps, **_feed_forwards(layers, set(dense), shared)}
     return Plan(tensor=tensor, blocks=LLAMA_PLAN.blocks, units=LLAMA_PLAN.units, mlps=_dense_feed_forwards(tensor))
 
 
@@ -156,7 +156,7 @@ def _deepseek_plan(config: DeepseekV3Config) -> Plan:
 
 
 def _latent_layer(layer: str, config: DeepseekV3Config) -> dict[str, Style]:
-    """What makes latents is whole on every rank; what spreads them out has this rank's heads."""
+    """Projections to latents are replicated; projections from latents to heads are split by heads."""
     kv_size = config.qk_nope_head_dim + config.v_head_dim
     query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     return {
@@ -181,7 +181,7 @@ def _feed_forwards(layers: int, dense: set[int], shared: bool) -> dict[str, Styl
 
 
 def _dense_feed_forwards(tensor: dict[str, Style]) -> tuple[str, ...]:
-    """Those without routed experts: of dense layers, and the experts that every token visits."""
+    """Patterns of dense feed-forwards: those of dense layers, and shared experts."""
     return tuple(pattern for pattern in tensor if pattern.endswith((".mlp", ".shared_experts")))
 
 

@@ -1,4 +1,4 @@
-"""Shapes of public models, from the config.json files their authors published."""
+"""Presets: configurations of public models, from the config.json files that their authors published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder that gives a score to each token instead of logits; that of an answer's last token is the answer's."""
+"""Reward model (critic): a decoder with a score for each token in place of logits; an answer's is that of its last token."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Score(nn.Linear):
     """[..., C] to one number each: the last thing that happens, so that a stage of a pipeline may end with it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).sum(-1)  # a view would be less, but FSDP warns of those
+        return super().forward(input).sum(-1)  # not a view, of which FSDP warns
 
 
-def _scored(plan: Plan) -> Plan:
+def _with_score(plan: Plan) -> Plan:
     """The plan of a decoder with the score in place of the logits."""
     tensor = {name: style for name, style in plan.tensor.items() if name != "lm_head"}
     return replace(plan, tensor={**tensor, "score": head()}, units=("embed_tokens", "score"))
 
 
-REWARD_PLAN = _scored(LLAMA_PLAN)
+REWARD_PLAN = _with_score(LLAMA_PLAN)
 
 
 def reward_plan(config: LlamaConfig) -> Plan:
     """The plan of a `RewardModel`: `REWARD_PLAN`, and for a config with experts its own."""
     if isinstance(config, MixtralConfig | Qwen3MoeConfig):
-        return _scored(moe_plan(config))
+        return _with_score(moe_plan(config))
     return REWARD_PLAN
 
 

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with which weights.
+"""Router (MoE gate): top-k experts of each token, their weights, and load balancing (auxiliary losses, bias).
 
 Dims: B batch, T tokens of a row, N = B * T tokens, C hidden_size, E experts, K experts that a token chooses, G groups.
 """
@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
@@ -20,13 +21,13 @@ from meshkit.moe.routing import Routing, count_experts
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How a token chooses experts and what their outputs count.
+    """How a token chooses experts (top-k), and the weights of their outputs.
 
     score: "softmax" over all experts; "softmax_of_chosen", of the logits of the chosen ones; "sigmoid" of each logit.
     normalise: the weights are divided by their sum. scale: they are multiplied by it. groups, top_groups: experts are chosen
     among those of the top_groups of `groups` equal groups, by the sum of each group's two best scores. bias: a buffer is
-    added to the scores for the choice, and not to the weights; see `update_bias`. locality: so much is added, for the choice
-    alone, to the scores of experts on this rank's node: less traffic between nodes, and a choice that depends on the mesh.
+    added to the scores for the choice, and not to the weights; see `update_bias`. locality: added to the scores of experts on
+    this rank's node, for the choice alone: less traffic between nodes, and a choice that depends on the mesh.
     Raises: PlanError for numbers that do not fit together.
     """
 
@@ -78,17 +79,21 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, hidden_size).uniform_(-1, 1).mul_(hidden_size**-0.5))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.experts) if config.bias else None)
-        of_last_step = config.losses.balance > 0 and config.losses.per == "global"
-        self.register_buffer("last_counts", torch.zeros(config.experts, dtype=torch.int64) if of_last_step else None)
+        counts_last_step = config.losses.balance > 0 and config.losses.per == "global"
+        self.register_buffer(
+            "last_counts", torch.zeros(config.experts, dtype=torch.int64) if counts_last_step else None
+        )
         self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
+        # bf16 logits would tie or swap experts of nearly equal scores.
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         logits_BTE = F.linear(x_BTC.to(wide), self.weight.to(wide))
-        logits_NE = logits_BTE.flatten(0, 1)
+        logits_NE = rearrange(logits_BTE, "b t e -> (b t) e")
         scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
+        # The choice has no gradient; the weights of the chosen experts have.
         experts_NK = self._choose(ranked_NE.detach())
         weights_NK = ranked_NE.gather(-1, experts_NK)
         if self.config.score == "softmax_of_chosen":
@@ -105,11 +110,12 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None:
             ranked_NE = ranked_NE + self.e_score_correction_bias
         if self.config.groups > 1:
-            groups_NGe = ranked_NE.unflatten(-1, (self.config.groups, -1))
+            groups_NGe = rearrange(ranked_NE, "n (g e) -> n g e", g=self.config.groups)
             best_NG = groups_NGe.topk(2, dim=-1).values.sum(-1)
-            kept = best_NG.topk(self.config.top_groups, dim=-1).indices
-            closed_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, kept, False)
-            ranked_NE = groups_NGe.masked_fill(closed_NG.unsqueeze(-1), -torch.inf).flatten(-2)
+            top_groups = best_NG.topk(self.config.top_groups, dim=-1).indices
+            closed_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, top_groups, False)
+            open_NGe = groups_NGe.masked_fill(rearrange(closed_NG, "n g -> n g 1"), -torch.inf)
+            ranked_NE = rearrange(open_NGe, "n g e -> n (g e)")
         return ranked_NE.topk(self.config.chosen, dim=-1).indices
 
     def _report(self, logits_NE: Tensor, scores_BTE: Tensor, experts_NK: Tensor) -> None:

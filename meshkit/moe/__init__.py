@@ -1,4 +1,4 @@
-"""Mixture of experts: routing and its auxiliary losses (load balancing, z-loss), which know no mesh."""
+"""Mixture of experts (MoE): routing and its auxiliary losses (load balancing, z-loss). Nothing here knows a mesh."""
 
 from .aux_loss import AuxiliaryLosses as AuxiliaryLosses
 from .aux_loss import Balance as Balance

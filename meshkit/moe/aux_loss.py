@@ -1,6 +1,6 @@
-"""What mixture-of-experts layers say besides their output: auxiliary losses, and how many tokens each expert got.
+"""Auxiliary losses of mixture-of-experts routers (load balancing, z-loss), their token counts, and the bias that balances.
 
-Losses are sums over tokens, like `next_token_loss`: add them to it, and the step divides all of it by its tokens.
+Losses are sums over tokens, like `next_token_loss`: they are added to it, and the step divides the sum by its tokens.
 Dims: R rows (or 1, where a whole batch is balanced), E experts, N tokens, K experts that a token chooses.
 """
 
@@ -24,8 +24,11 @@ from meshkit.errors import PlanError
 
 @dataclass(frozen=True)
 class Collected:
-    """losses: each kind summed over the layers. counts: [E] int64 for each router, summed over its calls. dropped: (token,
-    choice) pairs beyond the capacity of their expert, and all pairs, for each call of a layer with a capacity.
+    """What routers have reported.
+
+    losses: by kind, summed over the layers. counts: tokens of each expert, [E] int64 for each router, summed over its calls.
+    dropped: for each call of a layer with a capacity, the (token, choice) pairs that exceeded it, and the number of all
+    pairs.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -33,7 +36,7 @@ class Collected:
     dropped: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def total(self) -> Tensor | float:
-        """All losses in one; 0.0 if there are none."""
+        """The sum of all losses; 0.0 if there are none."""
         return sum(self.losses.values(), 0.0)
 
     def named_counts(self, model: nn.Module) -> dict[str, Tensor]:
@@ -46,9 +49,9 @@ _collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 @contextmanager
 def collect() -> Iterator[Collected]:
-    """Collect what the routers report inside; outside of it, nothing is. The innermost block gets it.
+    """Collect what routers report inside. Reports go to the innermost block; outside of every block they are ignored.
 
-    A forward that a backward repeats (recompute) reports nothing, wherever the backward is called from.
+    A forward that runs again in backward (recompute) reports nothing, wherever the backward is called from.
     """
     collected = Collected()
     token = _collected.set(collected)
@@ -60,18 +63,18 @@ def collect() -> Iterator[Collected]:
 
 @torch.compiler.disable(reason="collecting changes Python objects")  # type: ignore[untyped-decorator]  # torch's
 def report(router: nn.Module, counts_E: Tensor, losses: Mapping[str, Tensor]) -> None:
-    """What a router calls, once in each forward. In a compiled block it is a graph break."""
+    """A router calls this once in each forward. In a compiled block it is a graph break."""
     collected = _collected.get()
     if collected is None or _torch.in_backward():
         return
-    before = collected.counts.get(router)
-    collected.counts[router] = counts_E if before is None else before + counts_E
+    earlier = collected.counts.get(router)  # a module may be called several times in one forward
+    collected.counts[router] = counts_E if earlier is None else earlier + counts_E
     for name, loss in losses.items():
         collected.losses[name] = collected.losses[name] + loss if name in collected.losses else loss
 
 
 def report_dropped(dropped: Tensor, pairs: int) -> None:
-    """What experts with a capacity call, once in each forward."""
+    """Experts with a capacity call this once in each forward. dropped: pairs that exceeded it. pairs: all of them."""
     collected = _collected.get()
     if collected is not None and not _torch.in_backward():
         collected.dropped.append((dropped, pairs))
@@ -84,9 +87,10 @@ def report_dropped(dropped: Tensor, pairs: int) -> None:
 class AuxiliaryLosses:
     """Which losses a router reports, and their coefficients; 0 is none.
 
-    balance: see `balance_loss`. per: whose tokens are to be spread evenly. "sequence": those of each row. "batch": those of
-    one call, so the loss depends on the split into microbatches. "global": those of the optimizer step, as the counts of the
-    step before (the router's buffer `last_counts`) tell; at first they are 0, which is no loss. z: see `z_loss`.
+    balance: the load-balancing loss, see `balance_loss`. per: the tokens that are to be spread evenly over the experts.
+    "sequence": those of each row. "batch": those of one call, so the loss depends on the split into microbatches. "global":
+    those of the optimizer step, estimated by the counts of the previous step (the router's buffer `last_counts`), which are 0
+    at first: then there is no loss. z: see `z_loss`.
     """
 
     balance: float = 0.0
@@ -102,11 +106,12 @@ class AuxiliaryLosses:
 
 
 def balance_loss(counts_RE: Tensor, sums_RE: Tensor) -> Tensor:
-    """Sum over rows of T E / (K T^2) sum_e counts_e sums_e, which is T for a balanced row and up to T E / K for the worst.
+    """The load-balancing loss: the sum over rows of T E / (K T^2) sum_e counts_e sums_e.
 
-    counts: tokens that chose e, without a gradient. sums: over tokens, of the probability of e, which add up to 1 for each
-    token. The loss is linear in the sums: ranks that hold a part of the tokens each and the counts of all of them get parts
-    that add up to the loss. T K is the sum of the counts; a row without tokens is 0.
+    It is T for a balanced row, up to T E / K for the worst, and 0 for one without tokens. T K is the sum of the counts.
+    counts: tokens that chose expert e, without a gradient. sums: the probability of e summed over tokens; a token's
+    probabilities add up to 1. The loss is linear in the sums: where ranks hold different tokens of a row, each takes the sums
+    of its own tokens and the counts of all, and their losses add up to the row's.
     Source: Fedus et al. 2022, section 2.2; per sequence DeepSeek-V3 2024, section 2.1.2.
     """
     counts_RE = counts_RE.to(sums_RE.dtype)
@@ -115,7 +120,7 @@ def balance_loss(counts_RE: Tensor, sums_RE: Tensor) -> Tensor:
 
 
 def z_loss(logits_NE: Tensor) -> Tensor:
-    """Sum over tokens of logsumexp(logits)^2, which keeps logits small. Source: Zoph et al. 2022, section 3.2."""
+    """The sum over tokens of logsumexp(logits)^2, which keeps logits small. Source: Zoph et al. 2022, section 3.2."""
     return logits_NE.logsumexp(-1).square().sum()
 
 
@@ -124,11 +129,12 @@ def z_loss(logits_NE: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_bias(bias_E: Tensor, counts_E: Tensor, *, speed: float) -> None:
-    """Raise the bias of experts with fewer tokens than the mean by `speed` and lower that of those with more, in place.
+    """Auxiliary-loss-free load balancing: raise the bias of experts with fewer tokens than the mean by `speed`, lower that of
+    experts with more, in place.
 
-    counts: of the whole step, over all ranks. The change's own mean is taken off, as torchtitan does: a constant moves no
-    choice, and so the mean of the bias stays what it is (0, or what a folder gave) in however many steps. Centring the bias
-    itself would change a loaded one at the first step.
+    counts: of the optimizer step, over all ranks. The mean of the change is subtracted from it, as torchtitan does: a
+    constant changes no choice, so the mean of the bias stays as it is (0, or that of a loaded checkpoint) over any number of
+    steps. Subtracting the mean of the bias itself would change a loaded one at the first step.
     Raises: PlanError for a negative speed.
     Source: Wang et al. 2024 (auxiliary-loss-free), algorithm 1; DeepSeek-V3 2024, section 2.1.2, has speed=1e-3.
     """
@@ -140,7 +146,7 @@ def update_bias(bias_E: Tensor, counts_E: Tensor, *, speed: float) -> None:
 
 
 class Balance(NamedTuple):
-    """How evenly experts are used; scalars, on the device of the counts."""
+    """How evenly experts are used (load balance); scalars, on the device of the counts."""
 
     max_over_mean: Tensor  # 1 is even, E is everything to one expert
     entropy: Tensor  # of the shares, over log E: 1 is even, 0 is everything to one expert

@@ -1,5 +1,6 @@
-"""Which experts each token goes to, and the way of its rows there and back. It knows no mesh.
+"""Mixture-of-experts routing (token permutation): rows are sorted by expert for dispatch, and combined after the experts.
 
+A token that chose K experts is K rows, one for each (token, choice) pair. Nothing here knows a mesh.
 Dims: N tokens, K experts that a token chooses, M rows: (token, choice) pairs, C features, E experts.
 """
 
@@ -9,20 +10,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from meshkit.core import _torch
 
 
 class Routing(NamedTuple):
-    """experts: [N, K] int64, which ones a token chose. weights: [N, K], what each counts, in fp32 at least."""
+    """experts: [N, K] int64, those that each token chose. weights: [N, K], of their outputs in the sum, fp32 at least."""
 
     experts_NK: Tensor
     weights_NK: Tensor
 
 
 class Overlapped:
-    """Work that needs no expert, for whoever moves rows to run while they travel. It runs once, at the latest when asked."""
+    """Work that needs no routed expert, such as the shared expert: a dispatcher runs it while rows travel to other ranks.
+
+    It runs once: in `run`, or in `result` if no dispatcher did.
+    """
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work = work
@@ -38,10 +43,11 @@ class Overlapped:
 
 
 def count_experts(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in the last dim: [..., n] to [..., E] int64. Nothing is read back from a device.
+    """How often each expert occurs in the last dim: [..., n] -> [..., E] int64. The host does not wait for the device.
 
-    Of choices without values, as `estimate` has them, real counts as even as can be.
+    For choices without values (fake tensors) the counts have values, as even as can be.
     """
+    # `estimate` runs on fake tensors, and sizes of messages and of grouped products are read from the counts.
     if not torch.compiler.is_compiling() and _torch.is_fake(experts):
         least, rest = divmod(experts.shape[-1], num_experts)
         even = torch.tensor([least + (expert < rest) for expert in range(num_experts)])
@@ -51,34 +57,34 @@ def count_experts(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(the (token, choice) pairs in the order of their experts [N * K], pairs of each expert [E]), both int64.
+    """([N * K]: the (token, choice) pairs sorted by expert; [E]: the number of pairs of each expert), both int64.
 
     Pair n * K + k is choice k of token n. The sort is stable: an expert gets its tokens in their order.
     """
-    pairs = experts_NK.flatten()
-    return pairs.argsort(stable=True), count_experts(pairs, num_experts)
+    expert_of_pair = rearrange(experts_NK, "n k -> (n k)")
+    return expert_of_pair.argsort(stable=True), count_experts(expert_of_pair, num_experts)
 
 
 def take_rows(x_NC: Tensor, order_M: Tensor, *, choices: int) -> Tensor:
-    """The token of each pair, in order: [M, C].
-
-    Every row is written out `choices` times first: then backward adds those gradients as one sum, in fp32 inside, and not
-    one by one in whatever order and in x's dtype.
-    """
-    return x_NC.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1).index_select(0, order_M)
+    """The token's row for each pair of `order`: [M, C]."""
+    # Each row is written out once for each choice before the pairs are taken. Then the backward of `repeat` adds the K
+    # gradients of a token in one sum, in fp32 inside; that of an index_select with repeated indices would add them one by
+    # one, in any order and in x's dtype.
+    return repeat(x_NC, "n c -> (n k) c", k=choices).index_select(0, order_M)
 
 
 def combine(rows_MC: Tensor, order_M: Tensor, weights_NK: Tensor) -> Tensor:
-    """Undo `take_rows`: the sum of each token's rows by their weights [N, C], in the weights' dtype, fp32 at least.
+    """The weighted sum of each token's rows: [N, C], in the weights' dtype, fp32 at least. The inverse of `take_rows`.
 
-    Pairs that are not in `order_M` were dropped, and count nothing.
+    Pairs that are not in `order_M` were dropped, and add nothing.
     """
     tokens, choices = weights_NK.shape
     if len(order_M) < tokens * choices:
-        rows_all = rows_MC.new_zeros(tokens * choices, rows_MC.shape[-1]).index_copy(0, order_M, rows_MC)
+        rows = rows_MC.new_zeros(tokens * choices, rows_MC.shape[-1]).index_copy(0, order_M, rows_MC)
     else:
-        places_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
-        rows_all = rows_MC.index_select(0, places_M)
-    rows_NKC = rows_all.unflatten(0, (tokens, choices))
+        # The inverse permutation: reading by it is deterministic, and so is its backward, which writes each row once.
+        inverse_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        rows = rows_MC.index_select(0, inverse_M)
+    rows_NKC = rearrange(rows, "(n k) c -> n k c", n=tokens, k=choices)
     out_NC: Tensor = (rows_NKC.to(weights_NK.dtype) * weights_NK.unsqueeze(-1)).sum(1)
     return out_NC

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards: fused, with its state on the host, or in few bits; learning-rate schedules."""
+"""Optimizers on local shards: AdamW fused, with optimizer state on the host, or in few bits; learning-rate schedules."""
 
 from ._adamw import adamw as adamw
 from ._host_copies import place_tensors as place_tensors

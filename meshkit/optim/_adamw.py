@@ -1,4 +1,4 @@
-"""The optimizer that a run's memory policy asks for."""
+"""`adamw`: the AdamW optimizer that a run's memory policy selects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adamw(
     groups = [group for group in groups if group["params"]]
     if policy.offload is not None:
         offload = policy.offload
-        # Stages exchange the gradients of tied weights first.
+        # With pp, stages add up gradients of tied weights after the last backward: they may not leave before.
         streams = not (isinstance(model, Run) and model.pipeline is not None)
         return OffloadedAdamW(
             groups,
@@ -51,6 +51,7 @@ def adamw(
         )
     if policy.states != "fp32" or policy.stochastic_rounding:
         copies = copies_of(model.model) if isinstance(model, Run) else {}
+        # Names seed stochastic rounding: the two copies of a tied parameter must draw the same bits to stay equal.
         names = {param: copies.get(name, name) for name, param in named.items()}
         for group in groups:
             group["params"] = [(names[param], param) for param in group["params"]]

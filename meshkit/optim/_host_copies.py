@@ -1,4 +1,4 @@
-"""Memory of the host for state that leaves the device, and the stream that carries it there and back."""
+"""Pinned host memory for offloaded optimizer state, and the stream that copies to and from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CHUNK_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tensor lies: so many bytes into a chunk."""
+    """The position of a tensor: `offset` bytes into a chunk."""
 
     chunk: int
     offset: int
 
 
 def place_tensors(sizes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> tuple[list[Place], list[int]]:
-    """(place of each tensor of so many bytes, bytes of each chunk), in order, none across two chunks.
+    """(place of each tensor, bytes of each chunk) for tensors of these sizes in bytes, in order, none across two chunks.
 
     Chunks are powers of two, since PyTorch's allocator of pinned memory rounds up to one: a single slab of 33 GiB would
     pin 64 GiB. Pinning every tensor by itself takes minutes for a large model.
@@ -60,7 +60,7 @@ def host_tensors(like: Sequence[tuple[torch.Size, torch.dtype]], *, pinned: bool
 
 
 class Carrier:
-    """Copies between the device and the host beside the computation; where the device is the host, plain copies."""
+    """Asynchronous copies between device and host on a stream of their own; plain copies if the device is the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_host = device.type == "cpu"
@@ -68,7 +68,7 @@ class Carrier:
         self._stream: Any = None if self.on_host else torch.Stream(device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target = source, once what is queued on the current stream is done; `target` is ready after `wait`."""
+        """Queue target = source after the work of the current stream. `target` is ready after `wait`."""
         if self.on_host:
             target.copy_(source)
             return
@@ -77,10 +77,10 @@ class Carrier:
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
             if tensor.device.type != "cpu":
-                tensor.record_stream(self._stream)  # its memory is not given away before the copy is done
+                tensor.record_stream(self._stream)  # the caching allocator reuses its memory only after the copy
 
     def mark(self) -> Any:
-        """A point in time after all copies so far; `mark.synchronize()` has the host wait for it."""
+        """An event after all copies so far; the host waits for it by `synchronize()`."""
         return _Passed() if self.on_host else self._stream.record_event()
 
     def wait(self) -> None:

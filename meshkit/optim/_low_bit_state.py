@@ -1,4 +1,4 @@
-"""Moments in few bits: codes, and one fp32 scale for every block of a row.
+"""Low-bit optimizer state (8-bit Adam): moments as codes, with one fp32 scale for every block of a row.
 
 | states | levels                                    | block | bytes of one moment                 |
 |--------|-------------------------------------------|-------|-------------------------------------|
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
 from meshkit.strategy import States
@@ -52,7 +53,7 @@ def dynamic_levels(*, signed: bool, exponents: int, bits: int) -> tuple[float, .
 
 @dataclass(frozen=True, kw_only=True)
 class LowBitState:
-    """How one moment of one parameter is stored. columns: of the local part's last dim; block: elements a scale is for."""
+    """How one moment of one parameter is stored. signed: whether values have a sign. block: elements that share a scale."""
 
     states: States
     signed: bool
@@ -69,17 +70,19 @@ class LowBitState:
         columns = values.shape[-1]
         blocks = self.scale_columns(columns)
         padded = torch.nn.functional.pad(values, (0, blocks * self.block - columns))
-        largest = padded.unflatten(-1, (blocks, self.block)).abs().amax(-1).clamp(min=SMALLEST_SCALE)
+        largest = reduce(padded.abs(), "... (block c) -> ... block", "max", c=self.block).clamp(min=SMALLEST_SCALE)
         if self.states == "fp8":
             scale = largest / E4M3_MAX
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
+        # The nearest level, by the midpoints between levels.
         known = torch.tensor(levels(self.states, self.signed), device=values.device)
         between = (known[1:] + known[:-1]) / 2
         scaled = values / self._spread(largest, columns)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
         if self.states == "4bit":
             codes = torch.nn.functional.pad(codes, (0, columns % 2))
+            # Two codes in a byte: the even column in the upper four bits.
             codes = codes[..., 0::2] << 4 | codes[..., 1::2]
         return codes, largest
 
@@ -89,7 +92,7 @@ class LowBitState:
         if self.states == "fp8":
             return codes.view(torch.float8_e4m3fn).float() * spread
         if self.states == "4bit":
-            codes = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)[..., :columns]
+            codes = rearrange([codes >> 4, codes & 15], "nibble ... c -> ... (c nibble)")[..., :columns]
         known = torch.tensor(levels(self.states, self.signed), device=codes.device)
         return known[codes.int()] * spread
 
@@ -98,13 +101,13 @@ class LowBitState:
 
 
 def block_of(states: States, *, columns: int, row_parts: int) -> int | None:
-    """Elements of a block where rows of the whole tensor are cut in `row_parts`; None if no block fits between the cuts."""
+    """Elements of a block if rows of the full tensor are sharded in `row_parts`; None if no block size divides a shard."""
     if row_parts == 1:
         return BLOCKS[states]
-    part = -(-columns // row_parts)
+    part_columns = -(-columns // row_parts)
     block = BLOCKS[states]
     while block >= SMALLEST_BLOCK:
-        if part % block == 0:
+        if part_columns % block == 0:
             return block
         block //= 2
     return None

@@ -1,4 +1,6 @@
-"""AdamW whose masters and moments live on the host: gradients go there during backward, updated shards come back.
+"""Optimizer offload (ZeRO-Offload): AdamW with master weights and moments on the host.
+
+Gradients are copied to the host during backward, and updated shards are copied back.
 
 | a parameter that is      | has on the device        | and on the host                                        |
 |--------------------------|--------------------------|--------------------------------------------------------|
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshkit.core import _torch
-from meshkit.core.gradient import read_gradient_by
+from meshkit.core.gradient import set_gradient_reader
 from meshkit.core.host_accounting import estimate_under_way, made_on_host
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError, StepError
@@ -29,17 +31,17 @@ from meshkit.optim._host_copies import Carrier, host_tensors
 from meshkit.optim.fused import loss_of, paired_states, placed
 from meshkit.strategy import OptimizerOffload
 
-# Updated at a time: the copy back of one part runs beside the update of the next, and finds its masters in the cache.
+# Elements updated at a time. The copy back of one chunk overlaps the update of the next, and reads masters from the cache.
 UPDATE_ELEMENTS = 1 << 20
-STAGED = 2  # gradients of further microbatches on their way at a time
+STAGED = 2  # copies under way of gradients that are added to those of earlier microbatches (gradient accumulation)
 _OWNER = "_meshkit_offload"
 
 Options = dict[str, Any]
-Work = list[tuple[Options, list["Held"]]]
+Work = list[tuple[Options, list["ParamBuffers"]]]
 
 
 class _AtOnce:
-    """In place of a thread where tensors have no values, and counting them knows one thread."""
+    """Runs a job at once, in place of the thread, in an estimate: the modes that count tensors see only their own thread."""
 
     def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
         future: Future[None] = Future()
@@ -51,17 +53,17 @@ class _AtOnce:
 class OffloadedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW with its state on the host; the same parameters, bit for bit, as its fused form on the host.
 
-    params: parameters on their final device, sharded or not, in groups as any optimizer takes them. resident: the share of
-    elements whose state stays on the device. stream: gradients leave during backward; False: when they are first asked
-    for, after the last backward of the step (a pipeline's, whose stages still exchange theirs).
+    params: parameters on their final device, sharded or not, in groups as for any optimizer. resident: the share of elements
+    whose state stays on the device. stream: copy gradients to the host during backward; False: when they are first read,
+    after the last backward of the step (for a pipeline, whose stages still exchange gradients of tied weights).
     delayed: `step()` n returns at once, and a thread computes its update while forward and backward of step n+1 run, with
     the parameters of step n-1; `step()` n+1 applies it. So theta_n = AdamW(theta_{n-1}, g_n), where g_n is the gradient at
-    theta_{n-2}, and g_1, g_2 those at theta_0. `finish()` applies what is pending: a checkpoint does, and a run that goes on
-    after a save is the run that resumes from it, but not quite one that never saved.
+    theta_{n-2}, and g_1, g_2 those at theta_0. `finish()` applies a pending update. A checkpoint calls it, so a run that goes
+    on after a save equals the run that resumes from it, but differs slightly from one that never saved.
 
-    Masters follow parameters that something else changes in place (first values, pretrained weights, a checkpoint): an
-    element is taken over if it is no longer its master rounded. Writes through `param.data` are not seen.
-    `step()` uses the gradients up; `zero_grad()` drops them. module.zero_grad() does not know of them.
+    Masters follow parameters that other code changes in place (initial values, pretrained weights, a checkpoint): an
+    element that no longer equals its rounded master is copied into it. Writes through `param.data` are not noticed.
+    `step()` consumes the gradients; `zero_grad()` drops them. module.zero_grad() does not reach those on the host.
     All memory is allocated here, before the first collective of training: pinning later can deadlock with NCCL.
     Memory: see the table above; a bf16 parameter's gradient travels and is summed in fp32.
     Wire: nothing. Each step, 4 bytes an element to the host and the parameter's own back.
@@ -85,30 +87,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.delayed = delayed
         self._complete = True
         self._retired = False
-        self._moving = False  # some gradient may not have arrived
-        self._current = 0  # which gradient buffer backward fills
-        self._pending: tuple[Future[None], list[Held]] | None = None
+        self._moving = False  # copies of gradients may be under way
+        self._current = 0  # the gradient buffer that backward fills; the delayed update reads the other
+        self._pending: tuple[Future[None], list[ParamBuffers]] | None = None
         self._thread: _AtOnce | ThreadPoolExecutor | None = None
         if delayed:
-            beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
-            self._thread = beside if estimate_under_way() is None else _AtOnce()
-        held = [param for group in self.param_groups for param in group["params"]]
-        for param in held:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+            self._thread = thread if estimate_under_way() is None else _AtOnce()
+        all_params = [param for group in self.param_groups for param in group["params"]]
+        for param in all_params:
             if param.is_meta:
                 raise PlanError("OffloadedAdamW: a parameter is on meta. Build the optimizer after parallelize().")
-        self._device = next((local_tensor(param).device for param in held), torch.device("cpu"))
+        self._device = next((local_tensor(param).device for param in all_params), torch.device("cpu"))
         self._carrier = Carrier(self._device)
-        self._held = self._allocate(held, choose_resident([param.numel() for param in held], resident))
+        self._buffers = self._allocate(all_params, choose_resident([param.numel() for param in all_params], resident))
         self._staging = [
             torch.empty(self._largest(), dtype=torch.float32, pin_memory=True) if not self._carrier.on_host else None
             for _ in range(STAGED)
         ]
         self._staged: list[
             tuple[Any, Tensor, Tensor]
-        ] = []  # (mark, staged, gradient it is to be added to), oldest first
-        for param, each in self._held.items():
-            self.state[param] = self._state_of(each)
-            if not each.resident:
+        ] = []  # (event after the copy, its target, the gradient to add it to), oldest first
+        for param, buffers in self._buffers.items():
+            self.state[param] = self._state_of(buffers)
+            if not buffers.resident:
                 self._take_over(param, stream)
         for group in self.param_groups:
             if any(narrow(param) for param in group["params"]):
@@ -117,30 +119,31 @@ class OffloadedAdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------ gradients come in
 
     def gradient(self, param: Tensor) -> Tensor | None:
-        """The gradient, complete, on the host: a DTensor where the parameter is one; None if there is none yet."""
+        """The complete gradient on the host, a DTensor if the parameter is one; None if there is none yet. The host waits."""
         if self._moving or param.grad is not None:
             self._sweep()
-        held = self._held[param]
-        return placed(param, held.gradients[self._current]) if held.has_gradient else None
+        buffers = self._buffers[param]
+        return placed(param, buffers.gradients[self._current]) if buffers.has_gradient else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._drain()
-        for held in self._held.values():
-            held.has_gradient = False
+        for buffers in self._buffers.values():
+            buffers.has_gradient = False
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def _receive(self, param: Tensor) -> None:
-        """Move param.grad to the host, or add it to what is there. On the stream that made it."""
+        """Copy param.grad to the host, or add it to the gradient there. Called on the stream that computed it."""
         if param.grad is None:
             return
-        held, grad = self._held[param], param.grad
+        buffers, grad = self._buffers[param], param.grad
         if isinstance(grad, DTensor):
             assert isinstance(param, DTensor) and grad.placements == param.placements, grad.placements
-        local, target = local_tensor(grad), self._held[param].gradients[self._current]
+        local, target = local_tensor(grad), self._buffers[param].gradients[self._current]
+        # Freed on the device at once: the carrier's `record_stream` keeps the memory until the copy is done.
         param.grad, self._moving = None, True
-        if not held.has_gradient:
-            held.has_gradient = True
+        if not buffers.has_gradient:
+            buffers.has_gradient = True
             self._carrier.copy(target, local)
         elif self._carrier.on_host:
             target.add_(local)
@@ -158,7 +161,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _add_oldest(self) -> None:
         mark, staged, target = self._staged.pop(0)
-        mark.synchronize()  # copies run in order: the first microbatch's is done too
+        mark.synchronize()  # copies run in order, so that of the first microbatch into `target` is done too
         target.add_(staged)
 
     def _drain(self) -> None:
@@ -168,9 +171,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._moving = False
 
     def _sweep(self) -> None:
-        """Take what no hook has taken, and wait until all of it is here."""
-        for param, held in self._held.items():
-            if not held.resident and param.grad is not None:
+        """Receive gradients that no hook has received, and wait until all are on the host."""
+        for param, buffers in self._buffers.items():
+            if not buffers.resident and param.grad is not None:
                 self._receive(param)
         self._drain()
 
@@ -178,7 +181,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and use the gradient up.
+        """Update every parameter that has a gradient, and consume the gradient.
 
         Raises: StepError once another optimizer has taken over the gradients.
         """
@@ -190,24 +193,26 @@ class OffloadedAdamW(torch.optim.Optimizer):
         work: Work = []
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            self._update_resident(options, [held for held in self._of(group) if held.resident])
-            ready = [held for held in self._of(group) if not held.resident and held.has_gradient]
-            for held in ready:
-                held.has_gradient = False
-                self._adopt(held)
-            work.extend((options, part) for part in _parts(ready))
+            group_buffers = self._of(group)
+            self._update_resident(options, [buffers for buffers in group_buffers if buffers.resident])
+            ready = [buffers for buffers in group_buffers if not buffers.resident and buffers.has_gradient]
+            for buffers in ready:
+                buffers.has_gradient = False
+                self._adopt(buffers)
+            work.extend((options, chunk) for chunk in _chunks(ready))
         if self._thread is not None:
-            self._carrier.wait()  # the thread writes masters, which may still be on their way to the device
+            self._carrier.wait()  # the thread writes masters, and copies of them to the device may still be under way
             self._pending = (
                 self._thread.submit(self._update_all, work, self._current),
-                [held for _, part in work for held in part],
+                [buffers for _, chunk in work for buffers in chunk],
             )
             self._current = 1 - self._current
             return loss
-        for options, part in work:
-            self._update(options, part, self._current)
-            for held in part:
-                self._send(held, self._current)
+        for options, chunk in work:
+            self._update(options, chunk, self._current)
+            # Asynchronous: this chunk's copies run beside the update of the next.
+            for buffers in chunk:
+                self._send(buffers, self._current)
         self._carrier.before_compute()
         return loss
 
@@ -216,192 +221,200 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Apply the update that is pending, if any. Call it before parameters are read or written from outside."""
         if self._pending is None:
             return
-        (future, held), self._pending = self._pending, None
+        (future, updated), self._pending = self._pending, None
         future.result()
-        for each in held:
-            self._send(each, 1 - self._current)
+        for buffers in updated:
+            self._send(buffers, 1 - self._current)
         self._carrier.before_compute()
 
     @torch.no_grad()  # of this thread: grad mode is each thread's own
     def _update_all(self, work: Work, which: int) -> None:
-        for options, part in work:
-            self._update(options, part, which)
+        for options, chunk in work:
+            self._update(options, chunk, which)
 
-    def _update(self, options: Options, part: list[Held], which: int) -> None:
-        masters = [held.master for held in part if held.master is not None]
-        _fused_adamw(self, options, part, masters, [held.gradients[which] for held in part])
-        for held, master in zip(part, masters, strict=True):
-            if narrow(held.param):
-                self._rounded(held, which).copy_(master)
+    def _update(self, options: Options, chunk: list[ParamBuffers], which: int) -> None:
+        masters = [buffers.master for buffers in chunk if buffers.master is not None]
+        _fused_adamw(self, options, chunk, masters, [buffers.gradients[which] for buffers in chunk])
+        for buffers, master in zip(chunk, masters, strict=True):
+            if narrow(buffers.param):
+                self._rounded(buffers, which).copy_(master)
 
-    def _update_resident(self, options: Options, resident: list[Held]) -> None:
-        part = [held for held in resident if held.param.grad is not None]
-        if not part:
+    def _update_resident(self, options: Options, resident: list[ParamBuffers]) -> None:
+        updated = [buffers for buffers in resident if buffers.param.grad is not None]
+        if not updated:
             return
-        for held in part:
-            self._adopt(held)
-        masters = [local_tensor(held.param) if held.master is None else held.master for held in part]
-        grads = [local_tensor(held.param.grad).to(held.dtype) for held in part]  # type: ignore[arg-type]  # not None
-        _fused_adamw(self, options, part, masters, grads)
-        for held, master in zip(part, masters, strict=True):
-            held.param.grad = None
-            if held.master is not None:
-                local = local_tensor(held.param)
+        for buffers in updated:
+            self._adopt(buffers)
+        masters = [local_tensor(buffers.param) if buffers.master is None else buffers.master for buffers in updated]
+        grads = [local_tensor(buffers.param.grad).to(buffers.dtype) for buffers in updated]  # type: ignore[arg-type]  # not None
+        _fused_adamw(self, options, updated, masters, grads)
+        for buffers, master in zip(updated, masters, strict=True):
+            buffers.param.grad = None
+            if buffers.master is not None:
+                local = local_tensor(buffers.param)
                 local.copy_(master)
-                held.seen = stamp(held.param)
+                buffers.seen = stamp(buffers.param)
 
-    def _send(self, held: Held, which: int) -> None:
-        """The new values to the device."""
-        assert held.master is not None
-        local = local_tensor(held.param)
-        if stamp(held.param) != held.seen:
+    def _send(self, buffers: ParamBuffers, which: int) -> None:
+        """Start copying the new values to the device."""
+        assert buffers.master is not None
+        local = local_tensor(buffers.param)
+        if stamp(buffers.param) != buffers.seen:
             raise StepError(
                 "OffloadedAdamW: a parameter was changed while an update was pending. Call optimizer.finish() before."
             )
-        self._carrier.copy(local, self._rounded(held, which) if narrow(held.param) else held.master)
-        held.seen = stamp(held.param)
+        self._carrier.copy(local, self._rounded(buffers, which) if narrow(buffers.param) else buffers.master)
+        buffers.seen = stamp(buffers.param)
 
-    def _rounded(self, held: Held, which: int) -> Tensor:
-        """Room for the master in the parameter's dtype: in the gradient, which is used up and already pinned."""
-        return (
-            held.gradients[which]
-            .flatten()
-            .view(held.param.dtype)[: held.gradients[which].numel()]
-            .view(held.gradients[which].shape)
-        )
+    def _rounded(self, buffers: ParamBuffers, which: int) -> Tensor:
+        """Memory for the master in the parameter's dtype: that of the gradient, which is consumed and already pinned."""
+        gradient = buffers.gradients[which]
+        # Reinterprets bytes, a fp32 gradient as twice as many bf16 elements: views and not einops.
+        return gradient.flatten().view(buffers.param.dtype)[: gradient.numel()].view(gradient.shape)
 
-    # -------------------------------------------------------------------------------------- what is kept, and where
+    # ------------------------------------------------------------------------------------- optimizer state
 
     def state_dict(self) -> dict[str, Any]:
         self.finish()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its dtype and place."""
+        """As torch's, but state keeps its dtype and its device."""
         self.finish()
         for param, saved in paired_states(self, state_dict):
             self.state[param] = dict(saved)
-            self._adopt(self._held[param])
+            self._adopt(self._buffers[param])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_complete", False):
             raise PlanError("OffloadedAdamW: memory is allocated once, so give all parameters when it is built.")
         super().add_param_group(param_group)
 
-    def _state_of(self, held: Held) -> dict[str, Any]:
-        """As torch.optim.AdamW has it, and for a parameter narrower than its master the master."""
-        device = held.moments["exp_avg"].device
+    def _state_of(self, buffers: ParamBuffers) -> dict[str, Any]:
+        """The state of torch.optim.AdamW; for a parameter narrower than its master, the master too."""
+        device = buffers.moments["exp_avg"].device
 
         def zero() -> Tensor:
             return torch.zeros((), dtype=torch.float32, device=device)
 
-        step = zero() if held.resident else made_on_host(zero)
-        kept = {key: placed(held.param, moment) for key, moment in held.moments.items()}
-        master = {"master": placed(held.param, held.master)} if narrow(held.param) and held.master is not None else {}
-        return {"step": step, **kept, **master}
+        step = zero() if buffers.resident else made_on_host(zero)
+        moments = {key: placed(buffers.param, moment) for key, moment in buffers.moments.items()}
+        master = (
+            {"master": placed(buffers.param, buffers.master)}
+            if narrow(buffers.param) and buffers.master is not None
+            else {}
+        )
+        return {"step": step, **moments, **master}
 
-    def _adopt(self, held: Held) -> None:
-        """Make state that was loaded ours, and masters follow parameters that were changed."""
-        state = self.state[held.param]
-        own = {**held.moments, **({"master": held.master} if narrow(held.param) and held.master is not None else {})}
-        for key, tensor in own.items():
-            found = state.get(key)
-            if isinstance(found, Tensor) and address(local_tensor(found)) == address(tensor):
+    def _adopt(self, buffers: ParamBuffers) -> None:
+        """Copy loaded state into the allocated memory, and changed parameters into their masters."""
+        state = self.state[buffers.param]
+        tensors = {
+            **buffers.moments,
+            **({"master": buffers.master} if narrow(buffers.param) and buffers.master is not None else {}),
+        }
+        for key, tensor in tensors.items():
+            loaded = state.get(key)
+            if isinstance(loaded, Tensor) and address(local_tensor(loaded)) == address(tensor):
                 continue
-            if isinstance(found, Tensor):
-                tensor.copy_(local_tensor(found))
+            if isinstance(loaded, Tensor):
+                tensor.copy_(local_tensor(loaded))
             elif key != "master":  # forgotten by a load
                 tensor.zero_()
-            state[key] = placed(held.param, tensor)
+            state[key] = placed(buffers.param, tensor)
         if not isinstance(state.get("step"), Tensor):
             state["step"] = torch.zeros((), dtype=torch.float32)
-        state["step"] = state["step"].to(held.moments["exp_avg"].device)
-        self._follow(held)
+        state["step"] = state["step"].to(buffers.moments["exp_avg"].device)
+        self._follow(buffers)
 
-    def _follow(self, held: Held) -> None:
-        local = local_tensor(held.param)
-        if held.master is None or stamp(held.param) == held.seen:
+    def _follow(self, buffers: ParamBuffers) -> None:
+        local = local_tensor(buffers.param)
+        if buffers.master is None or stamp(buffers.param) == buffers.seen:
             return
-        values = local.to(held.master.device)
-        if narrow(held.param):
-            same = held.master.to(values.dtype) == values
-            held.master.copy_(torch.where(same, held.master, values.to(held.dtype)))
+        values = local.to(buffers.master.device)
+        if narrow(buffers.param):
+            same = buffers.master.to(values.dtype) == values
+            buffers.master.copy_(torch.where(same, buffers.master, values.to(buffers.dtype)))
         else:
-            held.master.copy_(values)
-        held.seen = stamp(held.param)
+            buffers.master.copy_(values)
+        buffers.seen = stamp(buffers.param)
 
-    def _of(self, group: Options) -> list[Held]:
-        return [self._held[param] for param in group["params"]]
+    def _of(self, group: Options) -> list[ParamBuffers]:
+        return [self._buffers[param] for param in group["params"]]
 
     def _largest(self) -> int:
         return max(
-            (grad.numel() * grad.element_size() // 4 for held in self._held.values() for grad in held.gradients[:1]),
+            (
+                grad.numel() * grad.element_size() // 4
+                for buffers in self._buffers.values()
+                for grad in buffers.gradients[:1]
+            ),
             default=0,
         )
 
-    def _allocate(self, params: list[Tensor], stays: list[bool]) -> dict[Tensor, Held]:
-        """Slabs on the host for what leaves, tensors on the device for what stays."""
+    def _allocate(self, params: list[Tensor], residents: list[bool]) -> dict[Tensor, ParamBuffers]:
+        """Allocate the buffers of all parameters: in slabs on the host, or on the device for resident ones."""
         gradients = 2 if self.delayed else 1
         shapes = [
             (local_tensor(param).shape, master_dtype(param))
-            for param, resident in zip(params, stays, strict=True)
+            for param, resident in zip(params, residents, strict=True)
             if not resident
             for _ in range(3 + gradients)
         ]
         host = iter(host_tensors(shapes, pinned=not self._carrier.on_host))
-        held = {}
-        for param, resident in zip(params, stays, strict=True):
+        buffers = {}
+        for param, resident in zip(params, residents, strict=True):
             tensors = host
             if resident:
                 like = torch.zeros_like(local_tensor(param), dtype=master_dtype(param))
                 tensors = (like.clone() for _ in range(3))
-            held[param] = Held(param, tensors, 0 if resident else gradients, resident=resident)
-        return held
+            buffers[param] = ParamBuffers(param, tensors, 0 if resident else gradients, resident=resident)
+        return buffers
 
     def _take_over(self, param: Tensor, stream: bool) -> None:
-        """Let backward hand this parameter's gradient over; an older optimizer gets none any more."""
+        """Receive this parameter's gradients from backward; an older optimizer of it is retired."""
         older: tuple[weakref.ref[OffloadedAdamW], Any] | None = getattr(param, _OWNER, None)
         if older is not None:
             if older[1] is not None:
                 older[1].remove()
             if (other := older[0]()) is not None:
                 other._retired = True
-        own = weakref.ref(self)  # the hook must not keep the host's memory when the optimizer is gone
+        optimizer_ref = weakref.ref(self)  # weak: the parameter's hook must not keep the optimizer's host memory alive
 
-        def hand_over(given: Tensor) -> None:
-            if (optimizer := own()) is not None:
-                optimizer._receive(given)
+        def hand_over(updated_param: Tensor) -> None:
+            if (optimizer := optimizer_ref()) is not None:
+                optimizer._receive(updated_param)
 
         def read() -> Tensor | None:
-            optimizer = own()
+            optimizer = optimizer_ref()
             return param.grad if optimizer is None else optimizer.gradient(param)
 
         handle = param.register_post_accumulate_grad_hook(hand_over) if stream else None
-        setattr(param, _OWNER, (own, handle))
-        read_gradient_by(param, read)
+        setattr(param, _OWNER, (optimizer_ref, handle))
+        set_gradient_reader(param, read)
 
 
-def _parts(held: list[Held]) -> Iterator[list[Held]]:
-    """In order, in parts of about `UPDATE_ELEMENTS`."""
-    part: list[Held] = []
-    for each in held:
-        part.append(each)
-        if sum(other.gradients[0].numel() for other in part) >= UPDATE_ELEMENTS:
-            yield part
-            part = []
-    if part:
-        yield part
+def _chunks(params: list[ParamBuffers]) -> Iterator[list[ParamBuffers]]:
+    """In order, in chunks of about `UPDATE_ELEMENTS`."""
+    chunk: list[ParamBuffers] = []
+    for buffers in params:
+        chunk.append(buffers)
+        if sum(other.gradients[0].numel() for other in chunk) >= UPDATE_ELEMENTS:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def _fused_adamw(
-    optimizer: OffloadedAdamW, options: Options, part: list[Held], masters: list[Tensor], grads: list[Tensor]
+    optimizer: OffloadedAdamW, options: Options, params: list[ParamBuffers], masters: list[Tensor], grads: list[Tensor]
 ) -> None:
-    states = [optimizer.state[held.param] for held in part]
+    states = [optimizer.state[buffers.param] for buffers in params]
     adamw(
         masters,
         grads,
-        [held.moments["exp_avg"] for held in part],
-        [held.moments["exp_avg_sq"] for held in part],
+        [buffers.moments["exp_avg"] for buffers in params],
+        [buffers.moments["exp_avg_sq"] for buffers in params],
         [],
         [state["step"] for state in states],
         fused=True,
@@ -415,28 +428,28 @@ def _fused_adamw(
     )
 
 
-# Which share of the optimizer's state stays on the device.
+# How much of the optimizer state stays on the device.
 
-STATE_BYTES = 12  # of a parameter: fp32 master and two moments; an fp32 parameter is its own master, and that makes 8
+STATE_BYTES = 12  # per element: fp32 master and two moments; 8 for an fp32 parameter, which is its own master
 
 
 def choose_resident(sizes: Sequence[int], share: float) -> list[bool]:
-    """Which tensors stay on the device, so that they hold about `share` of all elements; the same on every rank.
+    """For each tensor, whether it stays on the device, so that about `share` of all elements do; the same on every rank.
 
     sizes: elements of the whole tensors, in the model's order. Largest first, each that still fits; then the smallest one
     left, if that comes nearer. The share is missed by at most half of the smallest tensor left.
     """
     target = share * sum(sizes)
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    stays = [False] * len(sizes)
-    held = 0
+    resident = [False] * len(sizes)
+    resident_elements = 0
     for index in order:
-        if held + sizes[index] <= target:
-            stays[index], held = True, held + sizes[index]
-    left = [index for index in order if not stays[index]]
-    if left and held + sizes[left[-1]] - target < target - held:
-        stays[left[-1]] = True
-    return stays
+        if resident_elements + sizes[index] <= target:
+            resident[index], resident_elements = True, resident_elements + sizes[index]
+    left = [index for index in order if not resident[index]]
+    if left and resident_elements + sizes[left[-1]] - target < target - resident_elements:
+        resident[left[-1]] = True
+    return resident
 
 
 def resident_share(
@@ -468,14 +481,14 @@ def resident_share(
     return max(0.0, min(1.0, needed, fits))
 
 
-# One parameter of an optimizer on the host: what is kept for it, and whether somebody else has written it.
+# One parameter with its buffers, and whether other code has written it.
 
 
-class Held:
-    """One parameter and what is kept for it. Tensors have the shape of this rank's shard.
+class ParamBuffers:
+    """One parameter with its master, moments and gradient buffers, in the shape of this rank's shard.
 
     master: in fp32, or the parameter's dtype if that is wider; None where a resident parameter is its own master.
-    gradients: empty where it is resident; two with a delayed update, which reads one while backward fills the other.
+    gradients: none if resident; two with a delayed update, which reads one while backward fills the other.
     """
 
     def __init__(self, param: Tensor, tensors: Iterator[Tensor], gradients: int, *, resident: bool) -> None:
@@ -497,16 +510,16 @@ def master_dtype(param: Tensor) -> torch.dtype:
 
 
 def narrow(param: Tensor) -> bool:
-    """Whether the master has bits that the parameter has not."""
+    """Whether the parameter is narrower than its master (bf16 and fp32)."""
     return param.dtype != master_dtype(param)
 
 
 def stamp(param: Tensor) -> tuple[int, int, int, int]:
-    """Changes with every write in place, to the shard or through its DTensor, and when the shard moves."""
+    """A value that changes with every in-place write, to the shard or through its DTensor, and when the shard is moved."""
     local = local_tensor(param)
     return *address(local), local._version, param._version
 
 
 def address(tensor: Tensor) -> tuple[int, int]:
-    """Where its first element lies; an estimate's tensors have a storage, but no address in memory."""
+    """(storage, offset) of its first element. Not data_ptr: an estimate's tensors have storages, but no addresses."""
     return _torch.storage_key(tensor), int(tensor.storage_offset())

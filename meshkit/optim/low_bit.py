@@ -1,4 +1,4 @@
-"""AdamW with moments in few bits, and bf16 parameters without masters."""
+"""Low-bit AdamW: moments in 8 or 4 bits or fp8, and bf16 parameters without master weights by stochastic rounding."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether it has a sign
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW in fp32 arithmetic over moments stored as `states`, see `_few_bits`; norms, biases and small matrices in fp32.
+    """AdamW in fp32 arithmetic, moments stored as `states` (see `_low_bit_state`); in fp32 for norms, biases, small matrices.
 
     params: as any optimizer takes them; give (name, parameter) pairs, for the draws of stochastic rounding.
     stochastic_rounding: bf16 parameters are rounded at random, by bits that depend on seed, name, step and the element's
     index alone. So replicas draw the same, every mesh trains the same model, and a resumed run needs no random state.
-    An update passes over a parameter in chunks, so fp32 copies of whole shards never exist.
+    An update goes over a parameter in chunks of rows, so no fp32 copy of a full shard ever exists.
     Memory for each element: 2 moments of the table's bytes beside the parameter and its gradient.
     Wire: nothing.
     Raises: PlanError for parameters on meta, for stochastic rounding without bf16 parameters, and for rows that are cut
@@ -87,33 +87,34 @@ class LowBitAdamW(torch.optim.Optimizer):
         values, grads = local_tensor(param), local_tensor(param.grad)  # type: ignore[arg-type]  # it has one
         stream = stream_of(self.seed, self._names[param], int(step))
         rounds = self.stochastic_rounding and param.dtype == torch.bfloat16
+        # Chunks of rows bound the fp32 copies. index: of each element in the full tensor, so draws do not depend on sharding.
         for rows, index in indexed_parts(param):
-            part: Any = rows if param.ndim else ...
-            grad = grads[part].float()
-            mean = self._read(param, "exp_avg", part, grad.shape).lerp_(grad, 1 - beta1)
-            square = self._read(param, "exp_avg_sq", part, grad.shape).lerp_(grad * grad, 1 - beta2)
-            new = values[part].float() * (1 - lr * group["weight_decay"])
+            chunk: Any = rows if param.ndim else ...
+            grad = grads[chunk].float()
+            mean = self._read(param, "exp_avg", chunk, grad.shape).lerp_(grad, 1 - beta1)
+            square = self._read(param, "exp_avg_sq", chunk, grad.shape).lerp_(grad * grad, 1 - beta2)
+            new = values[chunk].float() * (1 - lr * group["weight_decay"])
             width = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
             new.addcdiv_(mean, width, value=-lr / (1 - beta1**step))
-            values[part] = round_stochastically(new, random_bits(index, stream, 16)) if rounds else new.to(param.dtype)
-            self._write(param, "exp_avg", part, mean)
-            self._write(param, "exp_avg_sq", part, square)
+            values[chunk] = round_stochastically(new, random_bits(index, stream, 16)) if rounds else new.to(param.dtype)
+            self._write(param, "exp_avg", chunk, mean)
+            self._write(param, "exp_avg_sq", chunk, square)
 
-    def _read(self, param: Tensor, key: str, part: Any, shape: torch.Size) -> Tensor:
-        """A moment of some rows, in fp32, of its own."""
+    def _read(self, param: Tensor, key: str, chunk: Any, shape: torch.Size) -> Tensor:
+        """Some rows of a moment as a new fp32 tensor."""
         state, codec = self.state[param], self._codecs[param].get(key)
         if codec is None:
-            return local_tensor(state[key])[part].clone()
-        codes, scale = (local_tensor(state[f"{key}_{what}"])[part] for what in ("codes", "scale"))
+            return local_tensor(state[key])[chunk].clone()
+        codes, scale = (local_tensor(state[f"{key}_{what}"])[chunk] for what in ("codes", "scale"))
         return codec.decode(codes, scale, shape[-1])
 
-    def _write(self, param: Tensor, key: str, part: Any, values: Tensor) -> None:
+    def _write(self, param: Tensor, key: str, chunk: Any, values: Tensor) -> None:
         state, codec = self.state[param], self._codecs[param].get(key)
         if codec is None:
-            local_tensor(state[key])[part] = values
+            local_tensor(state[key])[chunk] = values
             return
         for what, value in zip(("codes", "scale"), codec.encode(values), strict=True):
-            local_tensor(state[f"{key}_{what}"])[part] = value
+            local_tensor(state[f"{key}_{what}"])[chunk] = value
 
     def _codecs_of(self, param: Tensor) -> dict[str, LowBitState]:
         if param.is_meta:
@@ -142,13 +143,13 @@ class LowBitAdamW(torch.optim.Optimizer):
                 ("codes", codec.code_columns, torch.uint8),
                 ("scale", codec.scale_columns, torch.float32),
             ):
-                kept = local.new_zeros((*local.shape[:-1], columns(local.shape[-1])), dtype=dtype)
-                state[f"{key}_{what}"] = _placed(param, kept, (columns(param.shape[-1]),))
+                stored = local.new_zeros((*local.shape[:-1], columns(local.shape[-1])), dtype=dtype)
+                state[f"{key}_{what}"] = _placed(param, stored, (columns(param.shape[-1]),))
         return state
 
 
 def _row_parts(param: Tensor) -> int:
-    """In how many parts the mesh cuts the last dim."""
+    """The number of shards of the last dim."""
     parts = 1
     if isinstance(param, DTensor):
         for axis, placement in enumerate(param.placements):
@@ -160,17 +161,17 @@ def _row_parts(param: Tensor) -> int:
 def _placed(param: Tensor, local: Tensor, last: tuple[int, ...]) -> Tensor:
     if not isinstance(param, DTensor):
         return local
-    placed = _torch.place_like(param, local, (*param.shape[:-1], *last))
-    lies = tuple(part.stop - part.start for part in local_slices(placed))
-    if lies != tuple(local.shape):
+    placed = _torch.dtensor_like(param, local, (*param.shape[:-1], *last))
+    shape = tuple(rows.stop - rows.start for rows in local_slices(placed))
+    if shape != tuple(local.shape):
         raise PlanError(
             f"few-bit states: a part of shape {tuple(local_tensor(param).shape)} of a parameter {tuple(param.shape)} needs "
-            f"codes of shape {tuple(local.shape)}, but the mesh would lay out {lies}. Use a tp that divides the rows evenly."
+            f"codes of shape {tuple(local.shape)}, but the mesh would lay out {shape}. Use a tp that divides the rows evenly."
         )
     return placed
 
 
-# bf16 parameters that are rounded up or down at random, so that on average nothing is lost.
+# Stochastic rounding: bf16 parameters are rounded up or down at random, so that small updates survive on average.
 
 _UPPER_HALF = -0x10000
 

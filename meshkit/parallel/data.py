@@ -1,4 +1,4 @@
-"""Data parallelism: ZeRO-1, 2 and 3 sharding and replication, on PyTorch's FSDP2."""
+"""Data parallelism: FSDP, HSDP, ZeRO-1, 2 and 3, and plain replication (DDP), on PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meshkit.strategy import Precision
 
 @dataclass(frozen=True)
 class Zero:
-    """What a ZeRO stage does with an optimizer step of k microbatches.
+    """A ZeRO stage, and its traffic in an optimizer step of k microbatches (gradient accumulation).
 
-    | stage | parameters gathered         | gradients reduced      | kept whole between microbatches |
+    | stage | parameters gathered         | gradients reduced      | unsharded between microbatches  |
     |-------|-----------------------------|------------------------|---------------------------------|
     | 3     | forward and backward, 2k    | every microbatch, k    | nothing                         |
     | 2     | once                        | every microbatch, k    | parameters                      |
@@ -65,18 +65,18 @@ def zero_stage(zero: int | None, *, pipelined: bool) -> int:
 
 
 def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list[str]:
-    """The units that can be gathered alone: those that share no parameter with the rest of the model.
+    """The FSDP units that can be gathered on their own: those that share no parameter with the rest of the model.
 
-    names: parameters under all of their names. A tied embedding and head, for example, stay together in the root.
+    names: parameters under all of their names. A tied embedding and head, for example, stay together in the root unit.
     """
-    alone = []
+    separate = []
     for unit in units:
         prefix = f"{unit}."
         inside = {id(param) for name, param in names.items() if name.startswith(prefix)}
         outside = {id(param) for name, param in names.items() if not name.startswith(prefix)}
         if inside and not inside & outside:
-            alone.append(unit)
-    return alone
+            separate.append(unit)
+    return separate
 
 
 def fully_shard(
@@ -92,14 +92,13 @@ def fully_shard(
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over the mesh, in place; uneven sizes are fine.
 
-    mesh: one axis to shard over, or two: replicate × shard (HSDP). A replicate axis of any size with a shard axis of 1
-    holds whole copies.
-    units: names of submodules gathered and freed one at a time (the blocks); the rest is the root unit, which is kept
-    after forward since backward needs it first. keep_gathered: units kept after forward too, for the same reason (see
+    mesh: one axis to shard over, or two: replicate × shard (HSDP). A shard axis of size 1 replicates parameters (DDP).
+    units: names of submodules that are gathered and freed one at a time (the blocks); the rest is the root unit, which is not
+    freed after forward, since backward needs it first. keep_gathered: units not freed after forward for the same reason (see
     `kept_units`).
-    ignored: names of submodules that are left as they are, for another call on another mesh, or for none.
+    ignored: names of submodules that are not sharded: another call shards them over another mesh, or none does.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
-    cast_inputs: units cast floating inputs to the compute dtype; not where some are wider on purpose.
+    cast_inputs: units cast floating-point inputs to the compute dtype. False where some inputs are wider on purpose.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
     with replicas an all-reduce of the gradient shard.
@@ -110,7 +109,7 @@ def fully_shard(
     if mesh.size() == 1 and precision is None and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     if not all(param.is_floating_point() for param in module.parameters()):
-        _torch.send_bytes_as_they_are()
+        _torch.allow_integer_parameters()
     policy = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
         policy = MixedPrecisionPolicy(
@@ -123,8 +122,8 @@ def fully_shard(
             raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
     kept = set(keep_gathered)
     ignored_params = {param for name in ignored for param in modules[name].parameters()}
-    # Inner units first: each call takes the parameters below it that no unit has taken, and the root what is left.
-    with _torch.detaching_as_placed():
+    # Inner units first: each call takes the parameters of its module that no earlier call has taken; the root takes the rest.
+    with _torch.detach_keeps_placements():
         for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
             reshard = stage.reshard_after_forward and name not in kept
             _fully_shard(
@@ -134,16 +133,22 @@ def fully_shard(
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
-            child.set_force_sum_reduction_for_comms(True)  # a divide factor alone selects PREMUL_SUM, absent on gloo
+            child.set_force_sum_reduction_for_comms(
+                True
+            )  # a divide factor alone selects PREMUL_SUM, which gloo has not
     return module
 
 
 def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
-    """Gather the parameters of `inner`, a unit inside of the block, before the block runs and before its backward.
+    """Gather the parameters of `inner`, an FSDP unit inside of the block, before the block's forward and before its backward.
 
-    free: free them after forward.
-    A block that is run again in backward then does the same both times, which selective recompute insists on.
+    free: free them after forward. See [Note: gathers outside of recompute].
     """
+    # [Note: gathers outside of recompute]
+    # Selective recompute requires that a block issues the same operators when it runs again. The hooks of an inner unit
+    # gather only what is not gathered yet, which may differ between the two runs. So its gathers move to the edges of the
+    # block: before its forward, and to a hook on the gradient of its output, which runs before anything of the block runs
+    # again.
     if not isinstance(inner, FSDPModule):
         return
     inner.set_reshard_after_forward(False)
@@ -155,8 +160,6 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
             (value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.requires_grad), None
         )
         if hidden is not None:
-            # At the block's output, whose gradient is there before anything of the block runs again: so the gather lies
-            # outside of what recompute repeats.
             hidden.register_hook(lambda grad: inner.unshard())
 
     block.register_forward_pre_hook(lambda module, args: inner.unshard())
@@ -166,10 +169,10 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
 def kept_units(blocks: Sequence[str], units: Sequence[str], head: str | None = None) -> set[str]:
     """The last block and the last further unit (the head): backward begins with them, so freeing them saves nothing.
 
-    head: the head's name where a chunked loss uses its weight after the model's forward; the units around it are kept too.
+    head: the head's name where a chunked loss reads its weight after the model's forward; units that contain it are kept too.
     """
-    around = [unit for unit in (*blocks, *units) if head is not None and f"{head}.".startswith(f"{unit}.")]
-    return {*blocks[-1:], *units[-1:], *around}
+    around_head = [unit for unit in (*blocks, *units) if head is not None and f"{head}.".startswith(f"{unit}.")]
+    return {*blocks[-1:], *units[-1:], *around_head}
 
 
 def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
@@ -177,44 +180,44 @@ def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
     if not isinstance(module, FSDPModule):
         return
     stage = Zero(zero)
-    # On the last, FSDP waits for its reductions at the end of backward and forgets the order of units; earlier ones leave
-    # the reduce-scatters under way on its own stream, beside the next microbatch's forward.
+    # After the last microbatch's backward FSDP waits for its reductions, and resets the order in which it prefetches units.
+    # Earlier ones leave reduce-scatters in flight on FSDP's stream, beside the next microbatch's forward.
     module.set_is_last_backward(last)
     module.set_requires_gradient_sync(last or stage.reduce_every_microbatch)
-    # Over replicas once a step: until then FSDP adds up shards that were reduced over dp_shard only.
+    # Over replicas once a step: until then FSDP accumulates shards that were reduced over dp_shard only.
     module.set_requires_all_reduce(last)
     module.set_reshard_after_backward(last or stage.reshard_between_microbatches)
 
 
 def find_units(module: nn.Module) -> None:
-    """Before a model runs with some of its modules replaced: let FSDP's root see all of its units once."""
+    """Let FSDP's root register all of its units now, before the model runs with some of its modules replaced."""
     if isinstance(module, FSDPModule):
         _torch.find_units(module)
 
 
 def before_pipeline(module: nn.Module) -> None:
-    """Many microbatches are in flight: gather parameters once, and leave gradients whole until `after_pipeline`."""
-    # Before stages run with the blocks of other stages swapped out: FSDP's root makes those units its own that it sees at its
-    # first forward.
+    """For a step with many microbatches in flight: gather parameters once, and reduce no gradients until `after_pipeline`."""
+    # FSDP's root registers the units that it sees at its first forward, and stages run with the blocks of other stages
+    # swapped out: so it must look before.
     find_units(module)
     if isinstance(module, FSDPModule):
-        # Whole gradients add up until `after_pipeline`: reduced once a step, not at each backward of each microbatch, which
-        # interleave.
+        # Unsharded gradients accumulate until `after_pipeline` and are reduced once a step: backwards of microbatches
+        # interleave, and each would reduce.
         module.set_requires_gradient_sync(False)
         module.set_reshard_after_backward(False)
-        _torch.put_off_gradients(module)
+        _torch.defer_gradient_reduction(module)
 
 
 def after_pipeline(module: nn.Module) -> None:
-    """Reduce the gradients of all microbatches at once, and free whole parameters."""
+    """Reduce the gradients of all microbatches at once, and free unsharded parameters."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
-        _torch.finish_gradients(module)
+        _torch.reduce_deferred_gradients(module)
 
 
 def after_inference(module: nn.Module) -> None:
-    """Free what a forward without backward left gathered, so that parameters are shards again. No-op if not sharded."""
+    """Free the parameters that a forward without backward left gathered. No-op if not sharded."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -224,7 +227,7 @@ def after_inference(module: nn.Module) -> None:
 def kept_gathered(module: nn.Module) -> Iterator[None]:
     """Gather all parameters now, so that forwards inside send none of them. No-op if not sharded.
 
-    Follow it by `after_inference`. Experts that a block gathers and frees by itself (see `gather_around`) still are.
+    Call `after_inference` afterwards. Blocks still gather and free experts as `gather_around` says.
     """
     if not isinstance(module, FSDPModule):
         yield

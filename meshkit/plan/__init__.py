@@ -1,4 +1,4 @@
-"""What by name: the style of each module on the tensor axis, blocks, units, initial values."""
+"""The plan (parallelization plan): by name, each module's style on the tensor axis; blocks, FSDP units, initial values."""
 
 from .auto import auto_plan as auto_plan
 from .match import match_names as match_names

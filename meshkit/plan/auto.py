@@ -1,4 +1,4 @@
-"""A plan for models nobody wrote a plan for, by the names and shapes of their modules, saying what was decided."""
+"""Automatic plans: derived from the names and shapes of a model's modules, for models without a written plan."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def auto_plan(model: nn.Module) -> Plan:
     decoder = any(_is_attention(child) for child in modules.values())
     tensor: dict[str, Style] = {}
     for name, child in modules.items():
-        for part, style in _split_styles(child):
-            _add(tensor, pattern(_join(name, part) if part else name), style)
+        for key, style in _split_styles(child):
+            _add(tensor, pattern(_join(name, key) if key else name), style)
     for name, child in modules.items():
         if any(True for _ in child.parameters(recurse=False)):
             tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
@@ -67,7 +67,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
-    """(child, "" for the module itself; style) of what is split by heads or by features."""
+    """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
     if _is_attention(module):
         yield "", attention()
@@ -83,7 +83,7 @@ def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
 
 
 def _other_style(name: str, module: nn.Module, *, decoder: bool) -> Style:
-    """Of a module that holds parameters, and that nothing splits by heads or features."""
+    """The style of a module that holds parameters, and is split neither by heads nor by features."""
     if decoder and (isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and _last(name) == "lm_head")):
         return vocab()
     return sequence() if decoder and "norm" in _last(name) else replicate()
@@ -97,12 +97,12 @@ def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
 
 
 def _named_pairs(module: nn.Module) -> list[tuple[str, str]]:
-    held = dict(module.named_children())
+    children = dict(module.named_children())
     return [
         (first, second)
         for first, second in MLP_PAIRS
-        if isinstance(up := held.get(first), nn.Linear)
-        and isinstance(down := held.get(second), nn.Linear)
+        if isinstance(up := children.get(first), nn.Linear)
+        and isinstance(down := children.get(second), nn.Linear)
         and up.out_features == down.in_features
     ]
 
@@ -132,8 +132,8 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
     }
     if not lists:
         return []
-    name, best = max(lists.items(), key=lambda item: len(item[1]))
-    return [f"{name}.{index}" if name else str(index) for index in range(len(best))]
+    name, layers = max(lists.items(), key=lambda item: len(item[1]))
+    return [f"{name}.{index}" if name else str(index) for index in range(len(layers))]
 
 
 def _general(name: str, modules: dict[str, nn.Module]) -> str:

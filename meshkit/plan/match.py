@@ -19,19 +19,19 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
     for a name that two patterns match.
     """
     names = list(names)
-    found: dict[str, tuple[str, Value]] = {}
+    matched: dict[str, tuple[str, Value]] = {}  # name -> (pattern, value)
     for pattern, value in table.items():
         expression = _compile(pattern)
         matches = [name for name in names if expression.fullmatch(name)]
         if not matches and not getattr(value, "optional", False):
             raise PlanError(_no_match(pattern, names, what))
         for name in matches:
-            if name in found:
+            if name in matched:
                 raise PlanError(
-                    f"plan: two patterns match the {what} {name!r}: {found[name][0]!r} and {pattern!r}. Make one narrower."
+                    f"plan: two patterns match the {what} {name!r}: {matched[name][0]!r} and {pattern!r}. Make one narrower."
                 )
-            found[name] = (pattern, value)
-    return {name: found[name][1] for name in names if name in found}
+            matched[name] = (pattern, value)
+    return {name: matched[name][1] for name in names if name in matched}
 
 
 def match_names(patterns: Iterable[str], names: Iterable[str], *, what: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What: for each part of a model, what happens to it on each axis. A plan is a table of name patterns.
+"""Styles of tensor parallelism (column, row, vocabulary, sequence) and `Plan`, a table from name patterns to styles.
 
 In a pattern `*` is one component of a module's dotted name, `**` any number of them, and `{q,k}` a choice:
 `"layers.*.self_attn.{q,k,v}_proj"`. Matching is strict: a pattern that matches nothing, and a module that two patterns
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Style:
-    """What one module does on the tensor axis, experts on theirs. Made by the functions below, which say what kinds mean."""
+    """How one module is split on the tensor or expert axes. Made by the functions below, which document the kinds."""
 
     kind: Literal[
         "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
@@ -27,22 +27,22 @@ class Style:
     rows: tuple[str, ...] = ()
     group: int = 1
     inner: bool = False
-    """of a module that its parent calls on the parent's own input or output: nothing is sent for it"""
+    """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
 
 
 def column(*, group: int = 1, optional: bool = False) -> Style:
-    """Linear: each rank holds a part of the output features, and computes only those.
+    """Linear: each rank holds a slice of the output features, and computes only those.
 
-    group: features that stay together, those of a head; then the axis must divide the number of groups.
+    group: size of the groups of features that stay together, of a head for one; the axis must divide the number of groups.
     """
     return Style("column", optional, group=group)
 
 
 def row(*, group: int = 1, optional: bool = False) -> Style:
-    """Linear: each rank holds a part of the input features; the partial outputs are summed over the axis.
+    """Linear: each rank holds a slice of the input features; the partial outputs are summed over the axis.
 
     group: as for column().
     """
@@ -50,47 +50,47 @@ def row(*, group: int = 1, optional: bool = False) -> Style:
 
 
 def vocab(*, optional: bool = False) -> Style:
-    """Embedding or output head: each rank holds a part of the vocabulary.
+    """Embedding or output head: each rank holds a slice of the vocabulary.
 
-    The head's logits leave as a DTensor sharded on the last dim, which `meshkit.cross_entropy` understands.
+    The head returns logits as a DTensor sharded on the last dim, which `meshkit.cross_entropy` takes.
     """
     return Style("vocab", optional)
 
 
 def sequence(*, optional: bool = False) -> Style:
-    """A module on the residual stream, a norm: whole on every rank; with sequence=True it sees a part of the sequence."""
+    """A module on the residual stream, such as a norm: replicated; with sequence=True it sees this rank's tokens only."""
     return Style("sequence", optional)
 
 
 def per_head(*, optional: bool = False) -> Style:
-    """A module between column and row, a query norm: whole on every rank, applied to this rank's heads or features."""
+    """A module between column and row, such as a query norm: replicated, and applied to this rank's heads or features."""
     return Style("per_head", optional)
 
 
 def replicate(*, optional: bool = False) -> Style:
-    """A module that every rank computes whole, on the whole sequence."""
+    """A module that every rank computes in full, on the full sequence."""
     return Style("replicate", optional)
 
 
 def head(*, optional: bool = False) -> Style:
-    """A module that ends the model and that every rank computes whole, such as a score: its output is whole, too."""
+    """A module that ends the model and that every rank computes in full, such as a score; so its output is not sharded."""
     return Style("head", optional)
 
 
 def enter(*, query: str = "", optional: bool = False) -> Style:
     """A container whose first input feeds several column() children: the axis is entered once, not once per child.
 
-    query: of latent attention, whose heads are groups of features already: the child that makes the queries, a
-    column(group=...) of their size, each with a key and a value of its own. Then it is known what the module sends on cp.
+    query: for latent attention, the child that makes the queries, which is column(group=size of a head). Each query head has
+    a key and a value head. Traffic on cp is predicted from it.
     """
     return Style("enter", optional, query=query)
 
 
 def split(*, optional: bool = False) -> Style:
-    """A container before which the sequence is whole: with sequence=True its first input is split here.
+    """A container whose first input is the full sequence: with sequence=True it is split here.
 
-    For models that compute positions or masks from the embedding's output: with a split() in the plan that output stays
-    whole. Without one the embedding's own sum leaves each rank its part, at half the traffic.
+    For models that compute positions or masks from the embedding's output, which a split() in the plan leaves full. Without
+    one the embedding ends in a reduce-scatter, which leaves each rank its tokens and sends half as much.
     """
     return Style("split", optional)
 
@@ -106,8 +106,8 @@ def attention(
 ) -> Style:
     """enter() for an attention module: its column() and row() children are split by whole heads.
 
-    `head_dim` names the module's attribute with the size of a head. Key and value heads that the axis does not divide
-    are stored whole on every rank, and each rank computes the ones its query heads need.
+    `head_dim` names the module's attribute with the size of a head. If the axis does not divide the key/value heads, every
+    rank stores all of them, and computes those that its query heads read.
     """
     return Style("attention", optional, (query, key, value, output), head_dim)
 
@@ -118,11 +118,10 @@ def experts(
     rows: tuple[str, ...] = ("down_proj",),
     optional: bool = False,
 ) -> Style:
-    """A module of stacked experts, shared over the axes ep and etp of the expert view; see `expert_parallel`.
+    """A module of stacked experts, sharded over the axes ep and etp of the expert view; see `expert_parallel`.
 
     columns: its parameters [experts, features, inputs]; rows: those [experts, outputs, features]. etp splits the features.
-    On the tensor axis every rank brings its own tokens: the module's inputs are whole with sequence=False, and this rank's
-    part of the sequence with sequence=True.
+    The module's inputs are all tokens with sequence=False, and this rank's with sequence=True.
     """
     return Style("experts", optional, columns=columns, rows=rows)
 

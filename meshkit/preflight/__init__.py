@@ -1,4 +1,4 @@
-"""What looks at a run before it starts, and changes nothing: explain, estimate, check, page, observe."""
+"""Preflight: explain, estimate, check, page and observe look at a run before it starts, and change nothing."""
 
 from meshkit.preflight import check as check
 from meshkit.preflight import estimate as estimate

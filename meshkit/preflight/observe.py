@@ -1,4 +1,4 @@
-"""See what a piece of code really sends and holds, to be set against what `explain` and `estimate` say."""
+"""observe: count the collectives that code really sends, and its peak of memory, to compare with `explain` and `estimate`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _OPERATORS = {
 @contextmanager
 def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
     """Count every collective of this rank inside the context, by axis, kind and size."""
-    found: Counter[Message] = Counter()
-    with _Observer(Axes(mesh), found):
-        yield found
+    messages: Counter[Message] = Counter()
+    with _Observer(Axes(mesh), messages):
+        yield messages
 
 
 class _Observer(TorchDispatchMode):
-    def __init__(self, axes: Axes, found: Counter[Message]) -> None:
+    def __init__(self, axes: Axes, messages: Counter[Message]) -> None:
         super().__init__()
-        self.axes, self.found = axes, found
+        self.axes, self.messages = axes, messages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
@@ -52,36 +52,37 @@ class _Observer(TorchDispatchMode):
         if body is not None:
             with self:  # dispatch is off inside an operator: watch its body
                 return body(*args, **(kwargs or {}))
+        # A functional collective calls the process group in C++, not the c10d operator, so none is counted twice.
         if name == "c10d::alltoall_base_":
             self._count_all_to_all(*args)
         elif name in _OPERATORS:
             op, position = _OPERATORS[name]
             size = _bytes(args[position])
             if name == "_c10d_functional::all_gather_into_tensor":
-                size *= args[1]  # it is given one part
+                size *= args[1]  # its argument is one shard
             self._count(op, size, _torch.group_of_call(args))
         return func(*args, **(kwargs or {}))
 
-    def _count_all_to_all(self, output: Tensor, given: Tensor, *rest: Any) -> None:
-        """What goes to other ranks."""
+    def _count_all_to_all(self, output: Tensor, sent: Tensor, *rest: Any) -> None:
+        """Count the rows that go to other ranks."""
         group = _torch.group_of_call(rest)
         splits = rest[2]
-        kept = splits[dist.get_rank(group)] if splits else given.shape[0] // group.size()
-        self._count("all_to_all", (given.shape[0] - kept) * _bytes(given[:1]), group)
+        local_rows = splits[dist.get_rank(group)] if splits else sent.shape[0] // group.size()
+        self._count("all_to_all", (sent.shape[0] - local_rows) * _bytes(sent[:1]), group)
 
     def _count(self, op: str, size: int, group: dist.ProcessGroup) -> None:
         if size:
-            self.found[Message(self.axes.of(group), op, size)] += 1
+            self.messages[Message(self.axes.of(group), op, size)] += 1
 
 
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    return sum(_bytes(part) for part in value)
+    return sum(_bytes(item) for item in value)
 
 
 class Axes:
-    """Which axis a group is of: by the group itself, since two axes may have the same ranks, else by its ranks.
+    """The mesh axis of a process group: by the group itself, since two axes may have the same ranks, else by its ranks.
 
     An axis of all ranks is one group in both views, and has the name of the dense one.
     """
@@ -109,23 +110,24 @@ class Axes:
 
 
 class Peak(TorchDispatchMode):
-    """A context. bytes: the most that results of operators made inside took at one time, looked at after every operator."""
+    """A context. bytes: the peak of the results of operators that ran inside, counted after every operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
         self._known: set[int] = set()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._results: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
+        inputs = {
             tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
         }
-        self._known |= given - self._made.keys()
+        self._known |= inputs - self._results.keys()
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self._made.values()))
+                # A weak reference: counting must not keep alive what it counts.
+                self._results[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._results = {key: entry for key, entry in self._results.items() if not entry[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._results.values()))
         return out

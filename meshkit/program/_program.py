@@ -1,13 +1,14 @@
-"""The model as it was before anything was split: what every decision about it reads.
+"""The program: the model as it is before anything is split. All decisions read it, and none reads the module on a rank.
 
-This is where the traced program enters: its operations and what lies between modules will be further fields of `Program`,
-and whoever decides already asks it, not the module on a rank.
+A traced program will enter here, as further fields of `Program`: operations, and data flow between modules.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +45,15 @@ class Program:
         return next(self.model.parameters()).dtype
 
     def frozen(self) -> Program:
-        """The same on a copy without values, which what is done to the model leaves as it is."""
+        """The same program of a copy without values, which does not change when the model does."""
         return Program(without_values(self.model))
 
 
 def read_program(model: nn.Module) -> Program:
     """The program of a model, before anything is done to it.
 
-    Raises: PlanError for a model of which this rank holds the stages of one rank of pp only, and for one that is on meta in
-    part.
+    Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, and for one that is partly on
+    meta.
     """
     if full_model_of(model) is not None:
         raise PlanError(
@@ -66,11 +67,12 @@ def read_program(model: nn.Module) -> Program:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy of the modules whose parameters are on meta; what is tied stays tied, all else is shared with the model.
+    """A copy of the modules with parameters on meta. Tied parameters stay tied; all else is shared with the model.
 
-    Not a deep copy, which fails on whatever a module of the user's may hold beside tensors: a lock, a file, a generator.
-    Parameters of other kinds than plain tensors (DTensors, quantised ones) are shared too.
+    Parameters that are no plain tensors (DTensors, quantized ones) are shared too. Its hooks are its own: those put on the
+    model later are not on the copy, nor the other way.
     """
+    # No deep copy: it fails on what a user's module may hold beside tensors, such as a lock, a file or a generator.
     params: dict[int, nn.Parameter] = {}
     for param in model.parameters():
         params[id(param)] = param
@@ -80,16 +82,25 @@ def without_values(model: nn.Module) -> nn.Module:
     return _copied(model, params, {})
 
 
-def _copied(module: nn.Module, params: dict[int, nn.Parameter], made: dict[int, nn.Module]) -> nn.Module:
-    if id(module) not in made:
+def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
+    """params, copies: by id of the original. A module that occurs twice is copied once."""
+    if id(module) not in copies:
         twin: nn.Module = object.__new__(type(module))
-        made[id(module)] = twin
-        twin.__dict__.update(module.__dict__)
-        twin._parameters = {
+        copies[id(module)] = twin
+        # Not by assignment: a module's own __setattr__ may hand it on, as torch.compile's wrapper does to what it wraps.
+        vars(twin).update({name: _owned(name, value) for name, value in vars(module).items()})
+        vars(twin)["_parameters"] = {
             key: None if param is None else params[id(param)] for key, param in module._parameters.items()
         }
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
-            key: None if child is None else _copied(child, params, made) for key, child in module._modules.items()
+        vars(twin)["_modules"] = {
+            key: None if child is None else _copied(child, params, copies) for key, child in module._modules.items()
         }
-    return made[id(module)]
+    return copies[id(module)]
+
+
+_TABLES = frozenset(vars(nn.Module()))
+
+
+def _owned(name: str, value: Any) -> Any:
+    """Copies the tables that nn.Module keeps of a module, which are written to; whatever else hangs on it is only read."""
+    return copy.copy(value) if name in _TABLES and isinstance(value, dict | set) else value

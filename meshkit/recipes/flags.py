@@ -7,9 +7,13 @@ method here, so that nothing is decided in ten recipes: `parallel` is what `mk.p
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +23,7 @@ from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
 from meshkit.errors import PlanError
 from meshkit.lora import attach
+from meshkit.mesh import MeshSpec
 from meshkit.models import config_from_pretrained
 from meshkit.optim import lr_schedule
 from meshkit.plan import Plan
@@ -93,6 +98,23 @@ class TrainFlags(StepFlags):
 # ------------------------------------------------------------------------------------------------ the model on its mesh
 
 
+PLACES = {
+    "mesh": "mesh",
+    "zero": "zero",
+    "sequence": "sequence",
+    "schedule": "pipeline.schedule",
+    "recompute": "memory.recompute",
+    "loss_chunk": "memory.loss",
+    "offload": "memory.offload",
+    "precision": "memory.precision",
+    "optimizer_offload": "memory.optimizer.offload",
+    "adam_states": "memory.optimizer.states",
+    "compile": "compile",
+    "microbatches": "microbatches",
+}
+"""flag: where a `Strategy` has its choice"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
     """Where a model lies and what is kept of it: the choices of `mk.parallelize`."""
@@ -117,9 +139,50 @@ class ParallelFlags:
     adam_states: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
     """how Adam's moments are stored"""
     compile: bool = False
+    strategy: Path | None = None
+    """a TOML file with a Strategy, in place of the flags above; one of those beside it may not say otherwise"""
+
+    @classmethod
+    def parse(cls, args: Sequence[str] | None = None, **options: Any) -> Self:
+        """The flags of the command line, by tyro; with --strategy, `mesh` and `microbatches` are those of the file.
+
+        args: default those of the process. options: of `tyro.cli`.
+        Raises: PlanError for a flag that is given beside --strategy and says otherwise than the file, also if what it says
+        is the flag's default.
+        """
+        import tyro  # of the extra `recipes`; without it a Config can still be made by keyword
+
+        config: Self = tyro.cli(cls, args=args, **options)
+        if config.strategy is None:
+            return config
+        words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
+        names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+        chosen = config._read_strategy(names | {name.removeprefix("no_") for name in names})
+        values: dict[str, Any] = {"zero": chosen.zero, "sequence": chosen.sequence, "compile": chosen.compile}
+        if isinstance(chosen.mesh, MeshSpec):
+            values["mesh"] = _axes(chosen.mesh)
+        if chosen.microbatches is not None and "microbatches" in vars(config):
+            values["microbatches"] = chosen.microbatches
+        return dataclasses.replace(config, **values)
 
     def parallel(self, **choices: Any) -> Strategy:
-        """What `mk.parallelize` takes: these flags, and `choices` that no flag makes, such as the plan."""
+        """What `mk.parallelize` takes: these flags or the file of --strategy, and `choices` that no flag makes, as the plan.
+
+        Raises: PlanError for a flag or one of `choices` that says otherwise than the file.
+        """
+        if self.strategy is None:
+            return dataclasses.replace(self._of_flags(), **choices)
+        changed = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
+        chosen = self._read_strategy(changed)
+        for name, choice in choices.items():
+            if name in chosen.changes and getattr(chosen, name) != choice:
+                raise PlanError(
+                    f"--strategy {self.strategy} chooses {name}, and so does this recipe, otherwise: "
+                    f"{getattr(chosen, name)} and {choice}. Leave {name} out of the file."
+                )
+        return dataclasses.replace(chosen, **choices)
+
+    def _of_flags(self) -> Strategy:
         return Strategy(
             memory=MemoryPolicy(
                 recompute=self.recompute,
@@ -134,8 +197,31 @@ class ParallelFlags:
             sequence=self.sequence,
             pipeline=PipelinePolicy(schedule=self.schedule),
             compile=self.compile,
-            **choices,
         )
+
+    def _read_strategy(self, given: AbstractSet[str]) -> Strategy:
+        """The file's. Raises: PlanError for a flag of `given` that says otherwise; mesh and microbatches may be left open."""
+        assert self.strategy is not None
+        chosen = Strategy.read(self.strategy)
+        flags = dataclasses.replace(self._of_flags(), mesh=self.mesh, microbatches=getattr(self, "microbatches", None))
+        for flag, place in PLACES.items():
+            by_file, by_flag = attrgetter(place)(chosen), attrgetter(place)(flags)
+            is_open = by_file is None and flag in ("mesh", "microbatches")
+            if flag in given and not is_open and by_file != by_flag:
+                raise PlanError(
+                    f"--{flag.replace('_', '-')} makes {place} {_shown(by_flag)}, but in --strategy {self.strategy} it is "
+                    f"{_shown(by_file)}: two places for one choice. Leave the flag away, or change the file."
+                )
+        return chosen
+
+
+def _axes(spec: MeshSpec) -> str:
+    """As --mesh says it. Of one rank: an axis all the same, for an empty mesh takes all ranks there are."""
+    return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "dp_shard=1"
+
+
+def _shown(choice: Any) -> str:
+    return f'"{_axes(choice)}"' if isinstance(choice, MeshSpec) else repr(choice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What was chosen for a run, as frozen data: no modules, no ranks."""
+"""The strategy (configuration): every choice of a run as frozen data. No modules, no ranks."""
 
 from ._context import Balance as Balance
 from ._context import ContextPolicy as ContextPolicy

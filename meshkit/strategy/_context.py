@@ -1,4 +1,4 @@
-"""Context parallelism: how the tokens of one sequence are split, and how their attention comes together."""
+"""Choices of context parallelism: ring, all-gather, Ulysses; zigzag and other load balancing of tokens over ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPolicy:
-    """How the tokens of a sequence are split over `cp`, and how their attention comes together.
+    """How the tokens of a sequence are split over `cp`, and how ranks exchange keys and values for attention.
 
-    scheme: "ring" hands keys and values round; "all_gather" gathers them; "group_cast" sends each rank only the keys its
-    queries see; "ulysses" trades tokens for heads; "auto" takes what sends the fewest bytes for the mask at hand.
-    ulysses: with ring or group_cast, so many consecutive ranks trade tokens for heads (2-D); None lets "auto" choose.
-    balance: which rank holds which tokens: "contiguous", "zigzag", "per_document", "locality", or "auto".
-    slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
-    kv_heads_per_gather: all_gather sends so many key/value heads at a time.
+    scheme: "ring" passes keys and values round the ranks; "all_gather" gathers them; "group_cast" sends each rank only the
+    keys that its queries see; "ulysses" exchanges tokens for heads (all-to-all); "auto" takes the scheme that sends the
+    fewest bytes for the mask. ulysses: with ring or group_cast, the number of consecutive ranks that exchange tokens for
+    heads (2-D); with None "auto" chooses. balance: the assignment of tokens to ranks: "contiguous", "zigzag", "per_document",
+    "locality", or "auto". slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
+    kv_heads_per_gather: the number of key/value heads that all_gather sends at a time.
     """
 
     scheme: Scheme = "auto"

@@ -1,4 +1,4 @@
-"""Expert parallelism: how tokens and experts come together, beyond the mesh."""
+"""Choices of expert parallelism: capacity factor and token dropping, copies of hot experts, the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ MakeDispatcher = Callable[[int, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Each expert takes at most factor * N * K / E of a rank's own pairs, rounded up; the rest are dropped and count
-    nothing.
+    """Each expert takes at most factor * N * K / E of a rank's (token, choice) pairs, rounded up; the rest are dropped.
 
-    drop: "probability" keeps the pairs with the largest weights, "position" the first tokens. A rank drops of its own tokens
-    without asking others, so what is dropped depends on the mesh.
+    N tokens of the rank, K choices of a token, E experts. drop: "probability" keeps the pairs with the largest weights,
+    "position" the first tokens. Each rank drops among its own tokens, so the result depends on the mesh.
     Source: Fedus et al. 2022, section 2.2; dropping of own tokens: Liu et al. 2025 (parallel folding).
     """
 
@@ -36,9 +35,11 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPolicy:
-    """capacity: each expert takes at most so many tokens; None drops nothing.
-    hot: so many experts of a layer, those with most tokens in the last `history` steps, are copied to every rank of ep before
-    they are used, and tokens that chose them stay; see `HotExperts`. dispatcher: another way there and back.
+    """How tokens get to their experts, beyond what the mesh says.
+
+    capacity: the limit of tokens per expert; None drops nothing. hot: the number of experts of a layer that are copied to
+    every rank of ep, so that tokens that chose them are not sent: those with most tokens in the last `history` steps; see
+    `HotExperts`. dispatcher: another one instead of meshkit's.
     """
 
     capacity: Capacity | None = None

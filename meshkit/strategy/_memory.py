@@ -1,4 +1,4 @@
-"""Memory and mixed precision as data: what is kept for backward and where, which dtypes compute, the optimizer's state."""
+"""Choices of memory: activation checkpointing (recompute), offload, mixed precision, chunked loss, optimizer state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LossBackend = Literal["torch", "liger"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What blocks run again in backward.
+    """Activation checkpointing: what blocks run again in backward.
 
-    mode: "full" keeps a block's input; "selective" keeps also what `keep` names; "activation" keeps all but what lies between
-    the matrix products of gated feed-forwards, silu(gate) and its product with up. every: of n blocks in a row, the first is
-    treated so and the others keep everything. keep: with "selective", the operations whose results are kept; with
-    "activation", "product" keeps the product.
-    every_second_matmul: with "selective", keep every second matrix product of a block only.
+    mode: "full" keeps a block's input only; "selective" also keeps the results of the operations in `keep`; "activation"
+    keeps everything except what is between the matrix products of gated feed-forwards, silu(gate) and its product with up.
+    every: the first of each n blocks is checkpointed, and the others keep everything. keep: with "selective", the operations
+    whose results are kept; with "activation", "product" keeps the product. every_second_matmul: with "selective", keep only
+    every second matrix product of a block.
     """
 
     mode: RecomputeMode = "full"
@@ -48,11 +48,11 @@ class Recompute:
 
     @property
     def runs_block_again(self) -> bool:
-        """Does a block's forward run again as one, with kept results put in? Else at most a piece of it does."""
+        """Does backward run a block's forward again, with kept results put in? Otherwise at most a piece of it runs again."""
         return self.mode in ("full", "selective")
 
     def keeps(self, kind: Kept) -> bool:
-        """Is no operation of this kind run again?"""
+        """Are the results of this kind of operation kept, so that none of them runs again?"""
         if kind == "product":
             return self.mode == "none" or (self.mode == "activation" and kind in self.keep)
         return self.mode in ("none", "activation") or (self.mode == "selective" and kind in self.keep)
@@ -60,10 +60,10 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a rank computes, reads and writes its memory, and sends, by which the time of a choice is told.
+    """How fast a rank computes, reads and writes its memory, and sends: a `Budget` estimates the time of a choice from it.
 
-    host_bytes_per_s: one way between the device and where activations are offloaded to; for a disk, the disk's. Only their
-    ratios matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
+    host_bytes_per_s: one way between the device and the host, or the disk that activations are offloaded to. Only the ratios
+    of the rates matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
     """
 
     flops_per_s: float = 4e14
@@ -79,11 +79,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Choose for every block what is cheapest within `bytes` of activations a rank: to keep, to run again, to gather again,
-    and, with `MemoryPolicy(offload=...)`, to offload.
+    """Automatic activation checkpointing: for every block the cheapest choice within `bytes` of activations per rank.
 
-    rows, seq_len: a microbatch of one rank, as `forward_backward` will run it; seq_len before cp splits it. microbatches: of
-    a step, by which with pp several are held at a time.
+    The choices are to keep, to recompute, to gather again, and, with `MemoryPolicy(offload=...)`, to offload. rows, seq_len:
+    of a microbatch of one rank, as `forward_backward` will run it; seq_len before cp splits it. microbatches: of a step; with
+    pp a rank holds the activations of several at a time.
     """
 
     bytes: int
@@ -101,12 +101,13 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload:
-    """Move what blocks keep for backward off the device until backward needs it.
+    """Activation offload: move what blocks keep for backward off the device until backward needs it.
 
-    to: "host" is (pinned) memory of the host, "disk" are files in `folder`. keep_last: this many blocks at the end keep
-    theirs, since backward begins with them. min_bytes: storages smaller than that stay. ahead: blocks fetched before they are
-    needed. reserve: bytes of the host, or of the disk, taken before the first step; more is taken when it is needed.
-    folder: None is the system's for temporary files. staging: with "disk", bytes of host memory for what is on its way out.
+    to: "host" is (pinned) memory of the host, "disk" are files in `folder`. keep_last: the number of blocks at the end that
+    keep their activations, since backward begins with them. min_bytes: smaller storages are not moved. ahead: how many blocks
+    before its use an activation is fetched. reserve: bytes of the host, or of the disk, allocated before the first step; more
+    is allocated when needed. folder: None is the system's folder for temporary files. staging: with "disk", bytes of host
+    memory for writes in flight.
     """
 
     to: Literal["host", "disk"] = "host"
@@ -131,9 +132,9 @@ class ActivationOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss:
-    """The head and the cross-entropy over `tokens` tokens at a time, so that whole logits never exist.
+    """The head and the cross-entropy over `tokens` tokens at a time, so that the logits of all tokens never exist at once.
 
-    backend: "torch" is ours; "liger" is the kernel of liger-kernel, on GPUs without tp, which chooses its own chunks.
+    backend: "torch" is meshkit's; "liger" is liger-kernel's, on GPUs without tp, which chooses its own chunks.
     Raises: PlanError for no tokens, or an unknown backend.
     """
 
@@ -150,7 +151,7 @@ class ChunkedLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffload:
-    """Keep masters and optimizer state on the host, and update them there.
+    """Optimizer offload: keep fp32 masters and optimizer state on the host, and update them there.
 
     resident: the share of them that stays on the device, 0 to 1. delayed: each update is applied one step late, while
     the next step runs.
@@ -202,9 +203,9 @@ class OptimizerPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """Linear layers of blocks in fp8 by torchao. gather: weights are all-gathered in fp8 too (tensorwise, without tp).
+    """Linear layers of blocks in fp8, by torchao. gather: all-gather weights in fp8 too (tensorwise, without tp).
 
-    emulate: round as fp8 does and multiply wider, on any device; slower than no fp8, for tests.
+    emulate: round to fp8 and multiply in a wider dtype, on any device; for tests, since it is slower than no fp8.
     """
 
     recipe: Recipe = "tensorwise"
@@ -223,7 +224,7 @@ class Fp8:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Compute and reduction dtypes. Parameters and optimizer state keep the dtype they are built in (fp32 masters)."""
+    """Mixed precision: compute and reduction dtypes. Parameters and optimizer state keep their own dtype (fp32 masters)."""
 
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
@@ -239,15 +240,16 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """What a step may keep, where, and in which dtype; `estimate` says what it comes to.
+    """What a step keeps, where, and in which dtype; `estimate` says how many bytes that is.
 
-    recompute: "none" keeps every activation; "full" keeps each block's input and runs its forward again in backward;
-    "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest again; "activation"
-    runs only the elementwise middle of feed-forwards again. `Recompute` says more, `Budget` chooses. offload: where kept
-    activations wait; with a `Budget`, those of the blocks that it chooses. regather: with sequence=True, keep the sharded
-    input of a tensor-parallel region and gather it again in backward. mlp_chunks: feed-forwards run on so many parts of the
-    tokens. loss: None makes whole logits. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over
-    fp32 masters. optimizer: what `adamw` builds.
+    recompute: activation checkpointing. "none" keeps every activation; "full" keeps each block's input and runs its forward
+    again in backward; "selective" keeps the results of matrix products, attention and collectives, and runs the cheap rest
+    again; "activation" runs only the elementwise middle of feed-forwards again. A `Recompute` says more, a `Budget` chooses.
+    offload: where kept activations are moved; with a `Budget`, those of the blocks that it chooses. regather: with
+    sequence=True, keep the sharded input of a tensor-parallel region and gather it again in backward. mlp_chunks: the number
+    of parts of the tokens that feed-forwards run on, one after the other. loss: None computes the logits of all tokens at
+    once. precision: None computes in the parameters' own dtype; `Precision()` is bf16 over fp32 masters. optimizer: what
+    `adamw` builds.
     """
 
     recompute: RecomputeMode | Recompute | Budget = "none"

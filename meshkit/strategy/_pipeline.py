@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the schedule of the stages, and how many blocks each has."""
+"""Choices of pipeline parallelism: the schedule (1F1B, zero bubble, ...), and how many blocks each stage has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy: every choice of a run in one record."""
+"""The strategy (configuration of a run): every choice in one frozen record, to and from TOML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshkit.strategy._toml import from_table, to_table, toml_text
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOverride:
-    """What some blocks do otherwise than the rest. None: as the rest.
+    """Layer-wise strategy: what some blocks do differently. None: as the other blocks.
 
     recompute: "none", "full", "selective", "activation", or a `Recompute`. offload: False keeps their activations on the
     device, True moves them where `MemoryPolicy(offload=...)` says.
@@ -41,14 +41,14 @@ class BlockOverride:
 class Strategy:
     """What is chosen for a run. Frozen, printable, and the same in a file: `Strategy.read("run.toml")`.
 
-    mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None is whatever mesh the model is put on. plan: what each module does; None
-    asks `auto_plan`. memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state.
-    zero: the ZeRO stage on dp_shard: 3, or with pp 1, since many microbatches are in flight between gathering parameters and
-    reducing gradients. sequence: with tp, hold the residual stream sharded along the sequence. context: with cp, how tokens
-    are split and attention comes together. experts: capacity, copies of busy experts, another dispatcher. pipeline: with pp,
-    the schedule and the stages. microbatches: gradient accumulation, in how many parts a step's rows are run; None leaves it
-    to each step. compile: torch.compile each block; a string is the backend's name. overrides: pattern of blocks -> what
-    those do otherwise, as `{"layers.0": BlockOverride(recompute="full")}`.
+    mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None fits any mesh. plan: what each module does; None asks `auto_plan`.
+    memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state. zero: the ZeRO stage on
+    dp_shard; None is 3, or 1 with pp, where many microbatches are in flight between gathering parameters and reducing
+    gradients. sequence: sequence parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp,
+    how tokens are split, and how attention exchanges keys and values. experts: capacity, copies of hot experts, another
+    dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
+    a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
+    overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
     Raises: PlanError and MeshError for values that no model and no world could have.
     """
 
@@ -73,9 +73,9 @@ class Strategy:
 
     @staticmethod
     def of(strategy: Strategy | None, choices: Mapping[str, Any]) -> Strategy:
-        """The strategy a verb was given, or the one its keyword arguments make: `parallelize(model, mesh, zero=2)`.
+        """A verb's strategy: the one it was given, or one made of its keyword arguments (`parallelize(model, mesh, zero=2)`).
 
-        A choice that is None is left at its default. Raises: PlanError for both at once, and for a name that is no choice.
+        A choice that is None keeps its default. Raises: PlanError for both at once, and for a name that is no choice.
         """
         names = [each.name for each in dataclasses.fields(Strategy)]
         for name in choices:
@@ -104,7 +104,7 @@ class Strategy:
         }
 
     def mesh_for(self, world_size: int | None = None) -> MeshSpec:
-        """The mesh on so many ranks; default: what its axes multiply to. Raises: MeshError where they do not fit."""
+        """The mesh on `world_size` ranks; default: the product of its axes. Raises: MeshError where they do not fit."""
         spec = MeshSpec() if self.mesh is None else self.mesh
         assert isinstance(spec, MeshSpec)
         return spec.resolve(world_size if world_size is not None else spec.world_size)

@@ -1,4 +1,4 @@
-"""Records of choices to and from TOML: a record is a table, what is at its default is left out."""
+"""Frozen records to and from TOML: a record is a table, and fields at their default are left out."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """The value as the annotation wants it."""
+    """The value as the type annotation `kind` wants it. Raises: PlanError naming `where`."""
     options = list(_options(kind))
     records: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
     if Style in options:

@@ -90,7 +90,7 @@ def full_disk(folder: str) -> tuple[str, list[int], list[int]]:
     checkpointer.wait()
     with pytest.MonkeyPatch.context() as patch:
         if training.run.mesh.rank == 1:
-            patch.setattr(_dcp._SummingStream, "write", _no_space)
+            patch.setattr(_dcp._ChecksumStream, "write", _no_space)
         save(2)
         text = refusal(checkpointer.wait)
     after_failure = checkpointer.steps()
@@ -117,7 +117,7 @@ def error_at_next_save(folder: str) -> str:
     training = build("dp_shard=2")
     checkpointer = Checkpointer(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dcp._SummingStream, "write", _no_space)
+        patch.setattr(_dcp._ChecksumStream, "write", _no_space)
         checkpointer.save(1, training.run, training.optimizer)
         return refusal(lambda: checkpointer.save(2, training.run, training.optimizer))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshkit.checkpoint import Checkpointer, _checkpointer
+from meshkit.checkpoint import Checkpointer, _save
 from meshkit.core.sharding import full_tensor
 from meshkit.optim import lr_schedule
 from tests.checkpoint.training import SEQ_LEN, build, saved_run
@@ -62,14 +62,14 @@ def saved_while_training(folder: str, spec: str) -> tuple[str, str, bool]:
     training.train(2)
     at_save = training.local_state()
     gate = threading.Event()
-    write_parts = _checkpointer.write_parts
+    write_parts = _save.write_parts
 
     def write_later(*args: Any) -> Any:
         assert gate.wait(30)
         return write_parts(*args)
 
     with pytest.MonkeyPatch.context() as patch, Checkpointer(folder) as checkpointer:
-        patch.setattr(_checkpointer, "write_parts", write_later)
+        patch.setattr(_save, "write_parts", write_later)
         checkpointer.save(2, training.run, training.optimizer, **training.holders)
         training.train(2)
         moved_on = training.local_state() != at_save and checkpointer.steps() == []

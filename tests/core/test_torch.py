@@ -22,9 +22,9 @@ def detached() -> list[tuple[bool, bool]]:
     for number, placements in enumerate(product([Replicate(), Shard(0), Shard(1), Partial()], repeat=2)):
         values = torch.randn(4 + number, 3)  # of a shape nobody has asked about
         tensor = DTensor.from_local(values, mesh, placements, run_check=False)
-        with _torch.detaching_as_placed():
+        with _torch.detach_keeps_placements():
             ours = tensor.detach()
-        _torch.forget_shardings()  # or it would answer from memory
+        _torch.clear_sharding_caches()  # or it would answer from memory
         theirs = tensor.detach()
         found.append(
             (

@@ -45,11 +45,11 @@ class Block:
 
 BLOCKS = {
     "data": Block("dp_shard=2", "/torch/distributed/fsdp/"),
-    "tensor": Block("tp=2", "/meshkit/collectives.py"),
+    "tensor": Block("tp=2", "/meshkit/core/collectives.py"),
     "context": Block("cp=2", "/meshkit/parallel/context/"),
     "pipeline": Block("pp=2", "/meshkit/parallel/pipeline/"),
     "expert": Block("dp_shard=2 ep=2", "/meshkit/parallel/expert/"),
-    "recompute": Block("dp_shard=2", "/meshkit/memory/recompute.py", mk.MemoryPolicy(recompute="full")),
+    "recompute": Block("dp_shard=2", "/meshkit/memory/_recompute.py", mk.MemoryPolicy(recompute="full")),
     "offload": Block(
         "dp_shard=2", "/meshkit/memory/offload/", mk.MemoryPolicy(offload=mk.strategy.ActivationOffload())
     ),

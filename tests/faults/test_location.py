@@ -222,14 +222,15 @@ def place_of_the_first_while_the_second_is_late(how: str) -> tuple[str, bool] | 
     ("how", "said"),
     [
         ("through meshkit", "waits for an all-reduce, "),
-        ("in backward", "backward, collectives, waits for an all-reduce, "),
-        ("by hand", "waits for a collective or a message, test_location.py"),
+        # The rank may have trained a model before: then the block whose backward was last is named.
+        ("in backward", r"backward( of \S+)?, core\.collectives, waits for an all-reduce, "),
+        ("by hand", r"waits for a collective or a message, test_location\.py"),
     ],
 )
 def test_the_rank_that_waits_is_told_from_the_one_that_is_late(how: str, said: str) -> None:
     (waits, first), (busy, second) = pool(2).run(place_of_the_first_while_the_second_is_late, how)
     assert (first, second) == (True, False), (waits, busy)
-    assert said in waits
+    assert re.search(said, waits), waits
     assert "waits for" not in busy
 
 
@@ -246,5 +247,5 @@ def test_the_rank_that_waits_is_told_from_the_one_that_is_late(how: str, said: s
 def test_only_errors_of_connections_are_the_fault_of_others(error: Exception, lost: bool) -> None:
     outer = StepError("pp rank 0 waited")
     outer.__cause__ = error
-    assert _torch.lost_others(error) is lost
-    assert _torch.lost_others(outer) is lost
+    assert _torch.says_peer_is_lost(error) is lost
+    assert _torch.says_peer_is_lost(outer) is lost

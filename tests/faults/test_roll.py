@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left
 
-HERE = Entry(host=socket.gethostname(), pid=os.getpid(), beat=1, place="step 3, in a", waits=True, since=10.0, now=17.0)
+HERE = Entry(
+    host=socket.gethostname(), pid=os.getpid(), beat=1, location="step 3, in a", waits=True, since=10.0, now=17.0
+)
 AWAY = replace(HERE, host="far", pid=1)
 
 
@@ -40,9 +42,9 @@ class World:
                 if rank not in self._silent:
                     self.rolls[rank].write(replace(entry, beat=beat))
 
-    def missing(self, *, told: bool = False) -> str:
+    def missing(self, *, terminated: bool = False) -> str:
         try:
-            return self.rolls[0].missing(told=told)
+            return self.rolls[0].missing(terminated=terminated)
         finally:
             self._over.set()
             self._thread.join()
@@ -67,7 +69,7 @@ def test_a_process_that_is_gone_is_told_at_once_on_its_host(ended: Entry) -> Non
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_silent_rank_of_another_host_is_told_after_patience_with_that_host(told: bool) -> None:
-    said = World([HERE, AWAY, AWAY], silent=(1,)).missing(told=told)
+    said = World([HERE, AWAY, AWAY], silent=(1,)).missing(terminated=told)
     assert said.startswith("rank 1 on far does not answer: process 1 or its host has ended, or the network to it.")
     assert "rank 2" not in said
 
@@ -95,7 +97,7 @@ def test_among_ranks_that_answer_it_is_the_one_that_failed_finished_or_does_not_
     assert found.count("rank ") == (3 if said.startswith("Every") else bool(said))
 
 
-@pytest.mark.parametrize("left", ["done", "lost", "told"])
+@pytest.mark.parametrize("left", ["done", "lost", "terminated"])
 def test_a_rank_that_said_how_it_ended_is_not_silent_after_it(left: Left) -> None:
     said = World([HERE, replace(AWAY, left=left), replace(AWAY, waits=False)], silent=(1,)).missing()
     assert said.startswith("rank 1 on far has finished" if left == "done" else "rank 2 on far lives"), said
@@ -103,7 +105,7 @@ def test_a_rank_that_said_how_it_ended_is_not_silent_after_it(left: Left) -> Non
 
 
 def test_ranks_that_are_told_to_end_accuse_nobody_who_answers() -> None:
-    assert not World([HERE, replace(HERE, left="told"), replace(AWAY, waits=False)]).missing(told=True)
+    assert not World([HERE, replace(HERE, left="terminated"), replace(AWAY, waits=False)]).missing(terminated=True)
 
 
 def test_of_many_silent_ranks_eight_are_shown() -> None:
@@ -114,8 +116,8 @@ def test_of_many_silent_ranks_eight_are_shown() -> None:
 
 def test_the_first_to_ask_is_the_only_one() -> None:
     world = World([HERE, HERE])
-    assert [roll.first("a") for roll in world.rolls] == [True, False]
-    assert world.rolls[1].first("b")
+    assert [roll.is_first("a") for roll in world.rolls] == [True, False]
+    assert world.rolls[1].is_first("b")
     world.missing()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.faults.stragglers import Span, alone
+from meshkit.faults.stragglers import Span, uncovered_s
 from meshkit.metrics import Stragglers
 from tests.checkpoint.training import build
 from tests.world import pool
@@ -74,7 +74,7 @@ def test_time_of_collectives_alone_is_what_no_kernel_covers() -> None:
     for _ in range(50):
         draws = torch.randint(0, 20, (8, 2)).sort(1).values.tolist()
         some, others = [tuple(span) for span in draws[:4]], [tuple(span) for span in draws[4:]]
-        assert alone(some, others) == len(cover(some) - cover(others))
+        assert uncovered_s(some, others) == len(cover(some) - cover(others))
 
 
 def test_numbers_that_measure_nothing_are_refused() -> None:

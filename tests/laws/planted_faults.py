@@ -48,14 +48,14 @@ FAULTS = [
     ),
     Fault(
         2,
-        "torch.where(same, held.master, values.to(held.dtype))",
-        "values.to(held.dtype)",
+        "torch.where(same, buffers.master, values.to(buffers.dtype))",
+        "values.to(buffers.dtype)",
         "tests/optim/test_host_offload.py::test_a_bf16_model_goes_on_after_a_load_with_all_bits_of_its_masters",
     ),
     Fault(
         3,
-        "held.has_gradient = False\n                self._adopt(held)",
-        "self._adopt(held)",
+        "buffers.has_gradient = False\n                self._adopt(buffers)",
+        "self._adopt(buffers)",
         "tests/optim/test_host_offload.py::test_a_step_uses_its_gradients_up",
     ),
     Fault(
@@ -132,14 +132,14 @@ FAULTS = [
     ),
     Fault(
         16,
-        "((part_loss + found.total()) * weight / tokens)",
-        "((part_loss + found.total()) / tokens)",
+        "((part_loss + collected.total()) * weight / tokens)",
+        "((part_loss + collected.total()) / tokens)",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
         17,
-        "found.total() * weight / self.scale if found.losses",
-        "found.total() / self.scale if found.losses",
+        "report.total() * weight / self.scale if report.losses",
+        "report.total() / self.scale if report.losses",
         "tests/parallel/expert/test_experts.py::test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_experts",
     ),
     Fault(
@@ -150,8 +150,8 @@ FAULTS = [
     ),
     Fault(
         19,
-        "pending.wait()\n        held = arriving\n\n\ndef _ring_home",
-        "held = arriving\n\n\ndef _ring_home",
+        "pending.wait()\n        block = arriving\n\n\ndef _ring_gradients",
+        "block = arriving\n\n\ndef _ring_gradients",
         "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
     ),
 ]

@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 import meshkit as mk
 from meshkit.core.sharding import chunk, full_tensor
 from meshkit.loss import log_sum_squares
-from meshkit.loss.linear_logits import Head, LinearLogits, as_logits
+from meshkit.loss.linear_logits import Head, LinearLogits, sharded_logits
 from meshkit.parallel.tensor.apply import shard_parameter
 from meshkit.preflight.observe import Peak
 from tests.laws.parity.cases import mesh_for
@@ -186,7 +186,7 @@ def labels_on_no_rank() -> tuple[bool, bool]:
     head = Head(torch.randn(13, 8)[own], None, loss=mk.strategy.ChunkedLoss(), vocabulary=13, axis=axis)
     logits = LinearLogits(hidden, head)
     made = logits.to_logits()
-    assert made.shape == (3, 13) and made.placements == as_logits(made.to_local(), axis, 13).placements
+    assert made.shape == (3, 13) and made.placements == sharded_logits(made.to_local(), axis, 13).placements
     return bool(mk.cross_entropy(logits, labels).isnan()), bool(mk.cross_entropy(made, labels).isnan())
 
 

@@ -76,7 +76,7 @@ def nothing_left(offload: Offload) -> bool:
         offload.tier.threads.shutdown(wait=True)
         offload.tier.tidy()
         arenas.append(offload.tier.memory.arena)
-    return not offload._parcels and not offload._leaving and not any(arena.used_bytes for arena in arenas)
+    return not offload._saved and not offload._leaving and not any(arena.used_bytes for arena in arenas)
 
 
 # ------------------------------------------------------------------------------------------------ transformers
@@ -481,9 +481,9 @@ def test_blocks_are_fetched_in_reverse_order_ahead_of_their_backward(ahead: int,
     fetch = offload._fetch
     scopes: dict[int, int] = {}
 
-    def noted(parcel: Any) -> Tensor:
-        begun.append(scopes[id(parcel)])
-        return fetch(parcel)
+    def noted(saved: Any) -> Tensor:
+        begun.append(scopes[id(saved)])
+        return fetch(saved)
 
     offload._fetch = noted  # type: ignore[method-assign]
     for layer, module in enumerate(model.layers):
@@ -493,7 +493,7 @@ def test_blocks_are_fetched_in_reverse_order_ahead_of_their_backward(ahead: int,
     out = model(torch.zeros(2, 8, dtype=torch.long))
     scope, index = offload._newest, LAYERS - 1
     while scope is not None:
-        for reference in scope.parcels:
+        for reference in scope.storages:
             scopes[id(reference())] = index
         scope, index = scope.previous, index - 1
     out.sum().backward()
@@ -520,9 +520,7 @@ def test_parameters_buffers_and_tables_stay() -> None:
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     assert moved and not moved & own
     offload.end_step()
-    assert 80 * 4 not in {
-        parcel.nbytes for parcel in (reference() for reference in offload._parcels.values()) if parcel
-    }
+    assert 80 * 4 not in {saved.nbytes for saved in (reference() for reference in offload._saved.values()) if saved}
     loss.backward()
 
 

@@ -146,4 +146,4 @@ def test_random_models(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
     gc.collect()
     offload.end_step()
-    assert not offload._parcels and not offload._leaving and offload.last_step.stored_bytes > 0
+    assert not offload._saved and not offload._leaving and offload.last_step.stored_bytes > 0

@@ -33,7 +33,7 @@ def differences(cell: Cell) -> tuple[list[str], int, int]:
         steps.append(run.offload)
     assert steps[1] is None and steps[0] is not None
     step = steps[0].last_step
-    assert not steps[0]._parcels
+    assert not steps[0]._saved
     return (
         [name for name, grad in grads[0].items() if not torch.equal(grad, grads[1][name])],
         step.stored_bytes,

@@ -113,5 +113,5 @@ def test_asking_for_an_unknown_axis_names_the_nearest() -> None:
 
 @pytest.mark.parametrize(("tp", "multiple"), [(1, 8), (2, 8), (3, 24), (16, 16)])
 def test_short_rows_can_be_split_over_tp(tp: int, multiple: int) -> None:
-    mesh = Mesh(spec=MeshSpec(tp=tp), ranks=(), whole=None, dense=None, data=None, tokens=None)
+    mesh = Mesh(spec=MeshSpec(tp=tp), ranks=(), members=None, dense=None, data=None, tokens=None)
     assert mesh.row_multiple == multiple

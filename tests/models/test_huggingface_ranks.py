@@ -143,7 +143,7 @@ def round_trip_of_experts(folder: str, layout: str) -> None:
 
 def count_reads(load: Any) -> int:
     """How many elements `load` reads from files."""
-    from meshkit.models import huggingface
+    from meshkit.models.huggingface import folder as huggingface
 
     count = 0
 

@@ -273,7 +273,7 @@ def test_the_state_of_a_global_balance_loss_is_not_part_of_a_folder(tmp_path: Pa
     model = Mixtral(MixtralConfig(**vars(TINY), router_losses=losses))
     assert "layers.0.mlp.gate.last_counts" in model.state_dict()
     save_pretrained(model, model.config, tmp_path / "out")
-    assert not any("last_counts" in name for name in models.huggingface._weight_files(tmp_path / "out"))
+    assert not any("last_counts" in name for name in models.huggingface.folder._weight_files(tmp_path / "out"))
     load_pretrained(model, tmp_path / "out")
 
 

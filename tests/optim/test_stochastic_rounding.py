@@ -78,7 +78,7 @@ def _like(param: Tensor, whole: Tensor) -> Tensor:
     from meshkit.core.sharding import local_slices
 
     part = whole[local_slices(param)].clone()
-    return _torch.place_like(param, part) if isinstance(param, torch.distributed.tensor.DTensor) else part
+    return _torch.dtensor_like(param, part) if isinstance(param, torch.distributed.tensor.DTensor) else part
 
 
 def _alike(run: Run) -> bool:

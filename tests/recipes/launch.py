@@ -107,10 +107,10 @@ def run(
         return int(failed), output.read()
 
 
-def run_alone(script: Path, folder: Path, *, timeout_s: float = 120) -> tuple[int, str]:
-    """(exit status, output) of `python script` in a folder: a process that is no rank, forked as those of `run` are."""
+def run_alone(script: Path, folder: Path, *flags: str, timeout_s: float = 120) -> tuple[int, str]:
+    """(exit status, output) of `python script flags` in a folder: a process that is no rank, forked as those of `run` are."""
     with tempfile.NamedTemporaryFile("r") as output:
-        process = fork(_run_script, str(script), (), dict(os.environ), str(folder), output.name)
+        process = fork(_run_script, str(script), flags, dict(os.environ), str(folder), output.name)
         process.join(timeout_s)
         if process.is_alive():
             process.kill()

@@ -1,4 +1,4 @@
-"""Policy gradients: losses as orthogonal choices with named presets, as pure functions, and their objectives on a mesh."""
+"""Policy gradients (PPO, GRPO, DAPO, ...): losses as orthogonal choices, presets, and objectives on a mesh."""
 
 from ._advantages import BASELINES as BASELINES
 from ._advantages import GroupAdvantage as GroupAdvantage
@@ -16,10 +16,6 @@ from ._corrections import Correction as Correction
 from ._corrections import OffPolicyMask as OffPolicyMask
 from ._corrections import correction_weights as correction_weights
 from ._corrections import high_entropy as high_entropy
-from ._kl import AdaptiveKL as AdaptiveKL
-from ._kl import ESTIMATORS as ESTIMATORS
-from ._kl import KL as KL
-from ._kl import kl_estimates as kl_estimates
 from ._loss import AGGREGATIONS as AGGREGATIONS
 from ._loss import PolicyLoss as PolicyLoss
 from ._loss import PolicyValues as PolicyValues
@@ -54,8 +50,6 @@ from ._presets import RLOO as RLOO
 from ._presets import ROLLOUT_RULES as ROLLOUT_RULES
 from ._presets import SAPO as SAPO
 from ._presets import VESPO as VESPO
-from ._ratios import RATIOS as RATIOS
-from ._ratios import log_ratios as log_ratios
 from ._returns import GAE as GAE
 from ._returns import RewardToGo as RewardToGo
 from ._returns import TokenAdvantages as TokenAdvantages
@@ -75,7 +69,13 @@ from ._step_advantages import pack_rollouts as pack_rollouts
 from ._step_advantages import policy_batch as policy_batch
 from ._step_advantages import step_advantages as step_advantages
 from ._step_advantages import step_rollouts as step_rollouts
+from ._terms import AdaptiveKL as AdaptiveKL
+from ._terms import ESTIMATORS as ESTIMATORS
+from ._terms import KL as KL
+from ._terms import kl_estimates as kl_estimates
+from ._terms import RATIOS as RATIOS
+from ._terms import log_ratios as log_ratios
+from ._terms import ValueLosses as ValueLosses
+from ._terms import value_losses as value_losses
 from ._trust_region import TrustRegionStep as TrustRegionStep
 from ._trust_region import step_within as step_within
-from ._values import ValueLosses as ValueLosses
-from ._values import value_losses as value_losses

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better each answer is than expected, from the rewards of all answers of a step.
+"""Group-relative advantage (GRPO, RLOO): how much better an answer is than expected, from all rewards of the step.
 
 Dims: A answers of the whole step, over all ranks and groups. A group is the answers to one prompt.
 """
@@ -64,12 +64,12 @@ def group_advantages(
     lengths_A: Tensor | None = None,
     greedy_A: Tensor | None = None,
 ) -> GroupAdvantages:
-    """Of all answers of a step at once; in what order they come, and on which ranks they lie, changes nothing.
+    """The advantage of each answer, from all answers of a step at once. Their order and their ranks change nothing.
 
     rewards: NaN marks an answer that could not be scored: it counts in no mean and no deviation, and its advantage is 0.
     groups: int64, any numbers; answers to one prompt have the same. lengths: tokens, for "length_weighted". greedy: the
     reward of each prompt's greedy answer, for "greedy".
-    Raises: DataError for other shapes, infinite rewards, and what a baseline needs and was not given.
+    Raises: DataError for other shapes, for infinite rewards, and where an input that the baseline needs is missing.
     Source: GRPO Shao et al. 2024 (2402.03300); Dr. GRPO Liu et al. 2025 (2503.20783); RLOO Ahmadian et al. 2024 (2402.14740);
     ReMax Li et al. 2023 (2310.10505); OPO Hao et al. 2025 (2505.23585); LitePPO Liu et al. 2025 (2508.08221).
     """
@@ -87,8 +87,8 @@ def group_advantages(
     _, index_A = groups_A.unique(return_inverse=True)
     scored_A = ~rewards_A.isnan()
     reward_A = torch.where(scored_A, rewards_A.double(), 0.0)
-    count_A = _of_group(scored_A.double(), index_A)
-    mean_A = _of_group(reward_A, index_A) / count_A.clamp(min=1)
+    count_A = _group_sums(scored_A.double(), index_A)
+    mean_A = _group_sums(reward_A, index_A) / count_A.clamp(min=1)
     centred_A = torch.where(scored_A, reward_A - mean_A, 0.0)
     # Equal rewards may differ from their mean by rounding, which a small epsilon would make large.
     uniform_A = (count_A <= 1) | ~_varies(reward_A, index_A, scored_A)
@@ -100,8 +100,8 @@ def group_advantages(
     elif advantage.baseline == "length_weighted":
         assert lengths_A is not None
         weight_A = lengths_A.double() * scored_A
-        total_A = _of_group(weight_A, index_A)
-        gain_A = reward_A - _of_group(weight_A * reward_A, index_A) / total_A.clamp(min=1)
+        total_A = _group_sums(weight_A, index_A)
+        gain_A = reward_A - _group_sums(weight_A * reward_A, index_A) / total_A.clamp(min=1)
         gain_A = gain_A.masked_fill(uniform_A, 0.0)
     elif advantage.baseline == "greedy":
         assert greedy_A is not None
@@ -110,7 +110,7 @@ def group_advantages(
     else:
         gain_A = reward_A
     if advantage.scale == "group":
-        gain_A = gain_A / (_deviation(_of_group(centred_A.square(), index_A), count_A, advantage) + advantage.epsilon)
+        gain_A = gain_A / (_deviation(_group_sums(centred_A.square(), index_A), count_A, advantage) + advantage.epsilon)
     elif advantage.scale == "batch":
         count = scored_A.sum().double()
         centred = torch.where(scored_A, reward_A - reward_A.sum() / count.clamp(min=1), 0.0)
@@ -118,24 +118,24 @@ def group_advantages(
     return GroupAdvantages(torch.where(scored_A, gain_A, 0.0), uniform_A, scored_A)
 
 
-def _of_group(values_A: Tensor, index_A: Tensor) -> Tensor:
-    """To each answer the sum over its group."""
+def _group_sums(values_A: Tensor, index_A: Tensor) -> Tensor:
+    """[A]: for each answer the sum over its group."""
     return torch.zeros_like(values_A).index_add(0, index_A, values_A)[index_A]
 
 
 def _varies(values_A: Tensor, index_A: Tensor, scored_A: Tensor) -> Tensor:
     """Whether two scores of an answer's group differ; [A] bool."""
     first_A = torch.zeros_like(values_A).index_copy(0, index_A[scored_A], values_A[scored_A])[index_A]
-    return _of_group(((values_A != first_A) & scored_A).double(), index_A) > 0
+    return _group_sums(((values_A != first_A) & scored_A).double(), index_A) > 0
 
 
 def _deviation(squares: Tensor, count: Tensor, advantage: GroupAdvantage) -> Tensor:
-    """0 of a single number."""
+    """The standard deviation; 0 for a single number."""
     return (squares / (count - 1 if advantage.unbiased else count).clamp(min=1)).sqrt()
 
 
 class Moments(NamedTuple):
-    """How many numbers, their sum and that of their squares, fp64 scalars: what ranks add up for mean and variance."""
+    """Count, sum and sum of squares, fp64 scalars. Ranks add them up to get the mean and the variance of a step."""
 
     number: Tensor
     total: Tensor
@@ -151,8 +151,8 @@ class Moments(NamedTuple):
 def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon), fp64, 0 where masked; the variance over n - 1.
 
-    moments: of the whole step, added up over its ranks; default: of these values. At most one number stays as it is.
-    Source: as TRL's and verl's masked_whiten, which take those of a rank or of all.
+    moments: of the whole step, added up over its ranks; default: of these values. One number alone is not changed.
+    Source: masked_whiten of TRL, which takes the moments of a rank, and of verl, which takes those of all ranks.
     """
     number, total, squares = Moments.of(values, mask) if moments is None else moments
     if number <= 1:

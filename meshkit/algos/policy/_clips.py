@@ -1,6 +1,6 @@
-"""Clipping, what bounds an update: the surrogate of each token from its ratio rho and its advantage A.
+"""Clipping (surrogate objective): the loss of each token from its importance ratio rho and its advantage A, bounded.
 
-Each returns the loss of the tokens, [...] fp64, and where the bound holds back the gradient, below and above.
+Each bound returns the losses of the tokens, [...] fp64, and the tokens whose gradient it stops, below and above.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshkit.algos.policy._ratios import LIMIT, exp
+from meshkit.algos.policy._terms import LIMIT, exp
 from meshkit.errors import PlanError
 
 
@@ -97,7 +97,10 @@ class Surrogate(NamedTuple):
 
 
 def surrogate(bound: Bound, log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Surrogate:
-    """log_ratio: from `log_ratios`. log_probs: log pi(y_t) with the gradient. advantages: constants. All [...]."""
+    """The bounded loss of each token.
+
+    log_ratio: from `log_ratios`. log_probs: log pi(y_t) with the gradient. advantages: constants. All [...].
+    """
     nowhere = torch.zeros_like(advantages, dtype=torch.bool)
     if isinstance(bound, Reinforce):
         return Surrogate(-advantages * log_probs, nowhere, nowhere)

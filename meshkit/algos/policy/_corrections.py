@@ -1,6 +1,7 @@
-"""Off-policy corrections: constant factors for tokens that another policy wrote, or the same one with other numerics.
+"""Off-policy correction (truncated importance sampling, TIS): constant factors for tokens that another policy wrote.
 
-Three policies: pi_rollout wrote the tokens (the generator's numerics), pi_old is the trainer's snapshot of it, pi is trained.
+Three policies: pi_rollout wrote the tokens, with the numerics of its engine; pi_old is the trainer's snapshot of it; pi is
+trained.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshkit.algos.policy._ratios import exp
 from meshkit.algos.policy._segments import SegmentIndex
+from meshkit.algos.policy._terms import exp
 from meshkit.errors import DataError, PlanError
 
 
@@ -46,9 +47,9 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyMask:
-    """Drops an answer with A < 0 whose mean of log pi_rollout - log pi is above `threshold`: its mistakes are another's.
+    """Drops an answer with A < 0 whose mean of log pi_rollout - log pi is above `threshold`: pi would hardly write it.
 
-    Without rollout log-probabilities those of pi_old count. Source: DeepSeek-V3.2 2025.
+    Without rollout log-probabilities, pi_old stands in for pi_rollout. Source: DeepSeek-V3.2 2025.
     """
 
     threshold: float = 0.05
@@ -90,9 +91,10 @@ def correction_weights(
 
 @torch.no_grad()
 def high_entropy(entropy: Tensor, share: float) -> float:
-    """The entropy that the `share` of tokens with the most of it reach, from those of the whole step; [N] of learnt tokens.
+    """The entropy threshold above which the `share` of tokens with the highest entropy lies.
 
-    Tokens below it get weight 0: `weights = (entropy >= high_entropy(...)).double()`.
+    entropy: [N], of all learnt tokens of the step. Tokens below the threshold get weight 0:
+    `weights = (entropy >= high_entropy(...)).double()`.
     Source: Wang et al. 2025 (2506.01939), share = 0.2.
     """
     if not 0 < share <= 1:
@@ -101,6 +103,6 @@ def high_entropy(entropy: Tensor, share: float) -> float:
     ordered = entropy.double().flatten().sort().values
     if not len(ordered):
         return math.inf
-    at = (1 - share) * (len(ordered) - 1)
-    below = ordered[math.floor(at)]
-    return float(torch.lerp(below, ordered[math.ceil(at)], at - math.floor(at)))
+    position = (1 - share) * (len(ordered) - 1)
+    below = ordered[math.floor(position)]
+    return float(torch.lerp(below, ordered[math.ceil(position)], position - math.floor(position)))

@@ -1,4 +1,4 @@
-"""A policy loss as a choice on each of its axes: advantage, ratio, bound, aggregation, KL, corrections, entropy."""
+"""Policy loss (PPO, GRPO), token-level or sequence-level: advantage, ratio, clip, aggregation, KL, corrections, entropy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 from meshkit.algos.policy._advantages import GroupAdvantage
 from meshkit.algos.policy._clips import Bound, Clip, Reinforce, Surrogate, Vespo, geometric_clip, surrogate
 from meshkit.algos.policy._corrections import Correction, OffPolicyMask, correction_weights
-from meshkit.algos.policy._kl import KL, kl_estimates
-from meshkit.algos.policy._ratios import RATIOS, Ratio, exp, log_ratios
 from meshkit.algos.policy._returns import GAE, RewardToGo
 from meshkit.algos.policy._segments import SegmentIndex, refuse_other_shapes
+from meshkit.algos.policy._terms import KL, RATIOS, Ratio, exp, kl_estimates, log_ratios
 from meshkit.errors import DataError, PlanError
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -23,17 +22,17 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Which objective. Every choice goes with every other, but for those that are refused.
+    """A policy objective: one choice on each axis. Any combination is allowed, except those that are refused.
 
-    advantage: what each token's advantage is; `step_advantages` reads it, the loss takes the result.
+    advantage: how the advantage of a token is computed. `step_advantages` reads it; the loss takes the result.
     ratio: see `log_ratios`. clip: what bounds the update.
-    aggregation, with l the tokens of an answer, over all answers and ranks of the step:
-    "token_mean": the mean over tokens (DAPO). "sequence_mean": the mean over answers of their means over tokens (GRPO).
-    "sequence_sum": the mean over answers of their sums (LUSPO). "constant": that over `max_tokens` (Dr. GRPO).
-    SegmentIndex without a learnt token count in none. KL and entropy are aggregated as the rest is.
-    kl: of place "reward" it is `step_advantages` that applies it.
-    corrections: constant factors of the policy's part, multiplied; not of KL and entropy.
-    entropy: the bonus, times the entropy of each prediction.
+    aggregation, over all answers and ranks of the step. Token-level: "token_mean" is the mean over tokens (DAPO).
+    Sequence-level: "sequence_mean" is the mean over answers of their means over tokens (GRPO); "sequence_sum" the mean over
+    answers of their sums (LUSPO); "constant" is "sequence_sum" divided by `max_tokens` (Dr. GRPO).
+    Answers without a learnt token are not counted. KL and entropy are aggregated like the rest.
+    kl: `step_advantages` applies the one of place "reward", the loss the one of place "loss".
+    corrections: constant factors, multiplied, of the policy term; KL and entropy have none.
+    entropy: coefficient of the entropy bonus.
     Raises: PlanError for choices that are not known or do not go together.
     """
 
@@ -80,12 +79,12 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyValues:
-    """Of each token, [...], 0 where masked; fp64.
+    """Numbers of each token, [...] fp64, 0 where masked.
 
-    losses: with the gradient. Their sum over the number of tokens or answers of the step (`PolicyLoss.counts_tokens`) is the
-    objective. Without a gradient: shares, what a token counts in it; policy and kl, the loss's parts before that (kl without
-    its coefficient, 0 without a reference); ratios; corrections, the product of the constant factors.
-    clipped_low, clipped_high: [...] bool.
+    losses: with the gradient. The objective is their sum divided by the tokens or the answers of the step
+    (`PolicyLoss.counts_tokens`). The rest has no gradient. shares: the weight of a token in the sum. policy, kl: the terms of
+    the loss before that weight (kl without its coefficient, 0 without a reference model). ratios. corrections: the product
+    of the constant factors. clipped_low, clipped_high: [...] bool.
     """
 
     losses: Tensor
@@ -113,11 +112,11 @@ def policy_loss(
     """The loss of each token. All tensors are [...], one number for each token of `answers`; what is masked may be anything.
 
     log_probs: log pi(y_t), with the gradient. old: of the snapshot; default: log_probs themselves, a step on policy, where
-    the ratio is 1 and has a gradient. rollout: of the policy that wrote, as its generator computed them, for `corrections`.
-    To take them for the old ones ("bypass") give them as old, and no correction. reference: for `kl` of place "loss".
-    entropy: of each prediction, with the gradient, for `entropy`. weights: constant factors of the policy's part.
-    Wire: with an axis, what `SegmentIndex.sums` sends, once for each level of an answer that is asked for.
-    Raises: DataError for other shapes, and for what the loss needs and was not given.
+    the ratio is 1 and has a gradient. rollout: of the policy that wrote, as its engine computed them, for `corrections`.
+    To use them as the old ones ("bypass"), give them as old and leave corrections away. reference: of the reference model,
+    for `kl` of place "loss". entropy: of each prediction, with the gradient. weights: constant factors of the policy term.
+    Wire: with an axis, what `SegmentIndex.sums` sends, once for each sum or mean over whole answers.
+    Raises: DataError for other shapes, and for a missing input that the loss needs.
     """
     given = [
         ("log_probs", log_probs),

@@ -1,7 +1,7 @@
-"""Policy and value losses of a batch for `Run.forward_backward`, wherever the tokens of an answer lie.
+"""Policy and value (critic) objectives of a training step for `Run.forward_backward`, also with cp and microbatches.
 
-Batches are those of `pack_step`: `segment_ids` number the answers of a rank's batch from 1 on, and numbers of tokens stand
-where the token is the label. A microbatch has some of the answers, and a rank of cp some of the tokens of each.
+Batches come from `pack_step`: `segment_ids` number the answers of a rank's batch from 1 on, and the value of a token stands
+where the token is the label. A microbatch holds some of the answers, and a rank of cp some of the tokens of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshkit.algos.policy._loss import PolicyLoss, policy_loss
 from meshkit.algos.policy._segments import SegmentIndex
-from meshkit.algos.policy._values import value_losses
+from meshkit.algos.policy._terms import value_losses
 from meshkit.algos.rollout import REFERENCE, learnt, model_inputs, model_logits
 from meshkit.errors import DataError
 from meshkit.loss import token_log_probs
@@ -30,13 +30,13 @@ VALUE_SUMS = ("tokens", "clipped", "error", "error_squared", "return", "return_s
 
 
 def count_answers(batch: Batch) -> Tensor:
-    """The answers of a batch with a learnt token."""
+    """The number of answers of a batch that have a learnt token."""
     counted = batch["segment_ids"][learnt(batch)].unique().numel()
     return torch.tensor(counted, device=batch["segment_ids"].device)
 
 
 def policy_count(loss: PolicyLoss) -> Count:
-    """What the sum of `policy_objective` is divided by: the tokens of the step, or its answers."""
+    """The count that divides the sum of `policy_objective`: tokens of the step (token-level), or answers (sequence-level)."""
     return count_labels if loss.counts_tokens else count_answers
 
 
@@ -45,11 +45,11 @@ def policy_objective(
 ) -> Loss:
     """The loss of a batch of answers, for `forward_backward(batch, loss=..., count=policy_count(loss))`.
 
-    Reads [B, T] of `advantages`, and where they are there `old_log_probs` (without: a step on policy), `rollout_log_probs`,
-    `reference_log_probs` and `loss_weights`. Take them from `token_values` with the same temperature, which divides logits.
-    metrics: `policy_sums(mesh)`; read it with `policy_metrics`.
+    Reads from the batch `advantages` [B, T], and if present `old_log_probs` (without them: a step on policy),
+    `rollout_log_probs`, `reference_log_probs` and `loss_weights`. Log-probabilities come from `token_values` with the same
+    temperature, which divides logits. metrics: `policy_sums(mesh)`; read it with `policy_metrics`.
     Wire: with cp what `SegmentIndex.sums` sends, for losses that look at whole answers.
-    Raises: DataError for a batch without advantages, and for what the loss needs and the batch has not.
+    Raises: DataError for a batch without advantages, or without another input that the loss needs.
     """
     if "advantages" not in batch:
         raise DataError(
@@ -58,32 +58,32 @@ def policy_objective(
     count = _answer_count(batch)
 
     def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
-        found = token_log_probs(model_logits(model, part), part["labels"], temperature=temperature)
+        predictions = token_log_probs(model_logits(model, part), part["labels"], temperature=temperature)
         answers = _answers(mesh, part, count)
         values = policy_loss(
             loss,
             answers,
-            found.log_probs,
+            predictions.log_probs,
             part["advantages"],
             old_log_probs=part.get("old_log_probs"),
             rollout_log_probs=part.get("rollout_log_probs"),
             reference_log_probs=part.get(REFERENCE),
-            entropy=found.entropy,
+            entropy=predictions.entropy,
             weights=part.get("loss_weights"),
         )
         if metrics is not None:
-            log_probs = answers.only(found.log_probs.detach())
+            log_probs = answers.only(predictions.log_probs.detach())
             old = answers.only(part["old_log_probs"]) if "old_log_probs" in part else log_probs
-            wrote = answers.only(part["rollout_log_probs"]) if "rollout_log_probs" in part else old
-            moved, gap = log_probs - old, old - wrote
+            rollout = answers.only(part["rollout_log_probs"]) if "rollout_log_probs" in part else old
+            log_ratio, gap = log_probs - old, old - rollout
             metrics.add(
                 tokens=answers.mask,
                 clipped_low=values.clipped_low,
                 clipped_high=values.clipped_high,
-                old_k1=-moved,
-                old_k3=moved.exp() - 1 - moved,
+                old_k1=-log_ratio,
+                old_k3=log_ratio.exp() - 1 - log_ratio,
                 reference_kl=values.kl,
-                entropy=answers.only(found.entropy),
+                entropy=answers.only(predictions.entropy),
                 rollout_error=answers.only(gap.abs().exp()),
                 rollout_k3=gap.exp() - 1 - gap,
                 weight=values.corrections,
@@ -120,19 +120,18 @@ def policy_metrics(metrics: MetricSums) -> dict[str, float]:
 
 
 def critic_values(model: nn.Module, part: dict[str, Any]) -> Tensor:
-    """V of what was read up to each token, so of the state before its label; [rows, T]. For `token_values(critic, batch,
-    ...)`.
+    """The critic's value V of the state before each label, [rows, T], for `token_values(critic, batch, ...)`.
 
-    The model returns a number for each token, as `RewardModel`.
+    model: returns a number for each token, as `RewardModel` does: the value after reading it.
     """
     values: Tensor = model(**model_inputs(part))
     return values
 
 
 def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metrics: MetricSums | None = None) -> Loss:
-    """The loss of a critic, for `forward_backward(batch, loss=...)`: a mean over learnt tokens.
+    """The value loss of a critic, for `forward_backward(batch, loss=...)`: a mean over learnt tokens.
 
-    Reads [B, T] of `returns`, from `step_advantages`, and `old_values`, if there are any. metrics: `value_sums(mesh)`.
+    Reads from the batch `returns` [B, T], from `step_advantages`, and `old_values` if present. metrics: `value_sums(mesh)`.
     Raises: DataError for a batch without returns.
     """
     if "returns" not in batch:
@@ -141,18 +140,18 @@ def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metri
 
     def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
         values, answers = critic_values(model, part), _answers(mesh, part, count)
-        found = value_losses(values, part["returns"], answers, old_values=part.get("old_values"), clip=clip)
+        critic_loss = value_losses(values, part["returns"], answers, old_values=part.get("old_values"), clip=clip)
         if metrics is not None:
             target = answers.only(part["returns"])
             error = target - answers.only(values.detach())
             metrics.add(
                 tokens=answers.mask,
-                clipped=found.clipped,
+                clipped=critic_loss.clipped,
                 error=error,
                 error_squared=error.square(),
                 **{"return": target, "return_squared": target.square()},
             )
-        return found.losses.sum()
+        return critic_loss.losses.sum()
 
     return objective
 
@@ -163,13 +162,16 @@ def value_sums(mesh: Mesh) -> MetricSums:
 
 
 def value_metrics(metrics: MetricSums) -> dict[str, float]:
-    """clipped: a share. error: the mean of R - V. explained: 1 - var(R - V) / var(R), 0 where R does not vary."""
+    """Means over the learnt tokens of all steps since the last call. Every rank must call it.
+
+    clipped: a share. error: the mean of R - V. explained: 1 - var(R - V) / var(R), 0 where R does not vary.
+    """
     sums = metrics.means(1.0)
     tokens = max(sums.pop("tokens"), 1.0)
     mean = {name: value / tokens for name, value in sums.items()}
-    spread = mean["return_squared"] - mean["return"] ** 2
-    left = mean["error_squared"] - mean["error"] ** 2
-    explained = 1 - left / spread if spread > 1e-12 else 0.0
+    variance = mean["return_squared"] - mean["return"] ** 2
+    unexplained = mean["error_squared"] - mean["error"] ** 2
+    explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
     return {"clipped": mean["clipped"], "error": mean["error"], "return": mean["return"], "explained": explained}
 
 

@@ -1,6 +1,6 @@
-"""Published algorithms as choices; change one with `dataclasses.replace`. docs/policy.md has them as a table.
+"""Presets: published algorithms (PPO, GRPO, DAPO, ...) as `PolicyLoss`es; change one with `dataclasses.replace`.
 
-Where a paper leaves a number open, it is that of the reference implementation named there.
+Where a paper leaves a number open, it is that of the reference implementation that docs/policy.md names beside it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from meshkit.algos.policy._advantages import GroupAdvantage
 from meshkit.algos.policy._clips import Cispo, Clip, Reinforce, Sapo, Vespo
 from meshkit.algos.policy._corrections import Correction
-from meshkit.algos.policy._kl import KL
 from meshkit.algos.policy._loss import PolicyLoss
 from meshkit.algos.policy._returns import GAE, RewardToGo
 from meshkit.algos.policy._sampling import RolloutRules
+from meshkit.algos.policy._terms import KL
 
 _NORMALISED = GroupAdvantage(baseline="group", scale="group")
 
@@ -42,7 +42,7 @@ REINFORCE_PP_BASELINE = PolicyLoss(
     clip=Clip(low=0.2, high=0.2),
     kl=KL(estimator="k2", coefficient=0.01),
 )
-"""The same, for groups: less the mean of the group, then whitened over the step."""
+"""The same, for groups: reward minus the mean of the group, then whitened over the step."""
 
 GRPO = PolicyLoss(
     advantage=_NORMALISED,
@@ -84,4 +84,4 @@ PRESETS = {
 """name -> preset, for a flag of a recipe"""
 
 ROLLOUT_RULES = {name: RolloutRules() for name in PRESETS} | {"DAPO": RolloutRules(dynamic=True, overlong=0.25)}
-"""name -> what the preset does to rollouts before its loss, for `step_rollouts`; DAPO's 0.25 is 4,096 of 16,384 tokens"""
+"""name -> rules for the rollouts of a step, which `step_rollouts` applies; DAPO's 0.25 is 4,096 of 16,384 tokens"""

@@ -1,9 +1,9 @@
-"""GAE and rewards to go: advantages of tokens, from rewards of tokens and, with a critic, values; on the host, once a step.
+"""GAE and rewards to go: token-level advantages, from rewards of tokens and, with a critic, values; once a step.
 
 Dims: B rows of T tokens, packed as `build_rows` lays them out: a token's numbers stand where it is the label. segments: [B,
-T], 0 is padding. learn: [B, T] bool, the labels that the policy wrote; what lies between them (a tool's output, the prompt)
-is read only, and the recursions pass over it. A reward that stands where nothing is learnt, such as a score at the end of
-an answer, counts for the last learnt token before it.
+T], 0 is padding. learn: [B, T] bool, the labels that the policy wrote. The recursions skip the tokens between them (a
+prompt, the output of a tool). A reward at a token that is not learnt, such as a score at the end of an answer, counts for
+the last learnt token before it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from meshkit.algos.policy._kl import KL, kl_estimates
+from meshkit.algos.policy._terms import KL, kl_estimates
 from meshkit.errors import PlanError
 
 
@@ -66,9 +67,9 @@ def token_rewards(
     old_log_probs_BT: Tensor | None = None,
     reference_log_probs_BT: Tensor | None = None,
 ) -> Tensor:
-    """The rewards less beta KL of each learnt token; [B, T] fp64.
+    """Rewards minus beta times the KL of each learnt token; [B, T] fp64.
 
-    kl: with place="reward"; of pi_old, which wrote the tokens, against the reference. Source: Ziegler et al. 2019.
+    kl: with place="reward"; of pi_old, which wrote the tokens, from the reference model. Source: Ziegler et al. 2019.
     """
     rewards_BT = rewards_BT.double()
     if kl is None or not kl.in_reward:
@@ -92,12 +93,14 @@ def gae(
 ) -> TokenAdvantages:
     """Advantages and returns A + V of each segment; [B, T] fp64.
 
-    values: of the state before each label, which is where the critic's output stands. open: True at the last token of a
-    segment that goes on with the value there (it was cut off); others end with 0.
+    values: V of the state before each label, as `critic_values` returns them. open: True at the last token of a segment that
+    was cut off, and is continued by the value there; the value after the end of other segments is 0.
     """
-    rewards_TB, values_TB = rewards_BT.double().T, values_BT.double().T
-    learn_TB, segments_TB = learn_BT.bool().T, segments_BT.T
-    open_TB = torch.zeros_like(learn_TB) if open_BT is None else open_BT.bool().T
+    # Time first, since the recursion runs over it: each step reads and writes one row of B numbers.
+    by_time = "b t -> t b"
+    rewards_TB, values_TB = rearrange(rewards_BT.double(), by_time), rearrange(values_BT.double(), by_time)
+    learn_TB, segments_TB = rearrange(learn_BT.bool(), by_time), rearrange(segments_BT, by_time)
+    open_TB = torch.zeros_like(learn_TB) if open_BT is None else rearrange(open_BT.bool(), by_time)
     advantages_TB = torch.zeros_like(rewards_TB)
     zeros_B = rewards_TB.new_zeros(rewards_TB.shape[1])
     ahead_B, value_B, pending_B, segment_B = zeros_B, zeros_B, zeros_B, torch.zeros_like(segments_TB[:1].sum(0))
@@ -114,12 +117,12 @@ def gae(
         value_B = torch.where(learnt_B, values_TB[t], value_B)
         pending_B = pending_B.masked_fill(learnt_B, 0.0)
         advantages_TB[t] = torch.where(learnt_B, ahead_B, 0.0)
-    advantages_BT = advantages_TB.T.contiguous()
+    advantages_BT = rearrange(advantages_TB, "t b -> b t").contiguous()
     return TokenAdvantages(advantages_BT, torch.where(learn_BT.bool(), advantages_BT + values_BT.double(), 0.0))
 
 
 @torch.no_grad()
 def rewards_to_go(rewards_BT: Tensor, learn_BT: Tensor, segments_BT: Tensor, *, discount: float = 1.0) -> Tensor:
-    """The discounted sum of the rewards from each learnt token on; [B, T] fp64. That is GAE of values 0 with decay 1."""
+    """The discounted sum of rewards from each learnt token on; [B, T] fp64. It equals GAE with values 0 and decay 1."""
     zeros_BT = torch.zeros_like(rewards_BT)
     return gae(rewards_BT, zeros_BT, learn_BT, segments_BT, discount=discount, decay=1.0).advantages

@@ -1,4 +1,4 @@
-"""Which rollouts a step learns from (dynamic and rejection sampling), and what their length costs (overlong penalty)."""
+"""Dynamic sampling, rejection sampling and the overlong penalty: which rollouts a step learns from, and what length costs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from meshkit.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRules:
-    """What an algorithm does to the rollouts of a step before its loss sees them.
+    """What an algorithm does to the rollouts of a step before its loss.
 
-    dynamic: dynamic sampling, see `keep_informative`. overlong: soft overlong punishment, see `overlong_penalty`, over the
-    last tokens of an answer, which are allowed beyond the expected `max_new_tokens`: so many parts of it.
+    dynamic: dynamic sampling, see `keep_informative`. overlong: soft overlong punishment, see `overlong_penalty`: an answer
+    may be longer than `max_new_tokens` by this share of it, and the tokens beyond cost reward.
     """
 
     dynamic: bool = False
     overlong: float = 0.0
 
     def limit(self, max_new_tokens: int) -> int:
-        """The most tokens of an answer, those included that cost reward: what to sample with."""
+        """The most tokens an answer may have, including those that cost reward: what to sample with."""
         return max_new_tokens + math.ceil(self.overlong * max_new_tokens)
 
 
 class Kept(NamedTuple):
-    """mask: [A] bool, the answers to learn from. groups: how many groups they are. missing: how many more are wanted."""
+    """mask: [A] bool, the answers to learn from. groups: the number of their groups. missing: how many more are wanted."""
 
     mask: Tensor
     groups: int
@@ -41,20 +41,20 @@ class Kept(NamedTuple):
 def keep_informative(rewards_A: Tensor, groups_A: Tensor, *, wanted: int) -> Kept:
     """DAPO's dynamic sampling: drop groups whose answers all have the same score, and those beyond the first `wanted` groups.
 
-    Of all answers of the step; NaN is no score. While `missing` is not 0, generate for more prompts and call it again with
-    all that there is. Groups count in the order of their first answer.
+    rewards, groups: of all answers of the step; NaN is no score. While `missing` is not 0, generate answers to more prompts
+    and call it again with all answers so far. Groups are ordered by their first answer.
     Source: Yu et al. 2025 (2503.14476), section 3.2.
     """
     uniform_A = group_advantages(rewards_A, groups_A, GroupAdvantage()).uniform
-    found = list(dict.fromkeys(groups_A[~uniform_A].tolist()))[:wanted]
-    mask_A = torch.isin(groups_A, groups_A.new_tensor(found)) & ~uniform_A
-    return Kept(mask_A, len(found), wanted - len(found))
+    groups = list(dict.fromkeys(groups_A[~uniform_A].tolist()))[:wanted]
+    mask_A = torch.isin(groups_A, groups_A.new_tensor(groups)) & ~uniform_A
+    return Kept(mask_A, len(groups), wanted - len(groups))
 
 
 def overlong_penalty(lengths_A: Tensor, *, limit: int, buffer: int) -> Tensor:
-    """DAPO's soft penalty, to be added to rewards; [A] fp64, in [-1, 0].
+    """DAPO's soft penalty, added to rewards; [A] fp64, in [-1, 0].
 
-    0 up to limit - buffer tokens, then down a straight line to -1 at `limit`, -1 beyond.
+    It is 0 up to limit - buffer tokens, falls in a straight line to -1 at `limit`, and stays -1 beyond.
     Source: Yu et al. 2025 (2503.14476), equation 13.
     """
     if not 0 < buffer <= limit:
@@ -74,11 +74,11 @@ def select_best(rewards_A: Tensor, groups_A: Tensor, *, best: int = 1) -> Tensor
     order = rewards_A.double().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
     taken: dict[int, int] = {}
     mask_A = torch.zeros_like(rewards_A, dtype=torch.bool)
-    for at in order.tolist():
-        group = int(groups_A[at])
-        if taken.get(group, 0) < best and not rewards_A[at].isnan():
+    for answer in order.tolist():
+        group = int(groups_A[answer])
+        if taken.get(group, 0) < best and not rewards_A[answer].isnan():
             taken[group] = taken.get(group, 0) + 1
-            mask_A[at] = True
+            mask_A[answer] = True
     return mask_A
 
 

@@ -1,4 +1,4 @@
-"""The segment index: where the tokens of answers lie, sums from tokens to answers ("segment sum") and the way back.
+"""Segment index ("segment sum"): from numbers of tokens to sums and means of answers, and from answers back to tokens.
 
 Dims: A answers; `...` any shape of tokens of this rank, rows of packed answers or one answer a row.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,7 @@ from meshkit.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentIndex:
-    """A answers whose tokens may be packed into rows, cut over cp, or in other microbatches.
+    """Where the tokens of A answers are: packed into rows, split over cp, or in other microbatches.
 
     mask: [...] bool, True on the tokens that the policy wrote. index: [...] int64, the answer of each token, 0 to A - 1;
     where masked anything in that range. count: A, the same on every rank of `axis`.
@@ -40,35 +41,39 @@ class SegmentIndex:
 
     @staticmethod
     def of_rows(mask_AT: Tensor) -> SegmentIndex:
-        """One answer a row, all of it here."""
-        rows = torch.arange(len(mask_AT), device=mask_AT.device)
-        return SegmentIndex(mask=mask_AT.bool(), index=rows.unsqueeze(1).expand(mask_AT.shape), count=len(mask_AT))
+        """The index of unpacked rows: one whole answer in each row [A, T]."""
+        rows_A = torch.arange(len(mask_AT), device=mask_AT.device)
+        index_AT = repeat(rows_A, "a -> a t", t=mask_AT.shape[1])
+        return SegmentIndex(mask=mask_AT.bool(), index=index_AT, count=len(mask_AT))
 
     def sums(self, *values: Tensor) -> list[Tensor]:
         """Each of the values [...] summed over the tokens of each answer; [A] fp64, with the gradient.
 
         Wire: with an axis, one all-reduce of [values, A] forward, and one backward where a value has a gradient.
         """
-        rows = (-1, self.mask.shape[-1]) if self.mask.ndim else (1, 1)
-        mask, index = self.mask.reshape(rows), self.index.reshape(rows)
-        own = torch.stack([packed_logps(value.double().reshape(rows), mask, index, self.count) for value in values])
-        return list((own if self.axis is None else whole_sequences(own, self.axis)).unbind())
+        # `...` may be no dim at all, which "... -> 1 (...)" makes one row of one token.
+        as_row = "... -> 1 (...)"
+        mask, index = rearrange(self.mask, as_row), rearrange(self.index, as_row)
+        local_sums = torch.stack(
+            [packed_logps(rearrange(value.double(), as_row), mask, index, self.count) for value in values]
+        )
+        return list((local_sums if self.axis is None else whole_sequences(local_sums, self.axis)).unbind())
 
     def means(self, values: Tensor) -> Tensor:
         """The mean over the tokens of each whole answer; [A] fp64, 0 for an answer without tokens."""
         return self.sums(values)[0] / self.lengths.clamp(min=1)
 
     def spread(self, values_A: Tensor) -> Tensor:
-        """To each token the number of its answer; [...]."""
+        """Give each token the value of its answer; [...]."""
         return values_A[self.index]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Tokens that the policy wrote in each whole answer, wherever they lie; [A] fp64."""
+        """Tokens that the policy wrote in each whole answer, over all ranks of `axis`; [A] fp64."""
         return self.sums(self.mask.double())[0]
 
     def only(self, values: Tensor) -> Tensor:
-        """fp64 values [...], 0 where masked, whatever stood there."""
+        """fp64 values [...], 0 where masked; NaN there too becomes 0."""
         return torch.where(self.mask, values.double(), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""From scored rollouts to the batch of a step: which of them it learns from, packed, with the advantages of their tokens."""
+"""Advantages of a training step: from scored rollouts to a packed batch with the advantage of each token."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def step_rollouts(
     max_new_tokens: int,
     rounds: int = 10,
 ) -> tuple[MeshScores, list[Rollout]]:
-    """The scores of all rollouts of a step, and those of this data rank that it learns from, with the rewards it learns.
+    """Write, score and select the rollouts of a step.
 
-    ask: writes and scores the rollouts of `prompts` more prompts, of keys that never came before. With dynamic sampling it
-    is called until so many groups have different scores, `rounds` times at most: the step then has fewer, perhaps none.
-    max_new_tokens: before `RolloutRules.limit`. Penalties come after scores were compared, and are not in the scores.
-    Every rank must call it. Wire: that of `ask`; with dynamic sampling a gather of two numbers a rollout after each.
+    Returns the scores of all rollouts, and the rollouts of this data rank to learn from, with penalties in their rewards.
+    ask: writes and scores rollouts of `prompts` new prompts, with keys that were not used before. With dynamic sampling it
+    is called until `prompts` groups have differing scores, at most `rounds` times; the step may then have fewer, or none.
+    max_new_tokens: before `RolloutRules.limit`. Penalties are added after scores are compared, and are not in the scores.
+    Every rank must call it. Wire: that of `ask`; with dynamic sampling a gather of two numbers per rollout after each.
     Source: DAPO, Yu et al. 2025 (2503.14476), algorithm 1.
     """
     parts = [ask()]
@@ -61,15 +62,18 @@ def step_rollouts(
 
 
 def _informative(mesh: Mesh, parts: Sequence[MeshScores], wanted: int) -> tuple[list[Rollout], int]:
-    """(this data rank's rollouts of informative groups, how many groups are missing), the first groups by key."""
-    own = [rollout for part in parts for rollout in part.rollouts]
-    numbers = torch.tensor([[float(each.reward) for each in own], [each.key for each in own]], dtype=torch.float64)
-    (rewards_A, groups_A), here = gather_answers(mesh, numbers)
-    # By key, which is the order of the prompts: gathered by rank, the first groups would be others on other meshes.
+    """(this data rank's rollouts of the first `wanted` informative groups by key, how many groups are missing)."""
+    rollouts = [rollout for part in parts for rollout in part.rollouts]
+    numbers = torch.tensor(
+        [[float(each.reward) for each in rollouts], [each.key for each in rollouts]], dtype=torch.float64
+    )
+    (rewards_A, groups_A), local = gather_answers(mesh, numbers)
+    # Sorted by key, which is the order of the prompts. Answers come in the order of ranks, which depends on the mesh: the
+    # first groups in that order would not be the same on another one.
     order_A = groups_A.argsort(stable=True)
     kept = keep_informative(rewards_A[order_A], groups_A[order_A].long(), wanted=wanted)
     mask_A = torch.zeros_like(kept.mask).index_copy(0, order_A, kept.mask)
-    return [rollout for rollout, keep in zip(own, mask_A[here].tolist(), strict=True) if keep], kept.missing
+    return [rollout for rollout, keep in zip(rollouts, mask_A[local].tolist(), strict=True) if keep], kept.missing
 
 
 def pack_rollouts(
@@ -80,10 +84,10 @@ def pack_rollouts(
     pad_multiple: int = 8,
     mask_truncated: bool = False,
 ) -> Batch:
-    """The batch of this data rank's rollouts, which may be none, packed into rows of at most seq_len tokens.
+    """Pack this data rank's rollouts (perhaps none) into a batch with rows of at most seq_len tokens.
 
-    values: the names in `Rollout.values`, said here for a rank without any. mask_truncated: see `Rollout.example`.
-    Rollouts have log-probabilities; for those of other fields call `pack_step` on `example()`s.
+    values: the names in `Rollout.values`, needed by a rank without rollouts. mask_truncated: see `Rollout.example`.
+    Rollouts must have log-probabilities; for others call `pack_step` on their `example()`s.
     """
     examples = [rollout.example(mask_truncated=mask_truncated) for rollout in rollouts]
     return pack_step(examples, seq_len=seq_len, names=(*NAMES, *values), pad_multiple=pad_multiple)
@@ -100,11 +104,11 @@ def policy_batch(
     snapshot: bool = False,
     microbatches: int = 1,
 ) -> tuple[Batch, StepAdvantages]:
-    """This data rank's rollouts as a batch with all that `policy_objective` reads, and the advantages of the step.
+    """Pack this data rank's rollouts into the batch that `policy_objective` reads, with the advantages of the step.
 
-    reference: the reference model, for KL. snapshot: keep the log-probabilities of now as the old ones, for several updates;
-    losses with corrections or KL in the reward do so anyway. Every rank must call it, those without rollouts too.
-    Wire: that of `token_values`, for each of the two, and of `step_advantages`.
+    reference: the reference model, for KL. snapshot: keep the present log-probabilities as the old ones, for several updates
+    on one batch; losses with corrections or KL in the reward do so anyway. Every rank must call it, also without rollouts.
+    Wire: that of `token_values`, once for the snapshot and once for the reference model, and of `step_advantages`.
     """
     batch = pack_rollouts(rollouts, seq_len=seq_len, pad_multiple=run.mesh.row_multiple)
     log_probs = partial(label_log_probs, temperature=temperature)
@@ -117,9 +121,11 @@ def policy_batch(
 
 
 class StepAdvantages(NamedTuple):
-    """values: what to add to the batch, [B, T] fp64 each: `advantages`, and with GAE `returns`. Of the whole step, the same
-    on every rank: answers; tokens, the learnt ones; unscored, answers without a score, whose advantages are 0; groups;
-    uniform, groups whose scores are all equal; reward, the mean of the scores.
+    """values: entries to add to the batch, [B, T] fp64 each: `advantages`, and with GAE `returns`.
+
+    The rest is of the whole step and the same on every rank. answers, groups: their numbers. tokens: learnt tokens.
+    unscored: answers without a score, whose advantages are 0. uniform: groups whose scores are all equal. reward: the mean
+    of the scores.
     """
 
     values: dict[str, Tensor]
@@ -137,24 +143,25 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
 
     batch: of `pack_rollouts`, or with the same names: `rewards` [B, T], at the end of an answer or at each token; `groups`
     and `truncated` at the ends; for GAE `old_values`; for KL in the reward `old_log_probs` and `reference_log_probs`; for a
-    greedy baseline `greedy_rewards` at the ends. An answer that has a NaN among its rewards is not scored.
-    With GAE and bootstrap an answer that was cut off keeps only its KL, and goes on with the critic's value at its end.
-    Every rank must call it. Wire: over the data ranks, a gather of five numbers an answer as objects, and for whitening an
+    greedy baseline `greedy_rewards` at the ends. An answer with a NaN among its rewards has no score.
+    With GAE and bootstrap, an answer that was cut off keeps only the KL of its reward, and is continued by the critic's value
+    at its end.
+    Every rank must call it. Wire: over the data ranks, a gather of five numbers per answer as objects, and for whitening an
     all-reduce of three numbers.
-    Raises: DataError for what the advantage needs and the batch has not.
+    Raises: DataError for an input that the advantage needs and the batch lacks.
     """
     _refuse_missing(batch, loss)
     advantage, batch = loss.advantage, {name: value.cpu() for name, value in batch.items()}
-    segments, learn, given = batch["segment_ids"], learnt(batch), batch["rewards"]
+    segments, learn, raw_rewards = batch["segment_ids"], learnt(batch), batch["rewards"]
     answers = SegmentIndex(
         mask=segments > 0,
         index=(segments - 1).clamp(min=0),
         count=int(segments.max()) if segments.numel() else 0,
     )
-    rewards = given
+    rewards = raw_rewards
     if isinstance(advantage, GAE) and advantage.bootstrap:
-        rewards = given.masked_fill(_of_segments(answers, batch["truncated"]) > 0, 0.0)
-    scored = _of_segments(answers, rewards.isnan().double()) == 0
+        rewards = raw_rewards.masked_fill(_answer_sums(answers, batch["truncated"]) > 0, 0.0)
+    scored = _answer_sums(answers, rewards.isnan().double()) == 0
     penalised = token_rewards(
         torch.where(scored, rewards, 0.0),
         learn,
@@ -162,20 +169,20 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         old_log_probs_BT=batch.get("old_log_probs"),
         reference_log_probs_BT=batch.get("reference_log_probs"),
     )
-    own = answers.sums(
+    local_sums = answers.sums(
         torch.where(scored, penalised, torch.nan),
-        given,
+        raw_rewards,
         batch["groups"],
         learn.double(),
-        batch.get("greedy_rewards", torch.zeros_like(given)),
+        batch.get("greedy_rewards", torch.zeros_like(rewards)),
     )
-    (totals_A, scores_A, groups_A, lengths_A, greedy_A), here = gather_answers(mesh, torch.stack(own))
+    (totals_A, scores_A, groups_A, lengths_A, greedy_A), local = gather_answers(mesh, torch.stack(local_sums))
     if isinstance(advantage, GroupAdvantage):
-        found = group_advantages(totals_A, groups_A.long(), advantage, lengths_A=lengths_A, greedy_A=greedy_A)
-        spread = answers.spread(found.advantages[here]) if answers.count else torch.zeros_like(given)
-        values = {"advantages": torch.where(learn, spread, 0.0)}
+        by_answer = group_advantages(totals_A, groups_A.long(), advantage, lengths_A=lengths_A, greedy_A=greedy_A)
+        by_token = answers.spread(by_answer.advantages[local]) if answers.count else torch.zeros_like(rewards)
+        values = {"advantages": torch.where(learn, by_token, 0.0)}
     else:
-        values = _of_tokens(advantage, batch, penalised, learn, scored)
+        values = _token_advantages(advantage, batch, penalised, learn, scored)
     if advantage.whiten:
         moments = _sum_over_data(mesh, Moments.of(values["advantages"], learn & scored))
         values["advantages"] = whiten(values["advantages"], learn & scored, moments)
@@ -206,16 +213,19 @@ def _refuse_missing(batch: Batch, loss: PolicyLoss) -> None:
         )
 
 
-def _of_tokens(
+def _token_advantages(
     advantage: GAE | RewardToGo, batch: Batch, rewards: Tensor, learn: Tensor, scored: Tensor
 ) -> dict[str, Tensor]:
-    """An answer without a score has advantages of 0, and returns that are what the critic says already."""
+    """`advantages`, and with GAE `returns`.
+
+    An answer without a score has advantages of 0, and the critic's own values as returns: the value loss is then 0.
+    """
     segments = batch["segment_ids"]
     if isinstance(advantage, RewardToGo):
-        togo = rewards_to_go(rewards, learn, segments, discount=advantage.discount)
-        return {"advantages": torch.where(scored, togo, 0.0)}
+        to_go = rewards_to_go(rewards, learn, segments, discount=advantage.discount)
+        return {"advantages": torch.where(scored, to_go, 0.0)}
     cut = (batch["truncated"] > 0) & (batch["ends"] > 0)
-    found = gae(
+    estimated = gae(
         rewards,
         batch["old_values"],
         learn,
@@ -225,31 +235,33 @@ def _of_tokens(
         open_BT=cut if advantage.bootstrap else None,
     )
     return {
-        "advantages": torch.where(scored, found.advantages, 0.0),
-        "returns": torch.where(scored, found.returns, batch["old_values"] * learn),
+        "advantages": torch.where(scored, estimated.advantages, 0.0),
+        "returns": torch.where(scored, estimated.returns, batch["old_values"] * learn),
     }
 
 
-def _of_segments(answers: SegmentIndex, values: Tensor) -> Tensor:
-    """To each token the sum over its answer; 0 in padding."""
+def _answer_sums(answers: SegmentIndex, values: Tensor) -> Tensor:
+    """For each token the sum over its answer; 0 in padding."""
     if not answers.count:
         return torch.zeros_like(values)
     return torch.where(answers.mask, answers.spread(answers.sums(values)[0]), 0.0)
 
 
-def gather_answers(mesh: Mesh, own: Tensor) -> tuple[Tensor, slice]:
-    """[..., own answers] of each data rank, on the host, to ([..., answers of the step], which are those of this data rank).
+def gather_answers(mesh: Mesh, local: Tensor) -> tuple[Tensor, slice]:
+    """Gather numbers of answers, [..., answers of this data rank], from all data ranks, on the host.
 
-    In order of data rank, the same on every rank; for `keep_informative` and whatever else looks at all answers.
+    Returns [..., answers of the step] in the order of data ranks, the same on every rank, and the slice of this data rank's
+    answers in it. For `keep_informative`, and whatever else looks at all answers.
     Every rank must call it. Wire: `gather_over_data`.
     """
-    parts = gather_over_data(mesh, own)
+    parts = gather_over_data(mesh, local)
     before = sum(part.shape[-1] for part in parts[: mesh.data_rank])
-    return torch.cat(parts, dim=-1), slice(before, before + own.shape[-1])
+    return torch.cat(parts, dim=-1), slice(before, before + local.shape[-1])
 
 
 def _sum_over_data(mesh: Mesh, moments: Moments) -> Moments:
-    """Over the data ranks; those of cp have the same numbers, of which the first counts."""
+    """Add the moments up over the data ranks."""
+    # `mesh.tokens` has the ranks of cp too, which computed the same moments of the same rows: only the first may count.
     summed = torch.stack(list(moments)) * (mesh["cp"].get_local_rank() == 0)
     if mesh.tokens.size() > 1:
         summed = summed.to(mesh.device)

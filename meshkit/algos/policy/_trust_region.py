@@ -1,4 +1,4 @@
-"""A trust region (TRPO's line search): a step that may not move the policy further than a given KL."""
+"""Trust region (TRPO's line search): an optimizer step that moves the policy no further than a given KL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshkit.step import Batch, Run
 
 
 class TrustRegionStep(NamedTuple):
-    """fraction: of the optimizer's step that was taken, 0 if none was fit. kl: of the policy after it, nats a token.
+    """fraction: the part of the optimizer's step that was taken, 0 if no part was accepted.
 
-    improvement: by how much the loss fell. tries: how many fractions were measured.
+    kl: of the policy after it, nats per token. improvement: by how much the loss fell. tries: fractions measured.
     """
 
     fraction: float
@@ -38,12 +38,13 @@ def step_within(
     tries: int = 10,
     temperature: float = 1.0,
 ) -> TrustRegionStep:
-    """Take `step()`, and go back along it until KL(pi_old || pi) <= limit on this batch and the loss is below what it was.
+    """Take `step()`, and go back along it until KL(pi_old || pi) <= limit on this batch and the loss has fallen.
 
-    TRPO's constraint by its line search: the direction is the optimizer's, and not the natural gradient. KL is measured (k3
-    of the batch's learnt tokens against `old_log_probs`), fraction 1, shrink, shrink^2, ...; after `tries` of them nothing
-    moves. step: `optimizer.step` after `forward_backward`. Moments of the optimizer stay those of the whole step. Parameters
-    must be what the optimizer updates: not with masters elsewhere.
+    This is TRPO's constraint with its line search; the direction is the optimizer's, not the natural gradient. The fractions
+    1, shrink, shrink^2, ... of the step are tried; KL is measured as k3 of the batch's learnt tokens against
+    `old_log_probs`. If all `tries` fail, the parameters are restored. step: `optimizer.step` after `forward_backward`. The
+    optimizer's moments keep the update of the full step. Parameters must be the tensors that the optimizer updates, so there
+    may be no masters elsewhere.
     Every rank must call it. Memory: two copies of this rank's parameters. Wire: a forward pass for each try, and one before.
     Source: Schulman et al. 2015 (1502.05477), appendix C, for the line search.
     Raises: PlanError for limits out of range, and for a batch without old_log_probs.
@@ -64,17 +65,17 @@ def step_within(
         return policy_metrics(metrics)["old_k3"], float(total / counted.clamp(min=1))
 
     _, start = measure()
-    own = [local_tensor(parameter) for parameter in run.parameters()]
-    before = [parameter.clone() for parameter in own]
+    shards = [local_tensor(parameter) for parameter in run.parameters()]
+    before = [shard.clone() for shard in shards]
     step()
-    after = [parameter.clone() for parameter in own]
+    after = [shard.clone() for shard in shards]
     for attempt in range(tries):
         fraction = shrink**attempt
-        for parameter, old, new in zip(own, before, after, strict=True):
-            parameter.copy_(new if attempt == 0 else torch.lerp(old, new, fraction))
+        for shard, old, new in zip(shards, before, after, strict=True):
+            shard.copy_(new if attempt == 0 else torch.lerp(old, new, fraction))
         kl, value = measure()
         if kl <= limit and value < start:
             return TrustRegionStep(fraction, kl, start - value, attempt + 1)
-    for parameter, old in zip(own, before, strict=True):
-        parameter.copy_(old)
+    for shard, old in zip(shards, before, strict=True):
+        shard.copy_(old)
     return TrustRegionStep(0.0, measure()[0], 0.0, tries)

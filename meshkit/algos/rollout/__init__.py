@@ -1,4 +1,4 @@
-"""Rollouts of the model that trains, on its mesh and with its weights: from a prompt to ids with their log-probabilities."""
+"""Rollouts (generation, inference): answers of the model in training, on its mesh or by vLLM, with log-probabilities."""
 
 from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine

@@ -1,4 +1,4 @@
-"""The batch of one step: what the scheduler chose as the row of tokens that a model computes."""
+"""The packed batch of one generation step (prefill and decode): the sequences the scheduler chose, as one row of tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from meshkit.algos.rollout._cache import KeyValueCache
@@ -14,61 +15,74 @@ from meshkit.algos.rollout._paged import PagedAttention, Past
 from meshkit.algos.rollout._rollout import Prompt
 from meshkit.algos.rollout._scheduler import Growing, Step
 
-SLACK_PAGES = 16  # half of them more are read in vain rather than that a block more is computed
+SLACK_PAGES = 16  # reading up to half as many pages in vain is cheaper than one more attention call
 
 
 @dataclass(frozen=True, eq=False)
 class RowOfTokens:
-    """inputs: what a model takes. wanted: the tokens whose logits are read; rows: [N], which of them each draw reads."""
+    """inputs: of the model. logit_tokens: positions in the row whose logits are read. rows: [N], which of those logits each
+    draw reads.
+    """
 
     inputs: dict[str, Tensor | PagedAttention]
-    wanted: Tensor
+    logit_tokens: Tensor
     rows: Tensor
 
 
 def row_of(
     step: Step, prompts: Sequence[Prompt], cache: KeyValueCache, *, multiple: int, device: torch.device
 ) -> RowOfTokens:
-    """multiple: the row is padded to a multiple of so many tokens, and to one at least."""
-    size = cache.page_tokens
+    """The step's row: whole prompts, then one token of each growing sequence, then padding.
+
+    multiple: the row is padded to a multiple of so many tokens, and has at least one such multiple.
+    """
+    page_tokens = cache.page_tokens
     ids = [prompts[begin.group.prompt].ids for begin in step.begins]
     lengths = [len(prompt) for prompt in ids]
-    places = [np.arange(length) for length in lengths]
-    slots = [begin.table[place // size] * size + place % size for begin, place in zip(step.begins, places, strict=True)]
-    ids.append(np.array([one.ids[-1] for one in step.grows], np.int64))
-    last = np.array([one.held - 1 for one in step.grows], np.int64)
-    places.append(last)
-    pages = np.array([one.table[place // size] for one, place in zip(step.grows, last, strict=True)], np.int64)
-    slots.append(pages * size + last % size)
+    positions = [np.arange(length) for length in lengths]
+    slots = [
+        begin.table[position // page_tokens] * page_tokens + position % page_tokens
+        for begin, position in zip(step.begins, positions, strict=True)
+    ]
+    ids.append(np.array([sequence.ids[-1] for sequence in step.grows], np.int64))
+    last = np.array([sequence.cached - 1 for sequence in step.grows], np.int64)
+    positions.append(last)
+    pages = np.array(
+        [sequence.table[position // page_tokens] for sequence, position in zip(step.grows, last, strict=True)], np.int64
+    )
+    slots.append(pages * page_tokens + last % page_tokens)
 
     def row(parts: list[np.ndarray]) -> Tensor:
-        whole = np.concatenate(parts)
-        padding = -len(whole) % multiple if len(whole) else multiple
-        return torch.from_numpy(np.pad(whole, (0, padding))).to(device).unsqueeze(0)
+        tokens = np.concatenate(parts)
+        padding = -len(tokens) % multiple if len(tokens) else multiple
+        return rearrange(torch.from_numpy(np.pad(tokens, (0, padding))).to(device), "t -> 1 t")
 
     mask = PagedAttention(
-        cache, torch.from_numpy(np.concatenate(slots)).to(device), lengths, _past(step.grows, size, device)
+        cache, torch.from_numpy(np.concatenate(slots)).to(device), lengths, _past(step.grows, page_tokens, device)
     )
     ends = np.concatenate([np.cumsum(lengths, dtype=np.int64) - 1, sum(lengths) + np.arange(len(step.grows))])
     rows = np.repeat(np.arange(len(ends)), step.draws_per_row)
     return RowOfTokens(
-        {"input_ids": row(ids), "position_ids": row(places), "mask": mask},
+        {"input_ids": row(ids), "position_ids": row(positions), "mask": mask},
         torch.from_numpy(ends).to(device),
         torch.from_numpy(rows).to(device),
     )
 
 
 def _past(grows: Sequence[Growing], page_tokens: int, device: torch.device) -> list[Past]:
-    """In blocks whose longest is about half as long again as the shortest: what is read beyond a length is in vain."""
-    found, first = [], 0
-    pages = [-(-one.held // page_tokens) for one in grows]
+    """Blocks of sequences (sorted by length) whose longest is at most about 1.5 times as long as the shortest.
+
+    Attention over a block reads all its sequences to the length of the longest; what it reads beyond a shorter one is waste.
+    """
+    blocks, first = [], 0
+    pages = [-(-sequence.cached // page_tokens) for sequence in grows]
     while first < len(grows):
         after = first + 1
         while after < len(grows) and 2 * pages[after] <= 3 * pages[first] + SLACK_PAGES:
             after += 1
         block, width = grows[first:after], pages[after - 1]
-        tables = np.stack([one.table[:width] for one in block])
-        lengths = torch.tensor([one.held for one in block]).to(device)
-        found.append(Past(torch.from_numpy(tables).to(device), lengths, block[-1].held))
+        tables = np.stack([sequence.table[:width] for sequence in block])
+        lengths = torch.tensor([sequence.cached for sequence in block]).to(device)
+        blocks.append(Past(torch.from_numpy(tables).to(device), lengths, block[-1].cached))
         first = after
-    return found
+    return blocks

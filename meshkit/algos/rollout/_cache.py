@@ -1,4 +1,4 @@
-"""KV cache: keys and values of the tokens so far, in pages that sequences take as they grow, share, and give back.
+"""Paged KV cache (PagedAttention): keys and values in pages that sequences take as they grow, share, and give back.
 
 Dims: S slots (pages x page_tokens), K key/value heads, D head_dim.
 """
@@ -9,6 +9,7 @@ import heapq
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from meshkit.errors import PlanError
@@ -16,12 +17,12 @@ from meshkit.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class CachePolicy:
-    """How much of a rank's memory generation takes.
+    """How much memory of a rank generation takes.
 
-    page_tokens: tokens of a page, the unit in which sequences take memory. max_tokens: the cache's bound, beyond which
-    answers wait for others to end; None lets it grow. max_sequences: answers that grow at the same time. prefill_tokens: of
-    prompts that begin in one step, where there are several.
-    keep_parameters: gather parameters once for the whole call, in place of once for every step.
+    page_tokens: tokens of a page, the unit in which sequences take memory. max_tokens: the size of the cache, at which new
+    answers wait until others end; None lets it grow. max_sequences: answers that grow at the same time. prefill_tokens: the
+    most prompt tokens that begin in one step; a single prompt may be longer.
+    keep_parameters: gather parameters once for the whole call, instead of once for every step.
     """
 
     page_tokens: int = 16
@@ -46,15 +47,15 @@ class CachePolicy:
 
 
 class Pages:
-    """Who uses which page: counts only. The first free page is taken first, so that few are ever touched."""
+    """Reference counts of pages. The lowest free page is taken first, so that the cache stays small."""
 
     def __init__(self) -> None:
         self._users: list[int] = []
         self._free: list[int] = []
 
     @property
-    def ever(self) -> int:
-        """Pages that have ever been in use: what the cache has room for."""
+    def allocated(self) -> int:
+        """The number of pages ever in use, for which the cache must have room."""
         return len(self._users)
 
     @property
@@ -80,9 +81,9 @@ class Pages:
 
 
 class KeyValueCache:
-    """The keys and values of the layers of this rank, by page. Layers are known by the order in which they attend."""
+    """The keys and values of this rank's layers, by page. A layer is identified by its place in the order of attention."""
 
-    GROWTH = 1.25  # room is made ahead: each time that there is too little, all of a layer is copied
+    GROWTH = 1.25  # room is made ahead, since making room copies all of a layer
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens, self.pages = page_tokens, Pages()
@@ -92,33 +93,33 @@ class KeyValueCache:
         """Put tokens into their slots; returns the layer's keys and values, each [pages, page_tokens, K, D]."""
         if layer == len(self._layers):
             self._layers.append((_room(k_TKD, 0), _room(v_TKD, 0)))
-        pages, kept = self.pages.ever, self._layers[layer]
-        if len(kept[0]) < pages * self.page_tokens:
-            size = int(pages * (self.GROWTH if len(kept[0]) else 1.0)) * self.page_tokens
-            kept = self._layers[layer] = (_grown(kept[0], size), _grown(kept[1], size))
-        for whole, new in zip(kept, (k_TKD, v_TKD), strict=True):
-            whole.index_copy_(0, slots, new)
-        return self._paged(kept[0]), self._paged(kept[1])
+        pages, stored = self.pages.allocated, self._layers[layer]
+        if len(stored[0]) < pages * self.page_tokens:
+            size = int(pages * (self.GROWTH if len(stored[0]) else 1.0)) * self.page_tokens
+            stored = self._layers[layer] = (_grown(stored[0], size), _grown(stored[1], size))
+        for stored_SKD, new_TKD in zip(stored, (k_TKD, v_TKD), strict=True):
+            stored_SKD.index_copy_(0, slots, new_TKD)
+        return self._paged(stored[0]), self._paged(stored[1])
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Whole pages, in all layers."""
+        """Copy pages, in all layers."""
         if not sources:
             return
         for pair in self._layers:
-            for whole in pair:
-                pages = self._paged(whole)
+            for stored_SKD in pair:
+                pages = self._paged(stored_SKD)
                 pages[targets] = pages[sources]
 
-    def _paged(self, whole_SKD: Tensor) -> Tensor:
-        return whole_SKD.view(len(whole_SKD) // self.page_tokens, self.page_tokens, *whole_SKD.shape[1:])
+    def _paged(self, stored_SKD: Tensor) -> Tensor:
+        return rearrange(stored_SKD, "(pages slots) k d -> pages slots k d", slots=self.page_tokens)
 
 
 def _room(like_TKD: Tensor, slots: int) -> Tensor:
-    # Zeros: what was never written is masked out after it was multiplied, and may not be NaN.
+    # Zeros, not empty memory: attention multiplies slots that were never written before it masks them, and NaN would remain.
     return torch.zeros((slots, *like_TKD.shape[1:]), dtype=like_TKD.dtype, device=like_TKD.device)
 
 
-def _grown(whole_SKD: Tensor, slots: int) -> Tensor:
-    grown = _room(whole_SKD, slots)
-    grown[: len(whole_SKD)] = whole_SKD
+def _grown(stored_SKD: Tensor, slots: int) -> Tensor:
+    grown = _room(stored_SKD, slots)
+    grown[: len(stored_SKD)] = stored_SKD
     return grown

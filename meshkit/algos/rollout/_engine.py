@@ -1,4 +1,4 @@
-"""The inference engine: who writes rollouts, how it draws tokens (`Sampling`), when a rollout ends."""
+"""Inference engine: who writes rollouts, how tokens are sampled (`Sampling`), when a rollout ends (`Stopping`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from meshkit.errors import DataError
 
 Reason = Literal["stop", "length"]
 
-BYTES_OF_A_CHARACTER = 4  # UTF-8; a token is a byte at least, but for those that are no text at all
-MARGIN = 8  # of those, and of tokens that are other text at the beginning
+BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8; a token has at least one byte, except special tokens, which have no text
+MARGIN = 8  # tokens: for special ones, and for those that decode to other text at the beginning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are drawn.
 
-    temperature: divides the logits; 0 takes the most probable token. Of what remains, in this order: top_k keeps so many of
-    the most probable tokens; top_p the fewest of them whose probabilities add up to at least that; min_p those of at least
-    that part of the most probable one's. Tokens as probable as the last one that is kept are kept too.
+    temperature: divides the logits; 0 takes the most probable token. Then filters, in this order: top_k keeps the k most
+    probable tokens; top_p the fewest of them whose probabilities add up to at least p; min_p those with at least the fraction
+    min_p of the largest probability. Tokens as probable as the last one kept are kept too.
     An answer ends with the first of stop_ids, which is part of it, with the token that completes one of stop_strings, or
     after max_new_tokens.
-    Raises: DataError for values that no answer could follow.
+    Raises: DataError for values out of range.
     Source: Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p).
     """
 
@@ -54,10 +54,10 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """`partial(generate, run)`, `VllmEngine(run)`, or your own: answers to a data rank's prompts with the weights of now.
+    """Answers to a data rank's prompts with the present weights: `partial(generate, run)`, `VllmEngine(run)`, or your own.
 
     Returns `samples` rollouts of each prompt, in the order of (prompt, sample), on every rank of the data rank. Every rank
-    calls it, those without prompts too. decode: ids to text, for `Rollout.text` and stop_strings.
+    calls it, also one without prompts. decode: ids to text, for `Rollout.text` and stop_strings.
     """
 
     def __call__(
@@ -71,21 +71,23 @@ class Engine(Protocol):
     ) -> list[Rollout]: ...
 
 
-def refuse_odd_calls(asked: str, prompts: Sequence[Prompt], samples: int, vocabulary: int) -> None:
-    """What no engine can answer. Raises: DataError."""
+def refuse_odd_calls(verb: str, prompts: Sequence[Prompt], samples: int, vocabulary: int) -> None:
+    """Raises: DataError for calls that no engine can answer."""
     if samples < 1:
-        raise DataError(f"{asked}(samples={samples}): ask for at least 1 answer to each prompt.")
+        raise DataError(f"{verb}(samples={samples}): ask for at least 1 answer to each prompt.")
     for prompt in prompts:
         odd = prompt.ids[(prompt.ids < 0) | (prompt.ids >= vocabulary)]
         if len(odd):
             raise DataError(
-                f"{asked}: Prompt(key={prompt.key}) has the id {odd[0]}, but the vocabulary ends at {vocabulary - 1}. "
+                f"{verb}: Prompt(key={prompt.key}) has the id {odd[0]}, but the vocabulary ends at {vocabulary - 1}. "
                 "Use the tokenizer of the model."
             )
 
 
 @dataclass(frozen=True)
 class Stopping:
+    """When an answer ends, and its text."""
+
     sampling: Sampling
     decode: Callable[[list[int]], str] | None
 
@@ -103,7 +105,7 @@ class Stopping:
         return "length" if len(ids) == self.sampling.max_new_tokens else None
 
     def text(self, ids: Sequence[int]) -> str:
-        """The answer's text, without the id that ended it; "" where nothing decodes."""
+        """The answer's text, without the id that ended it; "" without `decode`."""
         if self.decode is None:
             return ""
         ends = bool(len(ids)) and ids[-1] in self.sampling.stop_ids
@@ -112,7 +114,7 @@ class Stopping:
     def _has_string(self, ids: Sequence[int]) -> bool:
         if self.decode is None or not self.sampling.stop_strings:
             return False
-        # Only what the last token may have completed is decoded: all of it for each token would be quadratic.
+        # Decode only the tail that the last token may have completed: all ids at each token would take quadratic time.
         longest = max(map(len, self.sampling.stop_strings))
         text = self.decode(list(ids[-(BYTES_OF_A_CHARACTER * longest + MARGIN) :]))
         return any(string in text for string in self.sampling.stop_strings)

@@ -1,4 +1,4 @@
-"""`generate` ("rollout", "inference"): steps of the model that trains, on its mesh, until every answer has ended.
+"""Generation (rollout, inference): forwards of the model in training, on its mesh, until every answer has ended.
 
 Dims: T tokens of a step's row, N draws, V vocabulary.
 """
@@ -28,7 +28,7 @@ from meshkit.loss.vocab_parallel import wide_dtype
 from meshkit.parallel.data import after_inference, kept_gathered
 from meshkit.step import Run
 
-STEPS_BETWEEN_QUESTIONS = 8  # ranks that have done all wait for the others by steps of nothing, of which these are few
+STEPS_BETWEEN_QUESTIONS = 8  # a rank without work takes empty steps along with the others; every 8 they ask who is done
 
 
 @torch.no_grad()
@@ -45,14 +45,15 @@ def generate(
     """`samples` rollouts of each prompt, in the order of (prompt, sample).
 
     prompts: of this data rank, which may have none; the same on its ranks of tp, cp and pp, which all get the answers.
-    decode: ids to text, for `Rollout.text` and stop_strings. cache: memory, and how much happens at a time.
-    Answers depend on the weights, the seed, and a prompt's ids and key; not on other prompts or on the mesh, but for last
-    bits of the logits, and for experts with a capacity. Ranks of cp compute the same tokens; stages of pp take turns.
-    Every rank must call it. Wire: for each step what a forward of the model sends for its tokens, what `choose` sends, two
-    numbers per draw over tp, cp and pp; over ranks with different prompts one number every few steps, where forwards wait
-    for each other; and the parameters once, or in each step.
-    Raises: DataError for prompts outside of the vocabulary, for stop_strings without decode; PlanError for a model that
-    takes no `mask`, and for a cache that has no room for a prompt.
+    decode: ids to text, for `Rollout.text` and stop_strings. cache: the memory to take, and how much to do at a time.
+    Answers depend on the weights, the seed, and a prompt's ids and key. They do not depend on other prompts or on the mesh,
+    except through the last bits of logits, and with experts of limited capacity. Ranks of cp compute the same tokens; stages
+    of pp take turns.
+    Every rank must call it. Wire, for each step: what a forward of the model sends for its tokens, what `choose` sends, and
+    two numbers per draw over tp, cp and pp. Where forwards of ranks with different prompts wait for each other, one number
+    every few steps over those ranks. The parameters once, or in each step.
+    Raises: DataError for prompts outside of the vocabulary, and for stop_strings without decode; PlanError for a model that
+    takes no `mask`, and for a cache without room for a prompt.
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
     cache = cache or CachePolicy()
@@ -62,19 +63,20 @@ def generate(
     assert isinstance(whole_head, nn.Linear)
     refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
     generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)
+    # See [Note: ranks in lockstep].
     lockstep = _forwards_wait(run, cache)
     training = run.model.training
     run.model.eval()
     with ExitStack() as stack:
         stack.callback(after_inference, run.model)
         stack.callback(run.model.train, training)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # every step has other shapes
-        stack.enter_context(generation.wanted_before(head))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change every step: it would compile each
+        stack.enter_context(generation.few_logits(head))
         if cache.keep_parameters:
             stack.enter_context(kept_gathered(run.model))
         steps = 0
         while lockstep or not generation.scheduler.done:
-            if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _anyone(run, not generation.scheduler.done):
+            if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _any_works(run, not generation.scheduler.done):
                 break
             generation.step()
             steps += 1
@@ -96,56 +98,60 @@ class _Generation:
     ) -> None:
         self.run, self.prompts, self.sampling, self.stopping = run, prompts, sampling, stopping
         self.cache = KeyValueCache(policy.page_tokens)
-        of_answers = [
+        answer_streams = [
             [stream_of("generate", seed, prompt.key, sample) for sample in range(samples)] for prompt in prompts
         ]
-        self.scheduler = Scheduler(prompts, samples, np.array(of_answers, np.int64), sampling, policy, self.cache.pages)
+        self.scheduler = Scheduler(
+            prompts, samples, np.array(answer_streams, np.int64), sampling, policy, self.cache.pages
+        )
         self._ended: list[tuple[Growing, Reason]] = []
-        self._wanted = torch.empty(0, dtype=torch.int64)
+        self._logit_tokens = torch.empty(0, dtype=torch.int64)
 
     def step(self) -> None:
         """One forward, and a token for each sequence in it."""
         run, step = self.run, self.scheduler.next_step()
         multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
-        self._wanted = row.wanted
+        self._logit_tokens = row.logit_tokens
         logits = run.infer(row.inputs, _logits)
         self.cache.copy(*step.copies)
         if not step.draws:
             return
         ids, log_probs = self._draw(logits, row, step.draws)
         ended = []
-        for one, id, log_prob in zip(step.draws, ids, log_probs, strict=True):
-            one.ids.append(int(id))
-            one.log_probs.append(log_prob)
-            reason = self.stopping.reason(one.ids)
+        for sequence, id, log_prob in zip(step.draws, ids, log_probs, strict=True):
+            sequence.ids.append(int(id))
+            sequence.log_probs.append(log_prob)
+            reason = self.stopping.reason(sequence.ids)
             if reason is not None:
-                ended.append(one)
-                self._ended.append((one, reason))
+                ended.append(sequence)
+                self._ended.append((sequence, reason))
         self.scheduler.end(ended)
 
     def _draw(self, logits: Tensor | None, row: RowOfTokens, draws: Sequence[Growing]) -> list[list[float]]:
-        """(ids, log-probabilities), of the rank that speaks: last bits may differ between ranks, and with them a choice."""
-        mesh, found = self.run.mesh, torch.zeros(2, len(draws), dtype=torch.float64, device=self.run.mesh.device)
+        """[ids, log-probabilities] of the draws, the same on all ranks of a data rank."""
+        mesh = self.run.mesh
+        drawn = torch.zeros(2, len(draws), dtype=torch.float64, device=mesh.device)
         if logits is not None:
-            base = torch.tensor([one.stream for one in draws], device=mesh.device)
-            places = torch.tensor([len(one.ids) for one in draws], device=mesh.device)
-            found[0], found[1] = choose(logits, row.rows, streams(base, places), self.sampling)
+            base = torch.tensor([sequence.stream for sequence in draws], device=mesh.device)
+            positions = torch.tensor([len(sequence.ids) for sequence in draws], device=mesh.device)
+            drawn[0], drawn[1] = choose(logits, row.rows, streams(base, positions), self.sampling)
+        # One rank decides for all: the last bits of logits may differ between ranks, and another token would be drawn.
         last_stage = 0 if self.run.pipeline is None else self.run.pipeline.cut.ends[1]
-        for axis, speaker in (("tp", 0), ("cp", 0), ("pp", last_stage)):
+        for axis, decider in (("tp", 0), ("cp", 0), ("pp", last_stage)):
             if mesh[axis].size() > 1:
-                dist.broadcast(found, group=mesh[axis].get_group(), group_src=speaker)
-        return found.tolist()
+                dist.broadcast(drawn, group=mesh[axis].get_group(), group_src=decider)
+        return drawn.tolist()
 
     @contextmanager
-    def wanted_before(self, head: str) -> Iterator[None]:
-        """Inside, the head sees only the tokens whose logits are read."""
+    def few_logits(self, head: str) -> Iterator[None]:
+        """Within it, the head computes logits only of the tokens that are read, by a hook before its forward."""
         module = self.run.model.get_submodule(head)
-        if not isinstance(module, nn.Linear):  # another stage's
+        if not isinstance(module, nn.Linear):  # the head is on another stage of pp
             yield
             return
         handle = module.register_forward_pre_hook(
-            lambda module, args: (args[0].index_select(1, self._wanted), *args[1:])
+            lambda module, args: (args[0].index_select(1, self._logit_tokens), *args[1:])
         )
         try:
             yield
@@ -161,37 +167,41 @@ class _Generation:
         return [
             Rollout(
                 prompt_ids=prompt.ids,
-                ids=np.array(one.ids, np.int64),
-                log_probs=np.array(one.log_probs, wide),
-                text=self.stopping.text(one.ids),
+                ids=np.array(sequence.ids, np.int64),
+                log_probs=np.array(sequence.log_probs, wide),
+                text=self.stopping.text(sequence.ids),
                 key=prompt.key,
                 fields=prompt.fields,
                 truncated=reason == "length",
             )
-            for one, reason in ordered
-            for prompt in [self.prompts[one.group.prompt]]
+            for sequence, reason in ordered
+            for prompt in [self.prompts[sequence.group.prompt]]
         ]
 
 
 def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """[rows, V] of the tokens that are wanted."""
+    """[rows, V] of the tokens that `few_logits` leaves."""
     output = model(**inputs)
-    chosen = getattr(output, "logits", output)[0]
-    logits: Tensor = chosen.to_logits() if isinstance(chosen, LinearLogits) else chosen
+    of_row = getattr(output, "logits", output)[0]
+    logits: Tensor = of_row.to_logits() if isinstance(of_row, LinearLogits) else of_row
     return logits
 
 
 def _forwards_wait(run: Run, cache: CachePolicy) -> bool:
-    """Do forwards of ranks with different prompts wait for each other? For parameters, or for tokens of each other."""
+    """Do forwards of ranks with different prompts wait for each other?"""
+    # [Note: ranks in lockstep]
+    # ZeRO-3 gathers the parameters of each block, and experts exchange tokens, over ranks that have different prompts. A
+    # rank whose answers have all ended must then take part in the forwards of the others, with an empty row, or they hang.
+    # Where parameters are gathered once for the whole call and there are no experts, each rank runs on its own and may leave.
     experts = any(style.kind == "experts" for style in run.plan.tensor.values())
     return run.mesh.tokens.size() > 1 and (experts or not cache.keep_parameters)
 
 
-def _anyone(run: Run, works: bool) -> bool:
+def _any_works(run: Run, works: bool) -> bool:
     """Has any rank still work to do? Wire: an all-reduce of one number over the ranks with different prompts."""
-    someone = torch.tensor(int(works), device=run.mesh.device)
-    dist.all_reduce(someone, dist.ReduceOp.MAX, group=run.mesh.tokens.get_group())
-    return bool(someone)
+    any_works = torch.tensor(int(works), device=run.mesh.device)
+    dist.all_reduce(any_works, dist.ReduceOp.MAX, group=run.mesh.tokens.get_group())
+    return bool(any_works)
 
 
 def _refuse_maskless(run: Run) -> None:

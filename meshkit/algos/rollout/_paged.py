@@ -1,6 +1,6 @@
-"""Attention of one step of generation: new prompts over themselves, and new tokens over their cached past.
+"""Paged attention of one generation step: prefill (a prompt over itself) and decode (a new token over its KV cache).
 
-A step is one row of tokens: whole prompts one after the other, then one token of each sequence that grows, then padding.
+A step is one row of tokens: whole prompts one after the other, then one token of each growing sequence, then padding.
 Dims: T tokens of the row, N growing sequences, H query heads, K key/value heads, D head_dim, S cached tokens.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from meshkit.algos.rollout._cache import KeyValueCache
@@ -21,14 +22,14 @@ from meshkit.models.layers import attention
 class Past:
     """Growing sequences of similar length, next to each other in the row.
 
-    pages: [N, pages] of each; what is beyond its length is any page of its own. lengths: [N], the new token included.
+    pages: [N, pages] of each; beyond its length, its last page again. lengths: [N], with the new token. longest: of them.
     """
 
     pages: Tensor
     lengths: Tensor
     longest: int
     _flat: Tensor = field(init=False)
-    _shown: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._flat = self.pages.flatten()  # once, not in every layer
@@ -36,33 +37,36 @@ class Past:
     def read(self, paged: Tensor) -> Tensor:
         """[N, S, K, D] of a layer's keys or values [pages, page_tokens, K, D]."""
         rows = paged.index_select(0, self._flat)
-        return rows.view(self.pages.shape[0], -1, *rows.shape[2:])[:, : self.longest]
+        by_sequence = rearrange(rows, "(n pages) slots k d -> n (pages slots) k d", n=self.pages.shape[0])
+        return by_sequence[:, : self.longest]
 
-    def shown(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to scores [N, 1, 1, S]: 0 for the tokens that a sequence has and sees, else -inf."""
-        if (window, dtype) not in self._shown:
-            place_S = torch.arange(self.longest, device=self.lengths.device)
-            lengths_N1 = self.lengths.unsqueeze(-1)
-            seen = place_S < lengths_N1
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The attention bias [N, 1, 1, S]: 0 for the tokens that a sequence has and sees, else -inf. Made once a step."""
+        if (window, dtype) not in self._biases:
+            position_S = torch.arange(self.longest, device=self.lengths.device)
+            lengths_N1 = rearrange(self.lengths, "n -> n 1")
+            seen_NS = position_S < lengths_N1
             if window is not None:
-                seen &= place_S >= lengths_N1 - window
-            added = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            self._shown[window, dtype] = added[:, None, None]
-        return self._shown[window, dtype]
+                seen_NS &= position_S >= lengths_N1 - window
+            bias_NS = torch.zeros(seen_NS.shape, dtype=dtype, device=seen_NS.device).masked_fill_(~seen_NS, -torch.inf)
+            self._biases[window, dtype] = rearrange(bias_NS, "n s -> n 1 1 s")
+        return self._biases[window, dtype]
 
 
 class PagedAttention:
-    """A mask that keeps the keys and values it sees; see `meshkit.models.layers.SplitAttention`. One for each step.
+    """The `mask` argument of a model in generation: attention that stores keys and values in the KV cache. One for each step.
 
-    slots: [T without padding], where in the cache each token of the row goes. prompts: lengths of those that begin. past: of
-    the sequences that grow. Not a dataclass: FSDP would take it apart to cast and move what is inside.
+    slots: [T without padding], where in the cache each token of the row goes. prompts: lengths of those that begin. past: the
+    growing sequences, in blocks. See `meshkit.models.layers.SplitAttention` for the protocol.
     """
+
+    # Not a dataclass: FSDP walks through dataclasses among a forward's inputs, to cast and move the tensors in them.
 
     def __init__(
         self, cache: KeyValueCache, slots: Tensor, prompts: Sequence[int] = (), past: Sequence[Past] = ()
     ) -> None:
         self.cache, self.slots, self.prompts, self.past = cache, slots, prompts, past
-        self._layer = 0  # layers attend once a step, in one order
+        self._layer = 0  # counts calls: layers attend once a step, always in the same order
 
     def windowed(self, window: int | None) -> PagedAttention | _Windowed:
         return self if window is None else _Windowed(self, window)
@@ -75,23 +79,23 @@ class PagedAttention:
         *,
         window: int | None = None,
     ) -> Tensor:
-        """softmax(q k' / sqrt(D)) v of the row's tokens, each over what its own sequence has so far; padding is 0.
+        """softmax(q k' / sqrt(D)) v of the row's tokens, each over its own sequence so far; padding gives 0.
 
         q: [1, T, H, D]; k, v: [1, T, K, D]. Returns [1, T, H, D].
         """
         real, tokens = self.slots.shape[0], q_BTHD.shape[1]
         keys, values = self.cache.write(self._layer, self.slots, k_BTKD[0, :real], v_BTKD[0, :real])
         self._layer += 1
-        if not q_BTHD.shape[2]:  # with more ranks of tp than heads
+        if not q_BTHD.shape[2]:  # a rank without heads: tp is larger than their number
             return torch.zeros_like(q_BTHD)
         outs, start = [], 0
         for length in self.prompts:
             row = slice(start, start + length)
-            outs.append(_over_itself(q_BTHD[:, row], k_BTKD[:, row], v_BTKD[:, row], window))
+            outs.append(_prefill(q_BTHD[:, row], k_BTKD[:, row], v_BTKD[:, row], window))
             start += length
         for past in self.past:
             row = slice(start, start + past.lengths.shape[0])
-            outs.append(_over_past(q_BTHD[0, row], keys, values, past, window).unsqueeze(0))
+            outs.append(rearrange(_decode(q_BTHD[0, row], keys, values, past, window), "n h d -> 1 n h d"))
             start += past.lengths.shape[0]
         if start < tokens:
             outs.append(torch.zeros_like(q_BTHD[:, start:]))
@@ -99,31 +103,32 @@ class PagedAttention:
 
 
 class _Windowed:
-    """The same with a sliding window."""
+    """`PagedAttention` with a sliding window."""
 
-    def __init__(self, whole: PagedAttention, window: int) -> None:
-        self._whole, self._window = whole, window
+    def __init__(self, attention: PagedAttention, window: int) -> None:
+        self._attention, self._window = attention, window
 
     def windowed(self, window: int | None) -> PagedAttention | _Windowed:
-        return self if window is None else self._whole.windowed(min(window, self._window))
+        return self if window is None else self._attention.windowed(min(window, self._window))
 
     def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-        return self._whole.attend(q_BTHD, k_BTKD, v_BTKD, window=self._window)
+        return self._attention.attend(q_BTHD, k_BTKD, v_BTKD, window=self._window)
 
 
-def _over_itself(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, window: int | None) -> Tensor:
-    """A prompt: causal, by the attention of training."""
-    tokens, shown = q_BTHD.shape[1], None
+def _prefill(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, window: int | None) -> Tensor:
+    """A prompt over itself: causal, by the attention of training."""
+    tokens, seen_QS = q_BTHD.shape[1], None
     if window is not None and window < tokens:
-        place = torch.arange(tokens, device=q_BTHD.device)
-        back = place.unsqueeze(-1) - place
-        shown = (back >= 0) & (back < window)
-    return attention(q_BTHD, k_BTKD, v_BTKD, shown)
+        position = torch.arange(tokens, device=q_BTHD.device)
+        distance_QS = rearrange(position, "q -> q 1") - position
+        seen_QS = (distance_QS >= 0) & (distance_QS < window)
+    return attention(q_BTHD, k_BTKD, v_BTKD, seen_QS)
 
 
-def _over_past(q_NHD: Tensor, keys: Tensor, values: Tensor, past: Past, window: int | None) -> Tensor:
-    """One token of each sequence. Query heads of one key/value head stand in the place of tokens: nothing repeats keys."""
-    q_NKGD = q_NHD.unflatten(1, (keys.shape[2], -1))
-    k_NKSD, v_NKSD = (past.read(paged).transpose(1, 2) for paged in (keys, values))
-    out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=past.shown(window, q_NHD.dtype))
-    return out_NKGD.flatten(1, 2)
+def _decode(q_NHD: Tensor, keys: Tensor, values: Tensor, past: Past, window: int | None) -> Tensor:
+    """One new token of each sequence over its cached past."""
+    # Each sequence has one query token, so the query heads of a key/value head take the dim of tokens: keys need no repeat.
+    q_NKGD = rearrange(q_NHD, "n (k g) d -> n k g d", k=keys.shape[2])
+    k_NKSD, v_NKSD = (rearrange(past.read(paged), "n s k d -> n k s d") for paged in (keys, values))
+    out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=past.bias(window, q_NHD.dtype))
+    return rearrange(out_NKGD, "n k g d -> n (k g) d")

@@ -1,6 +1,6 @@
-"""Rollout ("trajectory", "completion", "sample"): one answer to a prompt, from the engine that writes it to the policy loss.
+"""Rollout (trajectory, completion, sample): one answer to a prompt, from the engine that writes it to the policy loss.
 
-Token ids all the way: nothing is decoded and encoded again. Dims: P tokens of the prompt, N of the answer, L = P + N.
+It is token ids throughout: text is never encoded again. Dims: P tokens of the prompt, N of the answer, L = P + N.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from meshkit.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """ids: int64 [P]. key: with the number of the sample and the call's seed, what its sampling depends on; and its group.
+    """A prompt in tokens.
 
+    ids: int64 [P]. key: names its group of answers; sampling depends on it, on the sample's number and the call's seed.
     fields: of the row it comes from, for the reward.
     """
 
@@ -39,7 +40,7 @@ class Prompt:
 
 
 def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> list[Prompt]:
-    """The field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one."""
+    """Tokenize the field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one."""
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [
         Prompt(ids=np.array(bos + tokenizer.encode(row.fields["prompt"])), key=key, fields=row.fields)
@@ -49,19 +50,19 @@ def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """An engine writes it, a reward reads it, `example` is what a policy loss learns; `dataclasses.replace` adds to it."""
+    """An engine writes it, a reward reads it, a policy loss learns its `example()`; `dataclasses.replace` adds to it."""
 
     ids: np.ndarray
     """[N] int64 as they were sampled, with the id that ended it"""
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[P] int64"""
     log_probs: np.ndarray | None = None
-    """[N] of the engine, fp32 or as wide as the model: of log_softmax(logits / temperature) over the whole vocabulary, which
-    is what training computes; at temperature 0 of temperature 1"""
+    """[N] by the engine, fp32 or as wide as the model: log_softmax(logits / temperature) over the whole vocabulary, as
+    training computes it; for temperature 0, that of temperature 1"""
     text: str = ""
     """without the id that ended it"""
     key: int = 0
-    """of its prompt, below 2^53: rollouts of one key are a group, on whatever ranks they lie"""
+    """of its prompt, below 2^53: rollouts of one key are a group, also on several ranks"""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """the row its prompt comes from: `completion`, `numbers`, `tests`"""
     truncated: bool = False
@@ -69,9 +70,9 @@ class Rollout:
     reward: float | np.ndarray = math.nan
     """a number, NaN where there is no score, or [N], one for each token"""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """name -> [L], numbers of models for its tokens, as `example_values` finds them"""
+    """name -> [L], numbers that models compute for its tokens, by `example_values`"""
     wrote: np.ndarray | None = None
-    """[N] bool, False for tokens that the policy did not write, such as a tool's output; None: it wrote all"""
+    """[N] bool, False for tokens that the policy did not write, such as a tool's output; None: it wrote all of them"""
     greedy_reward: float | None = None
     """of the prompt's greedy answer, for ReMax"""
     source: str = "an answer"
@@ -83,13 +84,13 @@ class Rollout:
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.ids, np.int64)])
 
     def example(self, *, mask_truncated: bool = False) -> Example:
-        """What a policy loss learns, for `pack_step`; `pack_rollouts` does both. The key becomes `groups`.
+        """The example that a policy loss learns, for `pack_step`; `pack_rollouts` does both. The key becomes `groups`.
 
-        mask_truncated: a truncated rollout is read and not learnt, so it counts in no mean (DAPO's overlong filtering).
-        Rollouts of one step have the same of the optional fields. Raises: DataError for vectors that are not [N].
+        mask_truncated: do not learn a truncated rollout, so that it counts in no mean (DAPO's overlong filtering).
+        All rollouts of a step must have the same optional fields. Raises: DataError for vectors that are not [N].
         """
-        head, tail = np.asarray(self.prompt_ids, np.int64), np.asarray(self.ids, np.int64)
-        learn = np.ones(len(tail), dtype=bool) if self.wrote is None else np.asarray(self.wrote, dtype=bool)
+        prompt, answer = np.asarray(self.prompt_ids, np.int64), np.asarray(self.ids, np.int64)
+        learn = np.ones(len(answer), dtype=bool) if self.wrote is None else np.asarray(self.wrote, dtype=bool)
         if self.truncated and mask_truncated:
             learn = np.zeros_like(learn)
         scalars = {"groups": float(self.key), "truncated": float(self.truncated)}
@@ -103,15 +104,15 @@ class Rollout:
         if self.log_probs is not None:
             vectors["rollout_log_probs"] = np.asarray(self.log_probs, dtype=np.float64)
         for name, vector in {"wrote": learn, **vectors}.items():
-            if len(vector) != len(tail):
+            if len(vector) != len(answer):
                 raise DataError(
-                    f"{self.source}: {name} has {len(vector)} entries for a completion of {len(tail)} tokens."
+                    f"{self.source}: {name} has {len(vector)} entries for a completion of {len(answer)} tokens."
                 )
-        of_answer = {name: np.concatenate([np.zeros(len(head)), vector]) for name, vector in vectors.items()}
+        token_values = {name: np.concatenate([np.zeros(len(prompt)), vector]) for name, vector in vectors.items()}
         return Example(
-            ids=np.concatenate([head, tail]),
-            learn=np.concatenate([np.zeros(len(head), dtype=bool), learn]),
-            token_values={**of_answer, **self.values},
+            ids=np.concatenate([prompt, answer]),
+            learn=np.concatenate([np.zeros(len(prompt), dtype=bool), learn]),
+            token_values={**token_values, **self.values},
             scalars=scalars,
             source=self.source,
             truncated=self.truncated,

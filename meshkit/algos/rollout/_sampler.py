@@ -1,15 +1,16 @@
-"""The sampler: the next token of each sequence, out of logits of which each rank of tp may hold a part of the vocabulary.
+"""Sampler (temperature, top-k, top-p, min-p): draws the next token of each sequence, also from vocabulary-parallel logits.
 
-Random numbers depend on the seed, the prompt's key, the sample, the place of the token and the token itself: so an answer
-depends neither on what else is in the batch nor on the mesh. A token is drawn as the largest quotient of probability and
-exponential noise, which is Gumbel's largest sum without its logarithms; last bits of the logits change it only where two
-quotients are equal to those bits (Gumbel 1954; Maddison 2014).
+Random numbers depend on the seed, the prompt's key, the sample, and the position and id of the token, so that an answer
+depends neither on the rest of the batch nor on the mesh. The token drawn is that with the largest quotient of probability and
+exponential noise. This is the Gumbel-max trick without its logarithms; the last bits of logits matter only where two
+quotients are equal up to them (Gumbel 1954; Maddison 2014).
 Dims: N draws, V the vocabulary of this rank.
 """
 
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,8 +26,8 @@ from meshkit.loss.vocab_parallel import subtract_peak_, sum_over, wide_dtype
 def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """(ids [N] int64, their log-probabilities [N] in fp32 at least), the same on every rank of tp.
 
-    logits: [rows, V], plain or a DTensor sharded on its vocabulary. rows_N: of which row each draw is.
-    streams_N: int64, where each draw's random numbers come from; unused when greedy.
+    logits: [rows, V], plain or a DTensor sharded on its vocabulary. rows_N: the row of logits that each draw reads.
+    streams_N: int64, the stream of random numbers of each draw; unused when greedy.
     Wire, sharded logits only: all-reduces of a maximum and a sum per row and an all-gather of three numbers per draw; with
     top_k an all-gather of top_k log-probabilities per row and rank, with top_p alone one of the whole logits.
     """
@@ -39,59 +40,58 @@ def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling
     odds = wide.exp()
     (total,) = sum_over(axis, odds.sum(-1))
     log_probs = wide.sub_(total.log().unsqueeze(-1))
-    if len(rows_N) > len(wide):  # else each row is drawn from once
+    if len(rows_N) > len(wide):  # several samples of one prompt; else each row is drawn from once, in order
         log_probs, odds = log_probs[rows_N], odds[rows_N]
     scores = log_probs
     if sampling.temperature:
         scores = odds.div_(_exponential(streams_N, first, odds.shape[-1]))
     if sampling.temperature and sampling.filters:
-        scores = scores.masked_fill(log_probs < _least(log_probs, axis, sampling).unsqueeze(-1), -torch.inf)
+        scores = scores.masked_fill(log_probs < _threshold(log_probs, axis, sampling).unsqueeze(-1), -torch.inf)
     return _largest(scores, log_probs, first, axis)
 
 
-def streams(base_N: Tensor, places_N: Tensor) -> Tensor:
-    """The stream of the token at each place, out of those of whole answers."""
-    return random_bits(places_N, base_N, 63)
+def streams(base_N: Tensor, positions_N: Tensor) -> Tensor:
+    """The stream of random numbers of the token at each position, from the streams of the answers."""
+    return random_bits(positions_N, base_N, 63)
 
 
 def _exponential(streams_N: Tensor, first: int, tokens: int) -> Tensor:
-    """Noise [N, V] in fp32 of this rank's tokens: -log(1 - u).
-
-    Small noise, which decides, comes from small u, whose 53 bits fp32 keeps to its precision. u is neither 0 nor 1.
-    """
+    """Exponential noise [N, V] in fp32 for this rank's tokens: -log(1 - u), u uniform."""
+    # Small noise decides, and comes from small u, which fp32 holds to full relative precision: so log1p(-u) of u itself, not
+    # log of 1 - u. The clamps keep u from 0, where a quotient would be infinite, and from 1, where the noise would be.
     token_V = torch.arange(first, first + tokens, device=streams_N.device)
     uniform = random_bits(token_V, streams_N.unsqueeze(-1), 53).float().mul_(2.0**-53)
     return uniform.clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def _least(log_probs: Tensor, axis: DeviceMesh | None, sampling: Sampling) -> Tensor:
-    """The least log-probability [N] that a token may have."""
+def _threshold(log_probs: Tensor, axis: DeviceMesh | None, sampling: Sampling) -> Tensor:
+    """The smallest log-probability [N] that passes top_k, top_p and min_p."""
     candidates = log_probs
     if sampling.top_k is not None:
-        candidates = _most(candidates, sampling.top_k)
+        candidates = _top(candidates, sampling.top_k)
     if axis is not None and (sampling.top_k is not None or sampling.top_p < 1):
-        candidates = _joined(candidates, axis)
+        candidates = _gathered(candidates, axis)
     if sampling.top_k is not None:
-        candidates = _most(candidates, sampling.top_k)
+        candidates = _top(candidates, sampling.top_k)
     peak = _peak(candidates, axis)
-    least = candidates.amin(-1) if sampling.top_k is not None else torch.full_like(peak, -torch.inf)
+    threshold = candidates.amin(-1) if sampling.top_k is not None else torch.full_like(peak, -torch.inf)
     if sampling.top_p < 1:
         ordered = candidates.sort(-1, descending=True).values
-        # A token stays while those before it have less than top_p; so the first always does.
+        # A token is kept if the more probable ones add up to less than top_p; so the first always is.
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0
-        least = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1)
+        threshold = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1)
     if sampling.min_p > 0:
-        least = torch.maximum(least, peak + torch.tensor(sampling.min_p, dtype=torch.float64).log().to(peak))
-    return least
+        threshold = torch.maximum(threshold, peak + torch.tensor(sampling.min_p, dtype=torch.float64).log().to(peak))
+    return threshold
 
 
-def _most(log_probs: Tensor, count: int) -> Tensor:
+def _top(log_probs: Tensor, count: int) -> Tensor:
     return log_probs.topk(min(count, log_probs.shape[-1]), dim=-1).values
 
 
-def _joined(log_probs: Tensor, axis: DeviceMesh) -> Tensor:
-    """[N, all of the axis]; ranks may bring different numbers, which -inf evens out. Wire: an all-gather."""
+def _gathered(log_probs: Tensor, axis: DeviceMesh) -> Tensor:
+    """[N, all of the axis]; -inf pads what ranks have fewer of. Wire: an all-reduce of a size and an all-gather."""
     longest = torch.tensor(log_probs.shape[-1], device=log_probs.device)
     all_reduce(longest, ReduceOp.MAX, group=axis.get_group())
     missing = int(longest) - log_probs.shape[-1]
@@ -106,16 +106,17 @@ def _peak(log_probs: Tensor, axis: DeviceMesh | None) -> Tensor:
 
 
 def _largest(scores: Tensor, log_probs: Tensor, first: int, axis: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """The token of the largest score, and its log-probability. Of equal ones the first."""
+    """The token with the largest score, and its log-probability; of equal scores the first token."""
     if scores.shape[-1]:
         best = scores.argmax(-1, keepdim=True)
-        found = torch.stack(
+        best_3N = torch.stack(
             [scores.gather(-1, best).double(), (best + first).double(), log_probs.gather(-1, best).double()]
         ).squeeze(-1)
     else:
-        found = scores.new_full((3, len(scores)), -torch.inf, dtype=torch.float64)
+        best_3N = scores.new_full((3, len(scores)), -torch.inf, dtype=torch.float64)
     if axis is not None:
-        found_R3N = all_gather(found.unsqueeze(0), 0, axis)
-        winner_N = found_R3N[:, 0].argmax(0)
-        found = found_R3N.gather(0, winner_N.expand(1, 3, -1)).squeeze(0)
-    return found[1].long(), found[2].to(log_probs.dtype)
+        best_R3N = all_gather(rearrange(best_3N, "three n -> 1 three n"), 0, axis)
+        rank_N = best_R3N[:, 0].argmax(0)
+        best_3N = best_R3N.gather(0, repeat(rank_N, "n -> 1 three n", three=3))[0]
+    _, ids_N, log_probs_N = best_3N
+    return ids_N.long(), log_probs_N.to(log_probs.dtype)

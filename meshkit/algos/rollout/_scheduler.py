@@ -1,8 +1,8 @@
-"""The scheduler ("continuous batching"): which prompts begin, which sequences grow in a step, which pages each holds.
+"""Scheduler (continuous batching): which prompts begin in a step, which sequences grow, which pages of the KV cache they use.
 
-The samples of a prompt begin together: it is computed once, they share its full pages, and each has its own copy of the last
-one where that is partly filled. What they may come to need is set aside when they begin, so no answer is ever given up for
-another. Only numbers on the host: ranks with the same prompts do the same.
+The samples of a prompt begin together: the prompt is computed once, they share its full pages, and each has its own copy of a
+partly filled last page. The pages that they may need at most are reserved when they begin, so no answer is ever preempted.
+All this is numbers on the host: ranks with the same prompts decide the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshkit.errors import PlanError
 
 @dataclass(eq=False)
 class Group:
-    """Samples of a prompt that begin together, of which so many are not yet done."""
+    """Samples of a prompt that begin together. growing: how many have not ended yet."""
 
     prompt: int
     samples: range
@@ -30,12 +30,12 @@ class Group:
 
 @dataclass(eq=False)
 class Growing:
-    """One answer on its way. table: its pages, and then its last page again, up to what any sequence may need."""
+    """One answer in progress. table: its pages, then its last page again up to the most pages any sequence may need."""
 
     group: Group
     sample: int
     stream: int
-    held: int  # tokens of the prompt and of the answer that are in the cache
+    cached: int  # tokens of the prompt and of the answer that are in the KV cache
     table: np.ndarray
     pages: int
     ids: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Growing:
 
 @dataclass(eq=False)
 class Beginning:
-    """A group in the step that computes its prompt. table: the prompt's own pages."""
+    """A group whose prompt is computed in this step. table: the pages of the prompt."""
 
     group: Group
     members: list[Growing]
@@ -57,7 +57,9 @@ class Beginning:
 
 @dataclass(eq=False)
 class Step:
-    """begins: computed whole; grows: one token each, the shortest first. copies: pages to copy once it is computed."""
+    """begins: whole prompts (prefill). grows: one token each (decode), shortest sequence first. copies: (from, to), pages to
+    copy after the step.
+    """
 
     begins: list[Beginning]
     grows: list[Growing]
@@ -65,17 +67,17 @@ class Step:
 
     @property
     def draws(self) -> list[Growing]:
-        """Whose next tokens the step's logits give."""
+        """The sequences whose next tokens the step's logits give."""
         return [member for begin in self.begins for member in begin.members] + self.grows
 
     @property
     def draws_per_row(self) -> list[int]:
-        """How many read each row of logits."""
+        """How many sequences read each row of logits."""
         return [len(begin.members) for begin in self.begins] + [1] * len(self.grows)
 
 
 class Scheduler:
-    """streams: int64 [prompts, samples], of their random numbers."""
+    """streams: int64 [prompts, samples], the streams of their random numbers."""
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class Scheduler:
         return not self._waiting and not self.growing
 
     def next_step(self) -> Step:
-        grows = sorted(self.growing, key=lambda one: one.held)
+        """What to compute next: all growing sequences, and waiting groups while there is room for them."""
+        grows = sorted(self.growing, key=lambda sequence: sequence.cached)
         step = Step([], grows)
         tokens, sequences = 0, len(grows)
         while self._waiting:
@@ -118,57 +121,59 @@ class Scheduler:
             step.begins.append(self._begin(group, step.copies))
             self._reserved += need
             tokens, sequences = tokens + length, sequences + members
-        for one in grows:
-            if one.held == one.pages * self._policy.page_tokens:
-                one.add_page(self._pages.take())
-            one.held += 1
+        for sequence in grows:
+            if sequence.cached == sequence.pages * self._policy.page_tokens:
+                sequence.add_page(self._pages.take())
+            sequence.cached += 1
         self.growing = step.draws
         return step
 
     def end(self, ended: Sequence[Growing]) -> None:
-        """Their pages are for others."""
-        for one in ended:
-            for page in one.table[: one.pages]:
+        """Free the pages of these sequences, and what was reserved for them."""
+        for sequence in ended:
+            for page in sequence.table[: sequence.pages]:
                 self._pages.give_back(int(page))
-            prompt, one.group.growing = one.group.prompt, one.group.growing - 1
-            self._reserved -= self._need(prompt, 1) - (self._shared(prompt) if one.group.growing else 0)
-        gone = set(map(id, ended))
-        self.growing = [one for one in self.growing if id(one) not in gone]
+            prompt, sequence.group.growing = sequence.group.prompt, sequence.group.growing - 1
+            # Shared pages stay reserved until the last sample of the group has ended.
+            self._reserved -= self._need(prompt, 1) - (self._shared(prompt) if sequence.group.growing else 0)
+        ended_ids = set(map(id, ended))
+        self.growing = [sequence for sequence in self.growing if id(sequence) not in ended_ids]
 
     def _begin(self, group: Group, copies: tuple[list[int], list[int]]) -> Beginning:
         length = self._lengths[group.prompt]
-        own = [self._pages.take() for _ in range(self._policy.pages(length))]
+        prompt_pages = [self._pages.take() for _ in range(self._policy.pages(length))]
         full = self._shared(group.prompt)
         members: list[Growing] = []
         for sample in group.samples:
             stream = int(self._streams[group.prompt, sample])
-            one = Growing(group, sample, stream, length, np.zeros(self._table, np.int64), 0)
-            for place, page in enumerate(own):
+            sequence = Growing(group, sample, stream, length, np.zeros(self._table, np.int64), 0)
+            for index, page in enumerate(prompt_pages):
                 if not members:
-                    one.add_page(page)
-                elif place < full:
-                    one.add_page(self._pages.share(page))
+                    sequence.add_page(page)
+                elif index < full:
+                    sequence.add_page(self._pages.share(page))
                 else:
-                    one.add_page(self._pages.take())
+                    sequence.add_page(self._pages.take())
                     copies[0].append(page)
-                    copies[1].append(int(one.table[place]))
-            members.append(one)
-        return Beginning(group, members, np.array(own))
+                    copies[1].append(int(sequence.table[index]))
+            members.append(sequence)
+        return Beginning(group, members, np.array(prompt_pages))
 
     def _shared(self, prompt: int) -> int:
-        """Full pages of the prompt."""
+        """The number of full pages of the prompt, which its samples share."""
         return self._lengths[prompt] // self._policy.page_tokens
 
     def _most_pages(self, prompt: int) -> int:
-        """Of one answer. Its last token is never put into the cache."""
+        """The most pages of one answer with its prompt. Its last token is never put into the cache."""
         return self._policy.pages(self._lengths[prompt] + self._new_tokens - 1)
 
     def _need(self, prompt: int, samples: int) -> int:
+        """The most pages that so many samples of the prompt take together."""
         shared = self._shared(prompt)
         return shared + samples * (self._most_pages(prompt) - shared)
 
     def _parts(self, prompt: int, samples: int) -> list[range]:
-        """The samples that begin together: as many as have room. Raises: PlanError if not even one has."""
+        """The samples in groups that begin together, each as large as has room. Raises: PlanError if one sample has none."""
         together, room = min(samples, self._policy.max_sequences), self._policy.max_pages
         while room is not None and self._need(prompt, together) > room:
             together -= 1

@@ -1,6 +1,6 @@
-"""A number of a model for each token: log-probabilities of the policy and of a reference model, values of a critic.
+"""Token-level numbers of a model: log-probabilities of the policy or of a reference model, values of a critic.
 
-`token_values` of a batch, laid out as the batch is; `example_values` of examples, wherever they were packed meanwhile.
+`token_values` are those of a batch, in its layout; `example_values` those of examples, which are packed to compute them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.data.bins import build_rows, first_fit_decreasing
@@ -22,16 +23,16 @@ from meshkit.step import Batch, Run
 
 REFERENCE = "reference_log_probs"
 """the name under which a batch holds the reference model's log-probability of each label"""
-PLACE = "places_of_tokens"
+TOKEN_INDEX = "token_index"
 
 
 def model_inputs(part: dict[str, Any]) -> dict[str, Any]:
-    """What of a part the model itself takes."""
+    """The entries of a microbatch that the model takes."""
     return {name: part[name] for name in ("input_ids", "position_ids", "mask") if name in part}
 
 
 def model_logits(model: nn.Module, part: dict[str, Any]) -> Any:
-    """The model's logits of a part, of models that return them alone or with more."""
+    """The model's logits of a microbatch, also of models that return an object with `logits`."""
     output = model(**model_inputs(part))
     return getattr(output, "logits", output)
 
@@ -42,7 +43,7 @@ def label_log_probs(model: nn.Module, part: dict[str, Any], *, temperature: floa
 
 
 def learnt(part: dict[str, Any]) -> Tensor:
-    """[B, T] bool: the labels that the policy wrote. A row that only stands in for no rows has none."""
+    """[B, T] bool: the labels that the policy wrote. The dummy row of a rank without rows has none."""
     mask: Tensor = (part["labels"] != IGNORED) & (part["segment_ids"] > 0)
     return mask
 
@@ -55,28 +56,32 @@ def token_values(
     *,
     microbatches: int = 1,
 ) -> Tensor:
-    """function(model, part), [rows, T] of a part's tokens, for all tokens of the rank's batch: [rows, T] fp64, in its order.
+    """Compute function(model, part) -> [rows, T] for all tokens of the rank's batch, without gradients.
 
-    default: the log-probability of each label. The same on ranks of one data rank, those of other stages too.
+    function: default, the log-probability of each label; `part` is a microbatch, with cp this rank's tokens of it.
+    Returns [rows, T] fp64 in the order of the batch, the same on all ranks of a data rank, also those of other stages.
     Every rank must call it. Wire: forward passes; with cp an all-reduce of [rows, T] over it, with pp one too.
     """
     rows, tokens = batch["input_ids"].shape
-    # Each token carries its place through whatever splits and reorders tokens; 0 is what they are padded with.
-    places = torch.arange(1, rows * tokens + 1, device=batch["input_ids"].device).view(rows, tokens)
-    found = torch.zeros(rows * tokens + 1, dtype=torch.float64, device=run.mesh.device)
+    # Microbatches and cp split and reorder tokens. So each token carries its index in the batch along; 0 marks padding, and
+    # element 0 collects what padding gives.
+    index_BT = rearrange(
+        torch.arange(1, rows * tokens + 1, device=batch["input_ids"].device), "(b t) -> b t", b=rows, t=tokens
+    )
+    values = torch.zeros(rows * tokens + 1, dtype=torch.float64, device=run.mesh.device)
     training = run.model.training
     run.model.eval()
-    for part, weight in run.parts({**batch, PLACE: places}, microbatches):
-        places_of_part = part.pop(PLACE)
-        values = run.infer(part, function)
-        if values is not None and weight:
-            found[places_of_part.flatten()] = values.double().flatten()
+    for part, weight in run.parts({**batch, TOKEN_INDEX: index_BT}, microbatches):
+        index_of_part = part.pop(TOKEN_INDEX)
+        values_of_part = run.infer(part, function)
+        if values_of_part is not None and weight:
+            values[index_of_part.flatten()] = values_of_part.double().flatten()
     run.model.train(training)
     after_inference(run.model)
     for axis in (run.mesh["cp"], run.mesh["pp"]):
         if axis.size() > 1:
-            dist.all_reduce(found, group=axis.get_group())
-    return found[1:].view(rows, tokens)
+            dist.all_reduce(values, group=axis.get_group())  # each rank holds 0 for the tokens of others
+    return rearrange(values[1:], "(b t) -> b t", b=rows, t=tokens)
 
 
 def example_values(
@@ -87,19 +92,20 @@ def example_values(
     seq_len: int,
     microbatches: int = 1,
 ) -> list[np.ndarray]:
-    """function(model, part), [rows, T] at each label, of each example: [L] fp64, 0 at tokens that are not learnt.
+    """Compute function(model, part) -> [rows, T] at each label of each example: [L] fp64, 0 at tokens that are not learnt.
 
-    examples: of this data rank, which may have none. They go into `Example.token_values` or `Rollout.values`.
+    examples: of this data rank, which may have none. The results go into `Example.token_values` or `Rollout.values`.
     Every rank must call it. Wire: `token_values`.
     """
     bins = first_fit_decreasing([len(example) for example in examples], seq_len)
     plain = [replace(example, token_values={}, scalars={}) for example in examples]
     batch = build_rows([[plain[index] for index in row] for row in bins], length=seq_len)
-    found = token_values(run, batch, function, microbatches=microbatches).cpu().numpy()
-    segments, labels = batch["segment_ids"].numpy(), learnt(batch).numpy()
+    values_BT = token_values(run, batch, function, microbatches=microbatches).cpu().numpy()
+    segments, learnt_BT = batch["segment_ids"].numpy(), learnt(batch).numpy()
     values = [np.zeros(len(example)) for example in examples]
-    for number, index in enumerate((index for row in bins for index in row), start=1):  # as segment_ids count them
-        learns = examples[index].learn.copy()
-        learns[0] = False  # the first token of a sequence is no label
-        values[index][learns] = found[labels & (segments == number)]
+    # segment_ids count the examples from 1 on, row by row.
+    for segment, index in enumerate((index for row in bins for index in row), start=1):
+        is_label = examples[index].learn.copy()
+        is_label[0] = False  # nothing predicts the first token of a sequence
+        values[index][is_label] = values_BT[learnt_BT & (segments == segment)]
     return values

@@ -1,4 +1,4 @@
-"""vLLM as the engine: rollouts written with the weights of a run, which each call brings over ("weight sync")."""
+"""vLLM as the inference engine, with weight sync: each call loads the run's weights into vLLM, which then writes rollouts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from meshkit.models import save_config, stream_pretrained
 from meshkit.models.huggingface.config import ModelConfig
 from meshkit.step import Run
 
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class VllmEngine:
-    """`generate` of `run`, done by vLLM (`pip install vllm`): engine(prompts, sampling=..., samples=..., seed=...).
+    """Generation by vLLM (`pip install vllm`) with weights of `run`: engine(prompts, sampling=..., samples=..., seed=...).
 
-    Each rank has a vLLM of its own in this process, with all weights of the model, and writes its part of the answers of
-    its data rank; so a world of N ranks writes on N engines, on any mesh. Each call first loads the weights that the run
-    has then. options: of vllm.LLM, such as gpu_memory_utilization=0.3, which is what training leaves free, and
-    max_model_len; enforce_eager=True starts faster.
-    Answers depend on the seed, the prompt's ids and key; and by the last bits of vLLM's kernels on what else is in a batch.
-    So log-probabilities differ from training's more than those of `generate`: correct for it (`PolicyLoss.corrections`),
-    and look at `rollout_gap_max`. Stop strings are cut off afterwards, at the token that completes the first of them.
+    Each rank has a vLLM of its own in this process, with all weights of the model, and writes its share of the answers of
+    its data rank; so N ranks are N engines, on any mesh. Each call first loads the run's present weights (weight sync).
+    options: of vllm.LLM, such as gpu_memory_utilization=0.3, the share that training leaves free, and max_model_len;
+    enforce_eager=True starts faster.
+    Answers depend on the seed, the prompt's ids and key, and through the last bits of vLLM's kernels on the rest of a batch.
+    So log-probabilities differ from training's more than those of `generate` do: correct for it (`PolicyLoss.corrections`),
+    and look at `rollout_gap_max`. Stop strings are found afterwards: an answer is cut at the token that completes one.
     Memory: the whole model on each rank, and vLLM's cache. Wire: in each call one all-gather of every tensor, with pp also a
     broadcast, and the answers over tp, cp and pp.
     Raises: PlanError without vLLM, for a model that is not of meshkit.models or has adapters, and for filters (top_k, top_p,
@@ -52,16 +52,16 @@ class VllmEngine:
             )
         precision = run.resolved.memory.precision
         dtype = next(run.model.parameters()).dtype if precision is None else precision.compute
-        if dtype not in NAMES:
+        if dtype not in DTYPES:
             raise PlanError(
-                f"VllmEngine: vLLM computes in {', '.join(NAMES.values())}, not in {dtype}. Use generate()."
+                f"VllmEngine: vLLM computes in {', '.join(DTYPES.values())}, not in {dtype}. Use generate()."
             )
         self.refuse_absence()
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over
-        import vllm  # type: ignore[import-not-found]  # it pins a torch of its own
+        import vllm  # type: ignore[import-not-found]  # no dependency, since it pins a torch version
 
         self.run, self._vllm, self._config = run, vllm, config
-        self._options = {"dtype": NAMES[dtype], "max_model_len": config.max_position_embeddings, **options}
+        self._options = {"dtype": DTYPES[dtype], "max_model_len": config.max_position_embeddings, **options}
         self._llm: Any = None
         self._mode = ""
 
@@ -86,21 +86,23 @@ class VllmEngine:
         refuse_odd_calls("VllmEngine", prompts, samples, self._config.vocab_size)
         self._start(sampling)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream_pretrained(self.run.model)})
-        self._llm.reset_prefix_cache()  # it is of the weights before
-        asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-        place, places = self._place()
-        mine = range(place, len(asked), places)
-        streams = [stream_of("generate", seed, prompt.key, sample) for prompt, sample in asked]
-        found = (
+        self._llm.reset_prefix_cache()  # its keys and values are of the former weights
+        requests = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        engine, engines = self._engine_of_data_rank()
+        share = range(engine, len(requests), engines)
+        streams = [stream_of("generate", seed, prompt.key, sample) for prompt, sample in requests]
+        outputs = (
             self._llm.generate(
-                [{"prompt_token_ids": asked[index][0].ids.tolist()} for index in mine],
-                [self._params(sampling, streams[index]) for index in mine],
+                [{"prompt_token_ids": requests[index][0].ids.tolist()} for index in share],
+                [self._params(sampling, streams[index]) for index in share],
                 use_tqdm=False,
             )
-            if mine
+            if share
             else []
         )
-        written = self._shared({index: _answer(one, stopping) for index, one in zip(mine, found, strict=True)})
+        answers = self._gathered(
+            {index: _answer(output, stopping) for index, output in zip(share, outputs, strict=True)}
+        )
         return [
             Rollout(
                 prompt_ids=prompt.ids,
@@ -111,13 +113,14 @@ class VllmEngine:
                 fields=prompt.fields,
                 truncated=reason == "length",
             )
-            for index, (prompt, _) in enumerate(asked)
-            for ids, log_probs, reason in [written[index]]
+            for index, (prompt, _) in enumerate(requests)
+            for ids, log_probs, reason in [answers[index]]
         ]
 
     def _start(self, sampling: Sampling) -> None:
-        """vLLM itself, at the first call, which says which log-probabilities are wanted: of the raw logits, or of those over
-        the temperature, which for vLLM are after its filters, too.
+        """Start vLLM at the first call, whose sampling decides the mode of its log-probabilities for good.
+
+        They are of the raw logits, or of the processed ones, which vLLM takes after temperature and filters.
         """
         if sampling.filters and sampling.temperature not in (0, 1):
             raise PlanError(
@@ -135,7 +138,7 @@ class VllmEngine:
             return
         self._mode = sorted(fits)[-1]  # raw ones where they fit
         with tempfile.TemporaryDirectory() as folder:
-            # Untied: on a CPU vLLM 0.32 packs a tied head once, and loads of the embedding leave it as it was.
+            # Untied: on a CPU, vLLM 0.32 packs the weight of a tied head once, and loading the embedding does not repack it.
             save_config(replace(self._config, tie_word_embeddings=False), Path(folder))
             self._llm = self._vllm.LLM(
                 folder,
@@ -161,29 +164,30 @@ class VllmEngine:
             detokenize=False,
         )
 
-    def _place(self) -> tuple[int, int]:
-        """(which, of how many) ranks that have the same prompts."""
-        place, places = 0, 1
+    def _engine_of_data_rank(self) -> tuple[int, int]:
+        """(index, number) of this rank's engine among those of the data rank, which have the same prompts."""
+        engine, engines = 0, 1
         for axis in ("pp", "cp", "tp"):
             view = self.run.mesh[axis]
-            place, places = place * view.size() + view.get_local_rank(), places * view.size()
-        return place, places
+            engine, engines = engine * view.size() + view.get_local_rank(), engines * view.size()
+        return engine, engines
 
-    def _shared(self, written: dict[int, Any]) -> dict[int, Any]:
-        """The answers of all of these ranks."""
+    def _gathered(self, answers: dict[int, Any]) -> dict[int, Any]:
+        """The answers of all ranks of the data rank, by request. Wire: all-gathers over tp, cp and pp."""
         for axis in ("tp", "cp", "pp"):
             view = self.run.mesh[axis]
             if view.size() > 1:
                 parts: list[dict[int, Any]] = [{}] * view.size()
-                dist.all_gather_object(parts, written, group=view.get_group())
-                written = {index: one for part in parts for index, one in part.items()}
-        return written
+                dist.all_gather_object(parts, answers, group=view.get_group())
+                answers = {index: answer for part in parts for index, answer in part.items()}
+        return answers
 
 
-def _answer(found: Any, stopping: Stopping) -> tuple[np.ndarray, np.ndarray, Reason]:
-    (output,) = found.outputs
+def _answer(request_output: Any, stopping: Stopping) -> tuple[np.ndarray, np.ndarray, Reason]:
+    """(ids, log-probabilities, why it ended), cut where a stop string is complete."""
+    (output,) = request_output.outputs
     ids = list(output.token_ids)
     log_probs = [step[id].logprob for id, step in zip(ids, output.logprobs, strict=True)]
-    ends = next((end for end in range(1, len(ids) + 1) if stopping.reason(ids[:end]) is not None), len(ids))
-    reason = stopping.reason(ids[:ends]) or "length"  # vLLM ends at max_model_len, too
-    return np.array(ids[:ends], np.int64), np.array(log_probs[:ends], np.float32), reason
+    length = next((end for end in range(1, len(ids) + 1) if stopping.reason(ids[:end]) is not None), len(ids))
+    reason = stopping.reason(ids[:length]) or "length"  # vLLM ends at max_model_len, too
+    return np.array(ids[:length], np.int64), np.array(log_probs[:length], np.float32), reason

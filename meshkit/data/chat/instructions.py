@@ -1,4 +1,4 @@
-"""Rows that ask and answer, for supervised fine-tuning: chats, and prompts with completions as plain text."""
+"""Instruction data for supervised fine-tuning (SFT): chats, and prompts with completions as plain text."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def save_chat_tokenizer(records: Iterable[Record], folder: Path, *, vocab_size: 
 
 
 def _texts(record: Record) -> Iterable[str]:
-    said = [message.get("content") for message in record.fields.get("messages", [])]
-    said += [record.fields.get(name) for name in ("prompt", "completion")]
-    return (text for text in said if isinstance(text, str))
+    contents = [message.get("content") for message in record.fields.get("messages", [])]
+    contents += [record.fields.get(name) for name in ("prompt", "completion")]
+    return (text for text in contents if isinstance(text, str))

@@ -1,4 +1,4 @@
-"""The Jinja that chat templates are written in: sandboxed, with transformers' tags, filters and globals."""
+"""Jinja for chat templates: sandboxed, with the tags, filters and globals of transformers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class CompiledTemplate:
     def render(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The text and the (start, end) of each block, in characters.
 
-        A block inside a macro, or inside a {% set %} that is written out later, is not where it seems: what has been
-        written before it is all that is known. transformers counts in the same way.
+        A block inside a macro, or inside a {% set %} that is written later, gets a wrong position: positions count the text
+        written so far. transformers does the same.
         """
         with self._lock:
             written, spans = self._blocks.begin()

@@ -1,4 +1,4 @@
-"""Chats to examples: which tokens of a rendered chat the model is to write itself.
+"""Loss mask of chats: the tokens of a rendered chat that are learnt, which are those of the assistant.
 
 A template with {% generation %} blocks says so. For one without them, an answer is what its message adds to the text: from
 the end of the rendering of all before it, header of the answer included, to the end of the rendering with it.
@@ -67,7 +67,7 @@ def encode_with_text(
     source: str,
     **variables: Any,
 ) -> tuple[Example, str, tokenizers.Encoding]:
-    """`encode_chat`, and the text and its encoding, for those who look for something in it."""
+    """`encode_chat`, with the rendered text and its encoding."""
     try:
         if roles == "strict":
             check_roles(messages)
@@ -132,18 +132,18 @@ def _spans_by_difference(
         before = chat.template.render(messages[:number], tools=tools, add_generation_prompt=True, **values)
         done = number + 1 == len(messages)
         with_answer = text if done else chat.template.render(messages[: number + 1], tools=tools, **values)
-        for part in (before, with_answer):
-            if not text.startswith(part):
-                raise DataError(_unstable(chat, text, part, number))
+        for prefix in (before, with_answer):
+            if not text.startswith(prefix):
+                raise DataError(_unstable(chat, text, prefix, number))
         spans.append((len(before), len(with_answer)))
     return spans
 
 
-def _unstable(chat: Chat, text: str, part: str, number: int) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), min(len(text), len(part)))
+def _unstable(chat: Chat, text: str, prefix: str, number: int) -> str:
+    index = next((i for i, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), min(len(text), len(prefix)))
     return (
-        f"{chat.template.where} is not prefix-stable at message {number}: up to it, it writes {part[at : at + 30]!r} "
-        f"where the whole chat has {text[at : at + 30]!r}, so that the answer cannot be found. "
+        f"{chat.template.where} is not prefix-stable at message {number}: up to it, it writes {prefix[index : index + 30]!r} "
+        f"where the whole chat has {text[index : index + 30]!r}, so that the answer cannot be found. "
         "Learn turns='last' only, mark answers with {% generation %}, or give the chat as one example per answer."
     )
 

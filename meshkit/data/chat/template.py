@@ -1,4 +1,4 @@
-"""Chats to text with a model's own template, as transformers renders it.
+"""Chat templates: chats to text with a model's own Jinja template, as transformers renders it.
 
 A chat is a list of messages, dicts with a role, and content, tool_calls or whatever else the template reads. A template is
 Jinja: it runs sandboxed, sees plain JSON values only, and may mark what the model says with {% generation %} blocks.
@@ -141,10 +141,10 @@ class Chat:
         if self.control_tokens:
             return
         for number, message in enumerate(messages):
-            found = _find(_message(message), self._special_texts)
-            if found is not None:
+            token = _find(_message(message), self._special_texts)
+            if token is not None:
                 raise DataError(
-                    f"message {number} ({message.get('role')}) contains the control token {found!r}, which would become "
+                    f"message {number} ({message.get('role')}) contains the control token {token!r}, which would become "
                     "that token. Remove it from the text, or pass Chat(control_tokens=True) if it is meant."
                 )
 
@@ -176,18 +176,18 @@ def load_chat_template(folder: Path, *, name: str = "default") -> ChatTemplate:
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.is_file():
         return ChatTemplate(source=file.read_text(encoding="utf-8"), special_tokens=special, where=str(file))
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}
-    elif isinstance(found, str):
-        found = {"default": found}
-    if not found or name not in found:
-        known = f"only {sorted(found)}" if found else "none"
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        templates = {each["name"]: each["template"] for each in templates}
+    elif isinstance(templates, str):
+        templates = {"default": templates}
+    if not templates or name not in templates:
+        available = f"only {sorted(templates)}" if templates else "none"
         raise DataError(
-            f"{folder}: has no chat template {name!r}, {known}. Name a folder that has one, write ChatTemplate(source=...), "
-            "or use chatml(tokenizer)."
+            f"{folder}: has no chat template {name!r}, {available}. Name a folder that has one, write "
+            "ChatTemplate(source=...), or use chatml(tokenizer)."
         )
-    return ChatTemplate(source=found[name], special_tokens=special, where=f"{folder / 'tokenizer_config.json'}")
+    return ChatTemplate(source=templates[name], special_tokens=special, where=f"{folder / 'tokenizer_config.json'}")
 
 
 def load_chat(folder: Path, *, name: str = "default", **variables: Any) -> Chat:
@@ -265,7 +265,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """What the template sees: no key without a value, and reasoning under each of the names that templates know."""
+    """The message as the template sees it: no key without a value, and reasoning under each name that templates know."""
     seen = {key: value for key, value in plain(message).items() if value is not None}
     reasoning = next((seen[name] for name in _REASONING if name in seen), None)
     return seen if reasoning is None else {"thinking": reasoning, **seen, "reasoning_content": reasoning}
@@ -280,4 +280,4 @@ def _find(value: Any, texts: Sequence[str]) -> str | None:
     if isinstance(value, str):
         return next((text for text in texts if text in value), None)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for item in items if (found := _find(item, texts)) is not None), None)
+    return next((match for item in items if (match := _find(item, texts)) is not None), None)

@@ -1,7 +1,7 @@
-"""Rows of preference data to pairs and labelled completions, and pairs across prompts.
+"""Preference data: rows to pairs (DPO, reward models) and labelled completions (KTO), and pairs across prompts.
 
-A row holds a prompt and completions as plain text, or as messages. With messages the prompt may be left out: it is then
-what both chats begin with.
+A row holds a prompt and completions as plain text, or as messages. With messages the prompt may be left out: it is then the
+messages that both chats begin with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshkit.errors import DataError
 
 
 def load_encoder(folder: Path, rows: Sequence[Record], *, chosen: str = "chosen") -> Chat | Tokenizer:
-    """What `encode_pairs` needs of a Hugging Face folder: its chat for rows with messages, its tokenizer for text.
+    """The encoder for `encode_pairs` from a Hugging Face folder: a chat for rows with messages, a tokenizer for text.
 
     Raises: DataError as `load_chat` and `load_tokenizer` do.
     """
@@ -39,7 +39,7 @@ def encode_pairs(
     truncate: Truncation,
     scalars: Sequence[str] = (),
 ) -> list[Unit]:
-    """`encode_pair` of every row, and of the pairs what `fit` makes of them. Raises: DataError as both do."""
+    """`encode_pair` of every row, and `fit` of the pairs. Raises: DataError as both do."""
     pairs = encode_records(rows, lambda row: encode_pair(row.fields, encoder, scalars=scalars, source=row.source))
     return fit(pairs, seq_len=seq_len, truncate=truncate)
 
@@ -105,7 +105,7 @@ def encode_labelled(
 
 
 def with_mismatches(examples: Sequence[Example]) -> list[tuple[Example, Example]]:
-    """Each example, and its prompt with the completion of the example before it: from those KTO estimates its KL.
+    """Each example with its mismatch: its prompt and the completion of the example before. KTO estimates its KL from those.
 
     In a batch the examples are odd segments and the mismatches even ones.
     Raises: DataError for fewer than 2 examples. Source: Ethayarajh et al. 2024, section 4.1.
@@ -113,7 +113,8 @@ def with_mismatches(examples: Sequence[Example]) -> list[tuple[Example, Example]
     if len(examples) < 2:
         raise DataError(f"{len(examples)} example: a mismatched completion needs another example. Give at least 2.")
     return [
-        (example, _answer(example, other)) for example, other in zip(examples, [examples[-1], *examples], strict=False)
+        (example, _with_answer_of(example, previous))
+        for example, previous in zip(examples, [examples[-1], *examples], strict=False)
     ]
 
 
@@ -124,33 +125,35 @@ def augment_across_prompts(pairs: Sequence[Pair], *, seed: int, ties: bool = Tru
     chosen is better: 1, and 0.5 for a tie. The loss must use it.
     Raises: DataError for fewer than 3 pairs.
     """
-    made = [[_preferred(pair.chosen, pair.rejected, 1.0)] for pair in pairs]
+    pairs_of_prompts = [[_preferred(pair.chosen, pair.rejected, 1.0)] for pair in pairs]
     for crossed in cross_prompt_pairs(len(pairs), seed=seed):
         if crossed.tie and not ties:
             continue
         prompt = pairs[crossed.prompt].chosen
         better, worse = (getattr(pairs[answer.pair], answer.side) for answer in (crossed.better, crossed.worse))
-        made[crossed.prompt].append(_preferred(_answer(prompt, better), _answer(prompt, worse), crossed.preference))
-    return [pair for of_prompt in made for pair in of_prompt]
+        pairs_of_prompts[crossed.prompt].append(
+            _preferred(_with_answer_of(prompt, better), _with_answer_of(prompt, worse), crossed.preference)
+        )
+    return [pair for of_prompt in pairs_of_prompts for pair in of_prompt]
 
 
 def _preferred(chosen: Example, rejected: Example, preference: float) -> Pair:
     return Pair(*(replace(side, scalars={**side.scalars, "preference": preference}) for side in (chosen, rejected)))
 
 
-def _answer(example: Example, other: Example) -> Example:
-    """The prompt of `example` with what comes after the prompt of `other`, which may be the same."""
-    cut, tail = example.prompt_length, slice(other.prompt_length, None)
+def _with_answer_of(example: Example, donor: Example) -> Example:
+    """The prompt of `example` with the answer of `donor`, which may be the same example."""
+    cut, tail = example.prompt_length, slice(donor.prompt_length, None)
     return replace(
         example,
-        ids=np.concatenate([example.ids[:cut], other.ids[tail]]),
-        learn=np.concatenate([example.learn[:cut], other.learn[tail]]),
+        ids=np.concatenate([example.ids[:cut], donor.ids[tail]]),
+        learn=np.concatenate([example.learn[:cut], donor.learn[tail]]),
         token_values={
-            name: np.concatenate([values[:cut], other.token_values[name][tail]])
+            name: np.concatenate([values[:cut], donor.token_values[name][tail]])
             for name, values in example.token_values.items()
         },
-        truncated=other.truncated,
-        source=f"{example.source} with the answer of {other.source}",
+        truncated=donor.truncated,
+        source=f"{example.source} with the answer of {donor.source}",
     )
 
 
@@ -240,9 +243,9 @@ def cross_prompt_pairs(pairs: int, *, seed: int) -> Iterator[CrossPromptPair]:
     following = {prompt: (order[n + 1 - pairs], order[n + 2 - pairs]) for n, prompt in enumerate(order)}
     sides: tuple[Literal["chosen", "rejected"], ...] = ("chosen", "rejected")
     for prompt in range(pairs):
-        own = [Answer(prompt, side) for side in sides]
-        others = [Answer(other, side) for other in following[prompt] for side in sides]
-        for better, worse in product(own, others):
+        own_answers = [Answer(prompt, side) for side in sides]
+        foreign_answers = [Answer(neighbour, side) for neighbour in following[prompt] for side in sides]
+        for better, worse in product(own_answers, foreign_answers):
             yield CrossPromptPair(prompt, better, worse, tie=False)
-        for better, worse in combinations(others, 2):
+        for better, worse in combinations(foreign_answers, 2):
             yield CrossPromptPair(prompt, better, worse, tie=True)

@@ -1,4 +1,4 @@
-"""Examples taken out of a batch again, and packed into rows of their own.
+"""Segments of a packed batch (its examples), taken out by number and packed into rows of their own.
 
 Legend: B rows of T tokens.
 """
@@ -23,8 +23,10 @@ def take_segments(batch: Batch, numbers: Iterable[int]) -> Batch:
     """
     segment_ids_BT = batch["segment_ids"]
     length = segment_ids_BT.shape[1]
-    places = [(segment_ids_BT == number).nonzero() for number in numbers]  # [L, 2] each, of one row, side by side
-    bins = first_fit_decreasing([len(place) for place in places], length)
+    tokens_of_segment = [
+        (segment_ids_BT == number).nonzero() for number in numbers
+    ]  # [L, 2] each, of one row, side by side
+    bins = first_fit_decreasing([len(token_indices) for token_indices in tokens_of_segment], length)
     taken = {
         name: tensor.new_full((len(bins), length), IGNORED if name == "labels" else 0) for name, tensor in batch.items()
     }
@@ -32,7 +34,7 @@ def take_segments(batch: Batch, numbers: Iterable[int]) -> Batch:
     for row, indices in enumerate(bins):
         start = 0
         for index in indices:
-            (old, first), stop = places[index][0].tolist(), start + len(places[index])
+            (old, first), stop = tokens_of_segment[index][0].tolist(), start + len(tokens_of_segment[index])
             for name, tensor in batch.items():
                 taken[name][row, start:stop] = tensor[old, first : first + stop - start]
             count += 1
@@ -43,7 +45,7 @@ def take_segments(batch: Batch, numbers: Iterable[int]) -> Batch:
 
 
 def split_mismatches(batch: Batch) -> tuple[Batch, Batch]:
-    """A batch of units of `with_mismatches`: (the answers, the mismatched ones), packed apart, to be run apart.
+    """A batch of units of `with_mismatches`: (the answers, the mismatched ones), each packed into a batch of its own.
 
     Raises: DataError for an odd number of examples.
     """

@@ -1,4 +1,4 @@
-"""Completions in steps or segments, each with rewards of its own: vectors over tokens, as reward plumbing wants them."""
+"""Process rewards: completions in steps with a reward for each, as one number per token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tasks that need no download and whose answers a few lines can check: addition, reversal, countdown.
+"""Reference tasks for reinforcement learning with verifiable rewards: addition, reversal, countdown. No download.
 
-A row has `prompt` and `completion` (a right answer) and what its verifier needs. Rows depend on the arguments alone. Which
-half one is in depends on its name alone, and what only differs by the order of equal parts has the same name: 12+34 is never
-learnt from where 34+12 is held out.
+A row has `prompt` and `completion` (a right answer) and what its verifier needs. Rows depend on the arguments alone. A
+row is held out by a hash of its name. Rows that differ only in the order of equal parts have the same name: 12+34 is never
+learnt while 34+12 is held out.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _value(numbers: list[int], operators: list[str]) -> int:
     return sum(sign * term for sign, term in zip(signs, terms, strict=True))
 
 
-def _refuse(fine: bool, what: str) -> None:
-    if not fine:
-        raise DataError(f"{what}, which makes no tasks. Give sizes that do.")
+def _refuse(is_valid: bool, problem: str) -> None:
+    if not is_valid:
+        raise DataError(f"{problem}, which makes no tasks. Give sizes that do.")
 
 
 def _splits(
@@ -121,9 +121,9 @@ def _distinct(
     seen: set[str] = set()
     fruitless = 0
     while len(seen) < count and fruitless < 100:
-        found = draw(generator)
+        task = draw(generator)
         fruitless += 1
-        if found is not None and found[1].source not in seen:
+        if task is not None and task[1].source not in seen:
             fruitless = 0
-            seen.add(found[1].source)
-            yield found
+            seen.add(task[1].source)
+            yield task

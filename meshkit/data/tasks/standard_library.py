@@ -1,4 +1,4 @@
-"""Tasks from Python's standard library: real instructions, answers and preferences that every machine has.
+"""Tasks from Python's standard library: instruction and preference data that every machine has. No download.
 
 A function with a docstring is a task: its head, signature and docstring, asks for its body. A docstring answers what the
 function does. A preference sets the real body against one that is wrong.
@@ -124,12 +124,12 @@ def library_functions(limit_bytes: int = 1200, corpus: Corpus | None = None) -> 
 
 @lru_cache(maxsize=4)
 def _functions(corpus: Corpus | None, limit_bytes: int) -> tuple[Function, ...]:
-    found: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     for name, path in (standard_library() if corpus is None else corpus).files:
         for function in _functions_of(name, path):
             if len((function.head + function.body).encode()) <= limit_bytes:
-                found.setdefault(function.head + function.body, function)
-    return tuple(found.values())
+                functions.setdefault(function.head + function.body, function)
+    return tuple(functions.values())
 
 
 def _functions_of(name: str, path: Path) -> Iterator[Function]:
@@ -154,8 +154,8 @@ def _walk(node: ast.AST, prefix: str, file: str, lines: list[str]) -> Iterator[F
             first = child.body[0]
             if summary and len(child.body) > 1 and first.end_lineno is not None and child.end_lineno is not None:
                 cut = first.end_lineno  # the docstring's last line ends the head
-                whole = textwrap.dedent("".join(lines[child.lineno - 1 : child.end_lineno]))
-                parts = whole.splitlines(keepends=True)
+                source = textwrap.dedent("".join(lines[child.lineno - 1 : child.end_lineno]))
+                parts = source.splitlines(keepends=True)
                 head, body = parts[: cut - child.lineno + 1], parts[cut - child.lineno + 1 :]
                 if "".join(body).strip():
                     yield Function(
@@ -203,7 +203,7 @@ _CORRUPTIONS: dict[str, Callable[[str, random.Random], str]] = {
 }
 
 
-# Rows into those that are learnt from and those that are only evaluated on.
+# Splits: training rows and held-out rows.
 
 
 def split_records(records: Iterable[Record], *, held_out: float) -> TaskSplits:

@@ -1,4 +1,4 @@
-"""Where text comes from: a fixed, sorted list of files that reads the same on every rank and every run."""
+"""Corpus: a fixed, sorted list of text files, the same on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def find_corpus(paths: str | Path | Sequence[str | Path], *, field: str = "text"
     over other kinds of files. Order: as in `paths`, sorted by path within each; a file named twice is read once.
     Raises: DataError for a path that matches nothing, and for a file of a kind that cannot be read.
     """
-    found: dict[Path, tuple[str, Path]] = {}
+    files: dict[Path, tuple[str, Path]] = {}
     for path in [paths] if isinstance(paths, str | Path) else paths:
         for name, file in _files_at(str(path)):
-            found.setdefault(file.resolve(), (name, file))
-    if not found:
+            files.setdefault(file.resolve(), (name, file))
+    if not files:
         raise DataError("the corpus is empty: no paths were given. Name a file, a folder or a pattern.")
-    return Corpus(files=tuple(found.values()), field=field)
+    return Corpus(files=tuple(files.values()), field=field)
 
 
 def _files_at(path: str) -> list[tuple[str, Path]]:
@@ -87,7 +87,7 @@ def _files_at(path: str) -> list[tuple[str, Path]]:
 
 def _before_wildcard(pattern: str) -> list[str]:
     parts = Path(pattern).parts
-    wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), 0)
+    wild = next((i for i, component in enumerate(parts) if glob.has_magic(component)), 0)
     return list(parts[:wild])
 
 

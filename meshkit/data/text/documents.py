@@ -1,4 +1,4 @@
-"""Files to documents: one reader per kind of file, and no bad file gets past without its name and line."""
+"""Documents of a corpus: one reader for each kind of file; errors name file and line."""
 
 from __future__ import annotations
 

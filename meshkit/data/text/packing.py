@@ -1,4 +1,4 @@
-"""Documents to samples of one length, as a pure function of the tokens, the document offsets and an index.
+"""Packing (sequence packing) of documents into samples of one length, with document boundaries. A pure function.
 
 The documents of a token file lie end to end, each `[bos] text eos`. Sample i sees the seq_len + 1 tokens from
 i * seq_len on; neighbours share one token, so that every token but the very first is a label in exactly one sample.

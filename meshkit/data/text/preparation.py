@@ -1,4 +1,4 @@
-"""A corpus made ready to train on, once: the tokenizer and two token files, cached by what they were made from."""
+"""Preparation of a corpus (tokenisation): tokenizer and token files, cached by a hash of all they are made from."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def prepare(
     return Splits(train=train, held_out=evaluation)
 
 
-def is_held_out(source: str, part: float) -> bool:
-    """Whether the document of this name is set aside: `part` of all names are, the same ones everywhere."""
+def is_held_out(source: str, share: float) -> bool:
+    """Whether the document of this name is set aside: a `share` of all names is, the same everywhere."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < part * 2**64
+    return int.from_bytes(digest, "little") < share * 2**64
 
 
 def sample_texts(documents: Iterable[Document], *, sample_bytes: int) -> list[str]:
@@ -77,19 +77,20 @@ def sample_texts(documents: Iterable[Document], *, sample_bytes: int) -> list[st
 
     One pass, never holding much more than it returns: every second text kept so far goes when there are too many.
     """
-    kept: list[str] = []
-    held, stride = 0, 1
+    texts: list[str] = []
+    sampled_bytes, stride = 0, 1
     for number, document in enumerate(documents):
         if number % stride == 0:
-            kept.append(document.text)
-            held += len(document.text.encode())
-        while held > sample_bytes and len(kept) > 1:
-            kept, stride = kept[::2], stride * 2
-            held = sum(len(text.encode()) for text in kept)
-    return kept
+            texts.append(document.text)
+            sampled_bytes += len(document.text.encode())
+        # After halving, the texts are those of every `stride`-th document, as if that stride had been used from the start.
+        while sampled_bytes > sample_bytes and len(texts) > 1:
+            texts, stride = texts[::2], stride * 2
+            sampled_bytes = sum(len(text.encode()) for text in texts)
+    return texts
 
 
-def _build(documents: Iterable[Document], tokenizer: Tokenizer, paths: tuple[Path, Path], part: float) -> None:
+def _build(documents: Iterable[Document], tokenizer: Tokenizer, paths: tuple[Path, Path], share: float) -> None:
     train_path, held_out_path = paths
     size, name = tokenizer.vocab_size, tokenizer.fingerprint
     with (
@@ -98,11 +99,11 @@ def _build(documents: Iterable[Document], tokenizer: Tokenizer, paths: tuple[Pat
     ):
         for batch in _batched(documents):
             for document, ids in zip(batch, tokenizer.encode_documents([d.text for d in batch]), strict=True):
-                writer = held_out if is_held_out(document.source, part) else train
+                writer = held_out if is_held_out(document.source, share) else train
                 writer.add(ids, text_bytes=len(document.text.encode()))
         if not (train.documents and held_out.documents):
             raise DataError(
-                f"held_out={part} puts {train.documents} documents into the training half and {held_out.documents} "
+                f"held_out={share} puts {train.documents} documents into the training half and {held_out.documents} "
                 "into the held-out half, and both need one. Use more documents or another held_out."
             )
 
@@ -122,7 +123,7 @@ def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 @contextmanager
 def _shown(corpus: Corpus, title: str, progress: bool) -> Iterator[Iterator[Document]]:
-    """The documents of a corpus, with a live bar of the bytes read if `progress`."""
+    """The documents of a corpus, with a progress bar of the bytes read if `progress`."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, disable=not progress) as bar:
         task = bar.add_task(title, total=corpus_bytes(corpus))

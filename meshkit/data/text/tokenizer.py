@@ -1,4 +1,4 @@
-"""Byte-level BPE: text to ids and back, and the number of bytes that each id stands for."""
+"""Tokenizer: byte-level BPE and characters, text to ids and back, and the bytes of text that each id stands for."""
 
 from __future__ import annotations
 

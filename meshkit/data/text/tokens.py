@@ -104,8 +104,8 @@ def open_npy(path: Path, *, vocab_size: int, eos_id: int) -> Tokens:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable .npy file: {error}. Write it with numpy.save.") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else "an archive"
-        raise DataError(f"{path}: holds {what}, not one row of integer ids. Save a 1-D integer array.")
+        content = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else "an archive"
+        raise DataError(f"{path}: holds {content}, not one row of integer ids. Save a 1-D integer array.")
     if len(ids) == 0:
         raise DataError(f"{path}: holds no tokens. Save at least one document.")
     sha256, ends = hashlib.sha256(), [np.zeros(1, dtype=np.int64)]
@@ -153,9 +153,9 @@ def verify_tokens(tokens: Tokens) -> None:
 def check_range(ids: np.ndarray, vocab_size: int, where: str, start: int = 0) -> None:
     """Raises: DataError for the first id outside the vocabulary. where: what holds `ids`; start: position of ids[0]."""
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        index = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise DataError(
-            f"{where}: id {ids[at]} at position {start + at} is outside the vocabulary of {vocab_size}. "
+            f"{where}: id {ids[index]} at position {start + index} is outside the vocabulary of {vocab_size}. "
             "Build the file again with the right tokenizer, or give the right vocabulary size."
         )
 
@@ -172,13 +172,15 @@ def _read_header(path: Path) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise DataError(f"{path}: not a token file: its first {HEADER_BYTES} bytes are no {FORMAT!r} header.")
-    whole = header.keys() == _FIELDS.keys() and all(isinstance(header[name], kind) for name, kind in _FIELDS.items())
-    if not whole or header["dtype"] not in DTYPES:
+    is_complete = header.keys() == _FIELDS.keys() and all(
+        isinstance(header[name], kind) for name, kind in _FIELDS.items()
+    )
+    if not is_complete or header["dtype"] not in DTYPES:
         raise DataError(f"{path}: its header is damaged: {raw.decode().rstrip()}. Delete it and build it again.")
     return header
 
 
-# Write token files so that a build that is killed leaves nothing that could be taken for one.
+# Atomic writing: a killed build leaves nothing that could be taken for a token file.
 
 
 class TokenWriter:
@@ -227,7 +229,7 @@ class TokenWriter:
                 if kind is None:
                     self._finish()
             if kind is None:
-                os.replace(self._partial, self._path)
+                os.replace(self._partial, self._path)  # atomic: a reader sees the old file, none, or all of the new one
         finally:
             self._partial.unlink(missing_ok=True)
 
@@ -237,7 +239,7 @@ class TokenWriter:
             raise DataError(f"{self._path}: no tokens to write. Add at least one document.")
         offsets = np.array(self._offsets, dtype="<i8").tobytes()
         self._sha256.update(offsets)
-        self._file.write(bytes(-self._file.tell() % 8))
+        self._file.write(bytes(-self._file.tell() % 8))  # offsets are int64, and are mapped aligned
         self._file.write(offsets)
         header = {
             "format": FORMAT,

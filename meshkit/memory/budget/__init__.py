@@ -1,1 +1,1 @@
-"""Choosing for every block what is cheapest within a budget of activation memory."""
+"""Memory budget: automatic activation checkpointing, the cheapest treatment of each block within a number of bytes."""

@@ -1,4 +1,4 @@
-"""Choose for every block what it keeps, within a number of bytes, and say what was chosen."""
+"""Choice of activation checkpointing within a memory budget: a treatment for every block, and a table of the choice."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from meshkit.memory._recompute import Treatment
 from meshkit.memory.budget.knapsack import Option, cheapest, most, smallest
 
 Offer = tuple[Option, Treatment]
-"""What one treatment of a block costs."""
+"""A treatment of a block with its cost."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for the blocks of a rank; `str()` is a table. budget: bytes of activations that the rank may keep.
-    beside: blocks whose moved bytes are on the device beside those of the one whose backward runs.
+    """The treatments chosen for a rank's blocks; `str()` is a table.
+
+    budget: bytes of activations that the rank may keep. beside: how many other blocks' offloaded bytes are on the device
+    (leaving or coming back) while one block's backward runs.
     """
 
     budget: int
@@ -27,14 +29,12 @@ class Choice:
 
     @property
     def bytes(self) -> int:
-        """The most on the device at one time: what all blocks keep there, what the largest that runs again or comes back
-        holds besides, and what is on its way.
-        """
+        """Peak bytes on the device: kept by all blocks, the largest recomputed or fetched block, and copies under way."""
         return most(list(self.options.values()), self.beside)
 
     @property
     def seconds(self) -> float:
-        """What a step takes longer than if everything were kept."""
+        """Seconds a step takes longer than with everything kept."""
         return sum(option.seconds for option in self.options.values())
 
     def __str__(self) -> str:
@@ -51,19 +51,19 @@ class Choice:
 
 
 def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1, *, rank: str = "this rank") -> Choice:
-    """The least time within the budget; see `cheapest`. Every rank that has the same offers chooses the same.
+    """The choice with the least time within the budget; see `cheapest`. Ranks with the same offers choose the same.
 
     rank: whose blocks they are, for the error.
-    Raises: PlanError, with what the least would be, if nothing fits.
+    Raises: PlanError with the smallest budget that would do, if nothing fits.
     """
     names = list(offers)
     blocks = [[option for option, _ in offers[name]] for name in names]
     chosen = cheapest(blocks, budget, beside)
     if chosen is None:
-        kept, passing = smallest(blocks, beside)
+        kept_bytes, passing = smallest(blocks, beside)
         raise PlanError(
-            f"Budget(bytes={budget:,}) is too little: at the least the {len(names)} blocks of {rank} keep {kept:,} "
-            f"bytes, and {passing:,} more are needed while a backward runs, together {kept + passing:,}. Give more "
+            f"Budget(bytes={budget:,}) is too little: at the least the {len(names)} blocks of {rank} keep {kept_bytes:,} "
+            f"bytes, and {passing:,} more are needed while a backward runs, together {kept_bytes + passing:,}. Give more "
             "bytes, or fewer rows or tokens, or more ranks."
         )
     picked = {name: offers[name][at] for name, at in zip(names, chosen, strict=True)}

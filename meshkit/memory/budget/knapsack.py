@@ -1,7 +1,7 @@
-"""The cheapest choice for every block within a number of bytes: a multiple-choice knapsack, solved exactly.
+"""An exact multiple-choice knapsack solver: the cheapest option for every block within a number of bytes.
 
-Blocks keep bytes all at once. What a block needs only while its backward runs, one block needs at a time, and beside it there
-are the bytes of blocks that are on their way to the host or back.
+Bytes that blocks keep add up over all blocks. Bytes needed only during a block's backward count once, for the largest block,
+since one backward runs at a time. Added to them are bytes of blocks whose copies to or from the host are under way.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """One way to treat a block. bytes: kept on the device from forward to backward; passing: more, while its backward runs;
-    seconds: what it costs a step; moving: bytes that wait elsewhere, which are part of `passing`.
+    """One way to treat a block.
+
+    bytes: kept on the device from forward to backward. seconds: added to a step. passing: additional bytes while its backward
+    runs. moving: bytes that wait off the device, a part of `passing`.
     """
 
     name: str
@@ -30,43 +32,46 @@ class Option:
 GRAINS = 1e15  # of a second
 
 Cost = tuple[float, int]
-"""Grains of seconds, and of equals the fewest bytes moved."""
+"""(grains of seconds, bytes moved): compared in this order, so ties go to the choice that moves less."""
 
 
 def most(options: Sequence[Option], beside: int = 1) -> int:
-    """Bytes at one time: what all keep, what the largest needs besides, and `beside` of the largest that is moved."""
+    """Peak bytes: kept by all, plus the largest `passing`, plus `beside` times the largest `moving`."""
     passing = max((option.passing for option in options), default=0)
     moving = max((option.moving for option in options), default=0)
     return sum(option.bytes for option in options) + passing + beside * moving
 
 
 def cheapest(blocks: Sequence[Sequence[Option]], budget: int, beside: int = 1) -> list[int] | None:
-    """The index of each block's option such that `most` of them is at most the budget, and the seconds the least. None if
-    there is no such choice. Of equals the one that moves least, then the first option of the first block wins.
+    """The index of each block's option: the least seconds of all choices whose `most` is within the budget, None if none is.
 
-    beside: how many blocks' moved bytes are on the device beside those of the one whose backward runs.
+    Ties go to the choice that moves the fewest bytes, then to the earlier option of the first block that differs.
+    beside: how many other blocks' moved bytes are on the device while one block's backward runs.
     """
     # Whole numbers: sums of equal blocks are then equal in whatever order, on every version and machine.
     blocks = [[replace(option, seconds=round(option.seconds * GRAINS)) for option in options] for options in blocks]
     best: tuple[Cost, list[int]] | None = None
     for room, allowed in _limits(blocks, beside):
-        found = _least(allowed, budget - room, math.inf if best is None else best[0][0])
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
+        candidate = _least(allowed, budget - room, math.inf if best is None else best[0][0])
+        if candidate is not None and (best is None or candidate[0] < best[0]):
+            best = candidate
     return best and best[1]
 
 
 def smallest(blocks: Sequence[Sequence[Option]], beside: int = 1) -> tuple[int, int]:
-    """What the choice that takes the fewest bytes keeps, and what it needs besides."""
-    found = (
+    """(bytes kept, bytes needed besides) of the choice with the lowest peak."""
+    peaks = (
         (sum(min(option.bytes for _, option in options) for options in allowed), room)
         for room, allowed in _limits(blocks, beside)
     )
-    return min(found, key=sum)
+    return min(peaks, key=sum)
 
 
 def _limits(blocks: Sequence[Sequence[Option]], beside: int) -> Iterator[tuple[int, list[list[tuple[int, Option]]]]]:
-    """Room for what is there for a while, the least first, and the options that get on with it."""
+    """Yields (room for passing and moving bytes, the options that need no more), smallest room first.
+
+    With the room fixed, only kept bytes are left to choose by: a plain knapsack.
+    """
     every = [option for options in blocks for option in options]
     pairs = {(a.passing, b.moving) for a in set(every) for b in set(every) if b.moving <= a.passing} or {(0, 0)}
     for passing, moving in sorted(pairs, key=lambda pair: (pair[0] + beside * pair[1], pair)):
@@ -79,8 +84,10 @@ def _limits(blocks: Sequence[Sequence[Option]], beside: int) -> Iterator[tuple[i
 
 
 def _least(blocks: Sequence[Sequence[tuple[int, Option]]], budget: int, enough: float) -> tuple[Cost, list[int]] | None:
-    """Block after block, of all partial choices those that no other beats in both bytes and cost, and that may still come to
-    at most `enough` seconds, or to what a quick choice does.
+    """Dynamic programming over blocks, exact: (cost, options), or None if nothing fits.
+
+    Keeps the Pareto front of partial choices in bytes and cost, without those that cannot end below `enough` seconds or below
+    a quick feasible choice.
     """
     rest = _relaxed(blocks)
     if budget < rest[0].bytes:
@@ -108,13 +115,14 @@ def _least(blocks: Sequence[Sequence[tuple[int, Option]]], budget: int, enough: 
     return (seconds, moved), chosen[::-1]
 
 
-SLACK = 1e-9  # of sums in another order
+SLACK = 1e-9  # relative: sums in another order round differently, and no optimum may be pruned for that
 
 
 class _Relaxed:
-    """The seconds of blocks whose options could be mixed in any parts (the linear relaxation): a bound from below.
+    """The linear relaxation, in which a block may mix its options: a lower bound on seconds.
 
-    steps: from the fewest bytes on, seconds saved, bytes more, and whose; those that save most a byte first.
+    bytes, seconds: of the choice with the fewest bytes. steps: (slope, additional bytes, seconds saved, block), those that
+    save most per byte first.
     """
 
     def __init__(self, bytes: int, seconds: float, steps: list[tuple[float, int, float, int]]) -> None:
@@ -131,7 +139,7 @@ class _Relaxed:
         return self._seconds[at] - self.steps[at][2] * (budget - self._bytes[at]) / self.steps[at][1]
 
     def quick(self, budget: int) -> float:
-        """Of a choice that fits: every step that still does, none after one of the same block that did not."""
+        """Seconds of a greedy feasible choice: each step that fits, but none of a block after one of it that did not."""
         if budget < self.bytes:
             return math.inf
         left, seconds, done = budget - self.bytes, self.seconds, set[int]()
@@ -144,23 +152,25 @@ class _Relaxed:
 
 
 def _relaxed(blocks: Sequence[Sequence[tuple[int, Option]]]) -> list[_Relaxed]:
-    """Of the blocks from each on; the last is of none."""
-    found = [_Relaxed(0, 0.0, [])]
+    """The relaxations of blocks[0:], blocks[1:], ..., and of no blocks."""
+    relaxed = [_Relaxed(0, 0.0, [])]
     for block in reversed(range(len(blocks))):
         hull: list[Option] = []
-        for _, option in sorted(blocks[block], key=lambda each: (each[1].bytes, each[1].seconds)):
+        for _, option in sorted(blocks[block], key=lambda indexed: (indexed[1].bytes, indexed[1].seconds)):
             if hull and option.seconds >= hull[-1].seconds:
                 continue
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], option):
                 hull.pop()
             hull.append(option)
-        own = [(-_slope(a, b), b.bytes - a.bytes, a.seconds - b.seconds, block) for a, b in itertools.pairwise(hull)]
-        after = found[-1]
-        steps = sorted([*own, *after.steps])
-        found.append(_Relaxed(after.bytes + hull[0].bytes, after.seconds + hull[0].seconds, steps))
-    return found[::-1]
+        block_steps = [
+            (-_slope(a, b), b.bytes - a.bytes, a.seconds - b.seconds, block) for a, b in itertools.pairwise(hull)
+        ]
+        after = relaxed[-1]
+        steps = sorted([*block_steps, *after.steps])
+        relaxed.append(_Relaxed(after.bytes + hull[0].bytes, after.seconds + hull[0].seconds, steps))
+    return relaxed[::-1]
 
 
 def _slope(less: Option, more: Option) -> float:
-    """Seconds saved a byte."""
+    """Seconds saved per additional byte."""
     return (less.seconds - more.seconds) / (more.bytes - less.bytes)

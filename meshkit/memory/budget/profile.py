@@ -1,7 +1,7 @@
-"""What each treatment of a block would keep and cost on a rank: the block is run on tensors that have shapes and no values.
+"""Profiling blocks for the memory budget: bytes and time of each treatment, by running the block on fake tensors.
 
-No ranks are needed, and every rank that runs the same blocks finds the same, so that all of them choose alike: sizes are
-those of the first rank of tp, which has the largest parts.
+No ranks and no device are needed. Ranks with the same blocks compute the same numbers and so make the same choice: sizes are
+those of the first rank of tp, which has the largest shards.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def choose_for_blocks(
     device: str,
     cut: Cut | None = None,
 ) -> list[Choice]:
-    """What becomes of the blocks that each rank of pp runs, by `memory.recompute`, a Budget.
+    """Choose the treatments of the blocks of each rank of pp, by `memory.recompute`, a Budget.
 
-    model: whole and before anything is done to it. blocks: of the whole model. device: whose kernels are asked what they
-    keep.
-    Raises: PlanError for what cannot be told beforehand, and if nothing fits, here or on another rank of pp: what one rank
-    refuses all refuse, or the others would wait for it.
+    model: the full model, before any change. blocks: of the full model. device: the type of device whose kernels will run;
+    they differ in what they save.
+    Raises: PlanError for models whose memory is not known beforehand, and if nothing fits, on this or another rank of pp:
+    all ranks raise together, or the others would wait for one that did.
     """
     budget = memory.recompute
     assert isinstance(budget, Budget)
@@ -65,11 +65,11 @@ def choose_for_blocks(
         return [choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(memory.offload, 1))]
     peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
     chosen = []
-    for place in range(spec.pp):
-        held = {name: offer for name, offer in offers.items() if cut.runs(name, place)}
-        counted = _of_a_step(held, peak_live[place], len(cut.stages_of(place)), budget)
-        beside = _beside(memory.offload, peak_live[place])
-        chosen.append(choose(counted, budget.bytes, beside, rank=f"pp rank {place}"))
+    for pp_rank in range(spec.pp):
+        local_offers = {name: offer for name, offer in offers.items() if cut.runs(name, pp_rank)}
+        counted = _of_a_step(local_offers, peak_live[pp_rank], len(cut.stages_of(pp_rank)), budget)
+        beside = _beside(memory.offload, peak_live[pp_rank])
+        chosen.append(choose(counted, budget.bytes, beside, rank=f"pp rank {pp_rank}"))
     return chosen
 
 
@@ -95,10 +95,10 @@ def _offers_by_block(
     compute: torch.dtype,
     device: str,
 ) -> dict[str, list[Offer]]:
-    """Every treatment of every block, for a microbatch. Blocks that are alike are run once."""
+    """The offers of every block, for one microbatch. Equal blocks are profiled once."""
     sequence = layout is not None and layout.sequence
     regathers = (False, True) if sequence else (False,)
-    # Blocks that cut the stream themselves are given whole tokens.
+    # With sequence parallelism blocks are given a shard of the tokens, except those that split it from all tokens themselves.
     cutters = {call.module for call in layout.calls if call.kind == "split"} if layout is not None else set()
     known: dict[Any, list[Offer]] = {}
     offers: dict[str, list[Offer]] = {}
@@ -109,8 +109,8 @@ def _offers_by_block(
         if alike not in known:
 
             def build(regather: bool, on: str, name: str = name, block: nn.Module = block) -> nn.Module:
-                made = _without_values(block, on, compute)
-                return made if layout is None else shard_without_ranks(made, name, layout, regather=regather)
+                copied = _fake_copy(block, on, compute)
+                return copied if layout is None else shard_without_ranks(copied, name, layout, regather=regather)
 
             known[alike] = list(_offers(build, call, cutting, budget, regathers, device, offload))
         offers[name] = [
@@ -120,15 +120,17 @@ def _offers_by_block(
 
 
 def _beside(offload: ActivationOffload | None, live: int) -> int:
-    """Of how many blocks the moved bytes are on the device, besides those of the one that runs: in forward of one that
-    leaves, in backward of those fetched ahead, and of those that still leave if forwards of other microbatches lie between.
+    """How many other blocks' offloaded bytes are on the device while one block runs.
+
+    In forward that is one that still leaves. In backward these are the blocks fetched ahead, and, if forwards of other
+    microbatches are interleaved (live > 1), those that still leave.
     """
     ahead = offload.ahead if offload is not None else 0
     return ahead + BLOCKS_LEAVING if live > 1 else max(ahead, BLOCKS_LEAVING - 1)
 
 
 def _of_a_step(offers: dict[str, list[Offer]], live: int, stages: int, budget: Budget) -> dict[str, list[Offer]]:
-    """Offers for a microbatch as offers for a step, of whose passes `live` are held at a time, over `stages` stages."""
+    """Scale offers from one microbatch to a step that keeps `live` (stage, microbatch) pairs alive over `stages` stages."""
     return {
         name: [
             (replace(o, bytes=-(-o.bytes * live // stages), seconds=o.seconds * budget.microbatches), treatment)
@@ -147,9 +149,9 @@ def _offers(
     device: str,
     offload: ActivationOffload | None,
 ) -> Iterator[Offer]:
-    """Every treatment, with what it keeps, and what it takes longer than keeping everything.
+    """Yields every treatment with its bytes and the time it adds to keeping everything.
 
-    Copies run beside compute: one takes time as far as it is longer than the forward, or the backward, of the block itself.
+    Copies overlap compute: a copy adds only the time by which it exceeds the block's own forward, or backward.
     """
     everything, shortest = 0, 0.0
     for regather in regathers:
@@ -157,29 +159,29 @@ def _offers(
             if regather and mode.mode == "full":
                 continue  # the same as without
             try:
-                kept, _ = _kept(build(regather, device), call, Treatment(mode, regather), cutting, device)
+                kept_bytes, _ = _kept_bytes(build(regather, device), call, Treatment(mode, regather), cutting, device)
                 forward, backward = _seconds(build(regather, "cpu"), call, Treatment(mode, regather), cutting, budget)
             except PlanError:
                 if mode.mode != "activation":
                     raise
-                continue  # no feed-forward whose middle could be made again
+                continue  # no feed-forward that can be recomputed so
             if mode.mode == "none" and not regather:
-                everything, shortest = kept, forward + backward
+                everything, shortest = kept_bytes, forward + backward
             name = mode.mode + (" + regather" if regather else "")
             longer = max(0.0, forward + backward - shortest)
-            yield Option(name, kept, longer, max(0, everything - kept)), Treatment(mode, regather)
+            yield Option(name, kept_bytes, longer, max(0, everything - kept_bytes)), Treatment(mode, regather)
             if offload is None:
                 continue
             treatment = Treatment(mode, regather, offload=True)
-            stays, moved = _kept(build(regather, device), call, treatment, cutting, device, offload)
-            if stays >= kept:
+            remaining, moved = _kept_bytes(build(regather, device), call, treatment, cutting, device, offload)
+            if remaining >= kept_bytes:
                 continue  # all storages are smaller than `min_bytes`
             copy = moved / budget.rates.host_bytes_per_s
             longer += max(0.0, copy - forward) + max(0.0, copy - backward)
-            yield Option(f"{name} + offload", stays, longer, max(moved, everything - stays), moved), treatment
+            yield Option(f"{name} + offload", remaining, longer, max(moved, everything - remaining), moved), treatment
 
 
-def _kept(
+def _kept_bytes(
     block: nn.Module,
     call: Call,
     treatment: Treatment,
@@ -187,10 +189,8 @@ def _kept(
     device: str,
     offload: ActivationOffload | None = None,
 ) -> tuple[int, int]:
-    """Bytes that are alive after forward because backward will ask for them, and those that offload moves elsewhere; what all
-    blocks are given is not counted.
-    """
-    with _no_values(), torch.device(device):
+    """(bytes alive after forward because backward needs them, bytes that offload moves); shared inputs are not counted."""
+    with _fake_mode(), torch.device(device):
         treat(block, treatment)
         args, kwargs = _inputs(call, cutting, device)
         kept = Kept(_tensors((args, kwargs, list(block.parameters()))))
@@ -211,8 +211,8 @@ def _kept(
 
 
 def _seconds(block: nn.Module, call: Call, treatment: Treatment, cutting: int, budget: Budget) -> tuple[float, float]:
-    """Of forward and of backward, with what runs again in it."""
-    with _no_values():
+    """(seconds of forward, seconds of backward with its recompute)."""
+    with _fake_mode():
         treat(block, treatment)
         args, kwargs = _inputs(call, cutting, "cpu")
         work = Work(budget.rates)
@@ -224,14 +224,14 @@ def _seconds(block: nn.Module, call: Call, treatment: Treatment, cutting: int, b
 
 
 @functools.cache
-def _no_values() -> FakeTensorMode:
-    """One for all: tensors of another would be copied."""
+def _fake_mode() -> FakeTensorMode:
+    """One mode for all blocks: fake tensors of two modes cannot meet."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _without_values(module: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """A copy whose tensors have shapes only."""
-    with _no_values():
+def _fake_copy(module: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """A copy of the module with fake tensors: shapes and dtypes without values."""
+    with _fake_mode():
         copies: dict[int, Any] = {}
         for tensor in (*module.parameters(), *module.buffers()):
             kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -247,22 +247,22 @@ def _calls(
 ) -> dict[str, Call]:
     """How the model calls each block, for one rank's tokens of a microbatch."""
     calls: dict[str, Call] = {}
-    whole = _without_values(model, device, dtype)
+    fake_model = _fake_copy(model, device, dtype)
     for name in blocks:
 
         def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             calls[name] = tree_map(_described, (args, kwargs))
 
-        whole.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+        fake_model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
     tokens = -(-budget.seq_len // spec.cp)
     tokens = -(-tokens // spec.tp) * spec.tp
-    with _no_values(), torch.no_grad():
-        whole(torch.empty(budget.rows, tokens, dtype=torch.int64, device=device))
+    with _fake_mode(), torch.no_grad():
+        fake_model(torch.empty(budget.rows, tokens, dtype=torch.int64, device=device))
     return calls
 
 
 class _Shape:
-    """A tensor that is to be made."""
+    """Shape and dtype of a tensor argument, from which `_inputs` makes a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -273,7 +273,7 @@ def _described(value: Any) -> Any:
 
 
 def _inputs(call: Call, cutting: int, device: str) -> Call:
-    """Tensors for a call. The first is the hidden state, which is cut over the ranks of tp and has a gradient."""
+    """Make tensors for a call. The first is the hidden state, which is split over the ranks of tp and needs a gradient."""
     first = next(leaf for leaf in tree_leaves(call) if isinstance(leaf, _Shape))
 
     def make(value: Any) -> Any:
@@ -293,7 +293,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _signature(block: nn.Module, call: Call) -> Any:
-    """Blocks with the same one keep and do the same."""
+    """Blocks with equal signatures have equal offers."""
     params = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     inputs = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(call) if isinstance(leaf, _Shape))
     return str(block), params, inputs

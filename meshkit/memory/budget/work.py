@@ -1,4 +1,4 @@
-"""What a piece of code keeps and does, counted operator by operator. Works on tensors without values."""
+"""Counting live bytes and time of code, operator by operator. Works on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshkit.strategy import Rates
 
 
 class Kept(TorchDispatchMode):
-    """The memory that operators made inside the context and that is still alive, each storage once; `known` is left out."""
+    """Bytes of storages that operators allocated inside the context and that are still alive, without those of `known`."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Kept(TorchDispatchMode):
 
 
 class Work(TorchDispatchMode):
-    """The time of the operators inside the context: each at the rate that bounds it, one after another."""
+    """Seconds of the operators inside the context, one after another, each at the rate that bounds it (roofline)."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()
@@ -46,14 +46,16 @@ class Work(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if any(result.alias_info is not None for result in func._schema.returns):
-            return out  # a view, or what was there already
-        made, given = _bytes(out), _bytes((args, kwargs))
+            return out  # a view or an in-place operator: no new memory
+        output_bytes, input_bytes = _bytes(out), _bytes((args, kwargs))
         if func.namespace in ("_c10d_functional", "meshkit"):
-            self.seconds += max(made, given) / self.rates.link_bytes_per_s
+            self.seconds += max(output_bytes, input_bytes) / self.rates.link_bytes_per_s
             return out
         counted = flop_registry.get(func.overloadpacket)
         flops = counted(*args, **kwargs, out_val=out) if counted is not None else 0
-        self.seconds += max(flops / self.rates.flops_per_s, (made + given) / self.rates.memory_bytes_per_s)
+        self.seconds += max(
+            flops / self.rates.flops_per_s, (output_bytes + input_bytes) / self.rates.memory_bytes_per_s
+        )
         return out
 
 

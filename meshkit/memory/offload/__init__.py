@@ -1,4 +1,4 @@
-"""Activation offload: what blocks keep for backward waits in host memory or on disk."""
+"""Activation offload: tensors that blocks save for backward wait in host memory or on disk."""
 
 from ._apply import offload_activations as offload_activations
 from ._apply import offload_of as offload_of

@@ -1,4 +1,4 @@
-"""Offload on a module: the verb."""
+"""Activation offload on a module: `offload_activations`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def offload_activations(
     policy: ActivationOffload | None = None,
     keep: Iterable[str] | None = None,
 ) -> nn.Module:
-    """Move what the named blocks save for backward to the host or to disk, in place; names of parameters do not change.
+    """Move tensors that the named blocks save for backward to the host or to disk, in place; parameters keep their names.
 
-    mesh: whose devices' tensors are moved; None: those of the device of the module's parameters.
-    blocks: in the order in which forward runs them. keep: those of them that keep theirs; default: the last `keep_last`.
-    Each storage leaves once, however many tensors are saved in it, on a stream of its own, and comes back, as backward
-    nears its block, once more. Gradients are bit-identical to those without. What is changed in place after it was saved is
-    found out, as autograd does. Only what blocks save is moved: not the embedding's, the head's or the loss's.
-    With `recompute` and `torch.compile` of the same blocks, in any order, what those leave to be saved is moved.
+    mesh: tensors of its device are moved; None: of the device of the module's parameters.
+    blocks: in the order in which forward runs them. keep: blocks whose tensors stay; default: the last `keep_last`.
+    Each storage is copied out once, however many saved tensors share it, on a stream of its own, and copied back once, just
+    before backward reaches its block. Gradients are bit-identical to those without offload. In-place changes of saved tensors
+    are detected, as by autograd. Tensors that embedding, head and loss save are not moved.
+    Combines with `recompute` and `torch.compile` of the same blocks in any order: what they still save is moved.
     Wire: nothing; between device and host, `offload_of(module).report()` says what.
     Raises: PlanError for a block that is not in the module, or a device that cannot be told; OffloadError for files that
     cannot be written, and in backward for a saved tensor that was changed in place.
@@ -56,21 +56,21 @@ def offload_activations(
             f"offload_activations: tensors of device {device.type!r} cannot be moved. Give the mesh, on cpu or "
             "cuda, if parameters are not where they will be."
         )
-    kept = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
+    kept_blocks = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
     under_way = estimate_under_way()
     streams: Streams = streams_of(device) if under_way is None else FakeStreams(device, late=under_way.late)
     offload = Offload(policy, streams)
     # A chain of blocks for each forward: with several microbatches in flight, each backward fetches ahead along its own.
     module.register_forward_pre_hook(lambda module, args: offload.begin_forward())
     for name in blocks:
-        call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept)
+        call = _offloaded(type(modules[name]).__call__, offload, keeps=name in kept_blocks)
         # At the call, not the forward: outside of compiled graphs, of recompute, and of what hooks save.
         patch_class(modules[name], __call__=call, _offload=offload)
     return module
 
 
 def offload_of(module: nn.Module) -> Offload | None:
-    """What moves the activations of the module's blocks; None if nothing does."""
+    """The `Offload` of the module's blocks; None if they have none."""
     for child in module.modules():
         offload = getattr(child, "_offload", None)
         if isinstance(offload, Offload):

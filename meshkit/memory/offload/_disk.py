@@ -1,4 +1,4 @@
-"""The second tier: files on a disk, by way of host memory and a pool of threads (SSDTrain, Wu et al. 2024)."""
+"""The disk tier of activation offload: files, through staging memory and a pool of threads (SSDTrain, Wu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ IO_THREADS = 4  # keeps a fast disk's queue filled; a slow one gains nothing fro
 
 
 class DiskTier:
-    """Bytes go to staging memory, and from there to a file while compute goes on; back the same way.
+    """Copies bytes to staging memory and from there to a file, in the background; fetches take the reverse way.
 
-    staging: host memory for what is on its way out; a store waits while more than that is in flight. A fetch never waits for
-    it, so that backward always gets on.
+    staging: bytes of host memory for stores under way; a store waits while more are in flight. A fetch never waits for
+    staging memory, so backward cannot get stuck.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DiskTier:
 
     def store(self, source: Tensor) -> OnDisk:
         self.tidy()
-        # The host waits, not the device: what is short is memory, and the oldest write is the next to give some back.
+        # The host waits and not the device: host memory is short, and the oldest write is the next to free some.
         while self.memory.arena.used_bytes + source.numel() > self.staging and self._writing:
             start = time.perf_counter()
             wait([self._writing[0].written])
@@ -81,7 +81,10 @@ class DiskTier:
 
 
 class OnDisk:
-    """What a storage has of staging memory and of a file. Threads write and read; the lock guards who frees the memory."""
+    """One storage's piece of staging memory and of a file.
+
+    Threads write and read; the lock decides between a fetch and a finished write which of them frees the memory.
+    """
 
     def __init__(self, tier: DiskTier, source: Tensor) -> None:
         self._tier, self._nbytes = tier, source.numel()
@@ -89,7 +92,7 @@ class OnDisk:
         self._out: Piece | None = tier.memory.arena.take(self._nbytes)
         self._left = tier.streams.store(source, tier.memory.view(self._out, self._nbytes))
         self._lock = threading.Lock()
-        self._used = False  # a fetch reads the memory on the way out
+        self._used = False  # a fetch reads the staging memory of the store
         self._coming: Future[Event] | Event | None = None
         self._last: Event | None = None  # the last copy to the device from memory that is still held
         self._back: Piece | None = None
@@ -102,14 +105,14 @@ class OnDisk:
     def fetch(self, target: Tensor) -> bool:
         streams, ready = self._tier.streams, self._tier.streams.mark()
         with self._lock:
-            held, after = (self._out, self._left) if self._out is not None else (self._back, self._last)
+            piece, after = (self._out, self._left) if self._out is not None else (self._back, self._last)
             self._used = self._used or self._out is not None
-        if held is not None:
-            # Store-to-load forwarding. `_used`, set under the lock, keeps the memory from now on, so a write that has not
-            # begun need not.
+        if piece is not None:
+            # Store-to-load forwarding: the bytes are still in staging memory. `_used`, set under the lock, keeps that memory,
+            # so a write that has not begun is no longer needed.
             self.written.cancel()
             assert after is not None
-            self._coming = streams.fetch(self._tier.memory.view(held, self._nbytes), target, (after, ready))
+            self._coming = streams.fetch(self._tier.memory.view(piece, self._nbytes), target, (after, ready))
             return False
         self._coming = self._tier.threads.submit(self._read, target, ready)
         return True
@@ -134,7 +137,7 @@ class OnDisk:
         self._tier.retire(self)
 
     def gone(self) -> bool:
-        """Gives everything back once nothing reads or writes it."""
+        """Whether nothing reads or writes the pieces any more; frees them then."""
         if not self.written.done() or not self._left.query() or not (self._last is None or self._last.query()):
             return False
         memory = self._tier.memory.arena
@@ -170,13 +173,13 @@ class OnDisk:
         return self._tier.streams.fetch(self._tier.memory.view(self._back, self._nbytes), target, (ready,))
 
     def _free_back(self) -> None:
-        """The memory that a read went through, if the copy to the device is over; else it is held until `gone`."""
+        """Free the staging memory of a read if its copy to the device is over; else `gone` frees it later."""
         if self._back is not None and self._last is not None and self._last.query():
             self._tier.memory.arena.give(self._back)
             self._back = None
 
 
-# Space in raw files that vanish with the process, written and read around the page cache where the file system can.
+# Raw files without names, which vanish with the process; O_DIRECT (past the page cache) where the file system allows it.
 
 IN_MEMORY = ("tmpfs", "ramfs")
 

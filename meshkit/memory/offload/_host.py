@@ -1,4 +1,4 @@
-"""The first tier: pinned host memory."""
+"""The host tier of activation offload: pinned memory, allocated in slabs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from meshkit.core.host_accounting import made_on_host
 from meshkit.memory.offload._streams import Event, Streams
 
-# Space in a few large slabs, given out in pieces and taken back: no growth once a step has seen its peak.
+# An arena allocator: pieces of a few large slabs. It does not grow after the step with the peak.
 
 PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 SLAB_BYTES = 64 << 20
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Arena:
     """First fit, and neighbours join when they come back. Forward takes and backward gives back in reverse, so holes are few.
 
-    grow(index, nbytes) makes one more slab; what it raises leaves the arena as it was. Slabs are large, because each costs a
+    grow(index, nbytes) allocates one more slab; if it raises, the arena is unchanged. Slabs are large, because each costs a
     pinning or a file: at least `slab_bytes`, and a quarter of what there is. Safe to use from several threads.
     """
 
@@ -45,7 +45,7 @@ class Arena:
         self.total_bytes = self.used_bytes = self.peak_bytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that there are so many bytes, in one slab if there were none."""
+        """Grow to at least `nbytes` in total, in one slab if there were none."""
         with self._lock:
             if nbytes > self.total_bytes:
                 self._add(round_up(nbytes - self.total_bytes))
@@ -53,11 +53,11 @@ class Arena:
     def take(self, nbytes: int) -> Piece:
         nbytes = round_up(max(nbytes, 1))
         with self._lock:
-            found = self._find(nbytes)
-            if found is None:
+            free_piece = self._find(nbytes)
+            if free_piece is None:
                 self._add(round_up(max(nbytes, self._slab_bytes, self.total_bytes // 4)))
-                found = len(self._free) - 1, 0
-            slab, hole = found
+                free_piece = len(self._free) - 1, 0
+            slab, hole = free_piece
             offset, room = self._free[slab].pop(hole)
             if room > nbytes:
                 self._free[slab].insert(hole, (offset + nbytes, room - nbytes))
@@ -69,14 +69,14 @@ class Arena:
         with self._lock:
             holes = self._free[piece.slab]
             offset, room = piece.offset, piece.nbytes
-            place = bisect.bisect(holes, (offset, 0))
-            assert place == len(holes) or offset + room <= holes[place][0], "a piece was given back twice"
-            if place < len(holes) and offset + room == holes[place][0]:
-                room += holes.pop(place)[1]
-            if place and sum(holes[place - 1]) == offset:
-                before, more = holes.pop(place - 1)
-                offset, room, place = before, room + more, place - 1
-            holes.insert(place, (offset, room))
+            position = bisect.bisect(holes, (offset, 0))
+            assert position == len(holes) or offset + room <= holes[position][0], "a piece was given back twice"
+            if position < len(holes) and offset + room == holes[position][0]:
+                room += holes.pop(position)[1]
+            if position and sum(holes[position - 1]) == offset:
+                before, more = holes.pop(position - 1)
+                offset, room, position = before, room + more, position - 1
+            holes.insert(position, (offset, room))
             self.used_bytes -= piece.nbytes
 
     def _find(self, nbytes: int) -> tuple[int, int] | None:
@@ -109,7 +109,7 @@ class HostSpace:
 
 
 class HostTier:
-    """Copies out and in; the device waits, the host never does."""
+    """Copies to host memory and back. Only streams wait for copies, the host never does."""
 
     def __init__(self, streams: Streams, *, reserve: int = 0, slab_bytes: int = SLAB_BYTES) -> None:
         self.streams = streams
@@ -145,7 +145,7 @@ class InHost:
 
     def fetch(self, target: Tensor) -> bool:
         streams = self._tier.streams
-        # Marked now, after `target` was allocated: its memory may be that of a tensor which kernels queued before still use.
+        # Marked now, after `target` was allocated: kernels queued before may still use a tensor whose memory it reuses.
         self._coming = streams.fetch(self._host, target, (self._left, streams.mark()))
         return True
 

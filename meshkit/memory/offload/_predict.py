@@ -1,4 +1,4 @@
-"""What offload moves, and what it leaves on the device, without moving anything."""
+"""Predicting activation offload: the bytes it would move and leave on the device, without moving anything."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshkit.strategy import ActivationOffload
 
 
 class Moved(saved_tensors_hooks):
-    """Inside, what autograd saves is let go where offload would move it: what is alive afterwards is what stays.
+    """Inside, saved tensors that offload would move are dropped, so that what is alive afterwards stays on the device.
 
-    For tensors without values, and a forward without backward. staying: parameters, buffers, and inputs that need no
+    For fake tensors, and a forward without backward. staying: parameters, buffers, and inputs that need no
     gradient.
     """
 
@@ -28,7 +28,7 @@ class Moved(saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        """Of all that would be moved, each storage once."""
+        """Bytes that would be moved, each storage once."""
         return sum(size for _, size in self._storages.values())
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
@@ -44,21 +44,20 @@ class Moved(saved_tensors_hooks):
 
 
 def bytes_on_device(moved_bytes: Sequence[int], policy: ActivationOffload) -> int:
-    """The most that is on the device, of what the blocks of one forward save and offload would move.
+    """Peak bytes on the device of the saved tensors that offload would move, over the blocks of one forward and backward.
 
-    moved_bytes: of each block in order, each storage once: what it saves without its parameters and buffers, inputs that
-    need no gradient, and storages below `min_bytes`; with recompute, what that leaves. What is left out here stays on the
-    device whatever the policy, in all blocks.
-    Forward: the last `keep_last` blocks, and before them at most two that leave, if copies are as slow as can be (on a CPU
-    they are done at once: one). Backward: a block and the `ahead` before it, beside those of the last that are not done.
+    moved_bytes: bytes that each block saves, in order, each storage once, after recompute. Parameters, buffers, inputs that
+    need no gradient and storages below `min_bytes` do not count: they stay on the device under every policy.
+    In forward these are the last `keep_last` blocks, and at most two blocks before them whose copies are under way (one on a
+    CPU, where copies are done at once). In backward: a block and the `ahead` blocks before it.
     """
     count = len(moved_bytes)
     first_kept = max(0, count - policy.keep_last)
-    kept = list(moved_bytes[first_kept:])
+    kept_bytes = list(moved_bytes[first_kept:])
     moved = list(moved_bytes[:first_kept])
     forward = max(
         (sum(moved[max(0, block + 1 - BLOCKS_LEAVING) : block + 1]) for block in range(first_kept)), default=0
     )
-    end_of_forward = sum(kept) + sum(moved[max(0, first_kept - BLOCKS_LEAVING) :])
+    end_of_forward = sum(kept_bytes) + sum(moved[max(0, first_kept - BLOCKS_LEAVING) :])
     backward = max((sum(moved[max(0, block - policy.ahead) : block + 1]) for block in range(first_kept)), default=0)
     return max(forward, end_of_forward, backward)

@@ -1,4 +1,4 @@
-"""What autograd gets in place of a tensor that it saves, and the storage behind it."""
+"""Saved tensors of activation offload: the handles that autograd keeps, and the moved storages behind them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshkit.memory.offload._streams import Event
 
 
 class SavedStorage:
-    """One storage as it was at one version, moved once however many tensors lie in it.
+    """One storage at one version, moved once however many saved tensors share it.
 
     source: its bytes on the device while they leave. back: its bytes once they are fetched, until every handle has been
     used once (a round); a second backward begins another round.
@@ -46,8 +46,11 @@ class SavedStorage:
         self.round = 1
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it holds the tensor's storage as it is now. The address of a storage that is gone is not used again while
-        a weak reference to it lives, so an equal address is the same storage."""
+        """Whether this is the tensor's storage at its present version.
+
+        Callers compare addresses. While a weak reference to a freed storage lives, its address is not reused, so equal
+        addresses mean the same storage.
+        """
         return self.version == tensor._version and not self.origin.expired()
 
 
@@ -57,7 +60,7 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # A saved output that held itself would be a cycle through its node.
+        # Detached: a node that saved its own output with its graph would be a reference cycle.
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def restore(self) -> Tensor:
@@ -66,24 +69,25 @@ class Kept:
 
 
 class Handle:
-    """A saved tensor that lies in a parcel: where, and how it is seen.
+    """Stands for a saved tensor in autograd: a view (dtype, shape, strides, offset) of a `SavedStorage`.
 
-    When autograd drops it, in whatever thread and at whatever moment, it only leaves a note in `dropped`.
+    Autograd may drop it in any thread at any moment, even while a lock is held, so `__del__` only puts it into a queue.
     """
 
-    __slots__ = ("dropped", "dtype", "guard", "offset", "parcel", "round", "shape", "stride", "version")
+    __slots__ = ("dropped", "dtype", "guard", "offset", "round", "saved", "shape", "stride", "version")
 
-    def __init__(self, tensor: Tensor, parcel: SavedStorage, dropped: SimpleQueue[tuple[SavedStorage, int]]) -> None:
-        self.parcel, self.dropped, self.round = parcel, dropped, 0
+    def __init__(self, tensor: Tensor, saved: SavedStorage, dropped: SimpleQueue[tuple[SavedStorage, int]]) -> None:
+        self.saved, self.dropped, self.round = saved, dropped, 0
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.offset, self.version = tensor.storage_offset(), tensor._version
-        # An alias shares the version counter, and keeps it when it is given other data: it sees changes, and holds nothing.
+        # A detached alias shares the version counter, also after it is given other (empty) data: it shows in-place changes
+        # without keeping the storage alive.
         self.guard = tensor.detach()
         fake = _torch.is_fake(tensor)  # belongs to one estimate, and must not be remembered
         self.guard.data = tensor.new_empty(0) if fake else _nothing(tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
-        self.dropped.put((self.parcel, self.round))
+        self.dropped.put((self.saved, self.round))
 
     def view(self, data: Tensor) -> Tensor:
         """The tensor in `data`, the bytes of its storage."""
@@ -97,9 +101,9 @@ class Handle:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Its whole storage, [nbytes] uint8, with a version counter of its own.
+    """The tensor's whole storage as [nbytes] uint8, with a version counter of its own.
 
-    `set_` of a storage without values never lets go of it (2.11, 2.15), so those are looked at in another way.
+    Fake tensors take another way: `set_` of a fake storage leaks it (torch 2.11 and 2.15).
     """
     storage = tensor.untyped_storage()
     if _torch.is_fake(tensor):
@@ -120,20 +124,21 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-# Where bytes wait: the seam between what is moved and where to.
+# Tiers: the interface between the engine and the places where bytes wait.
 
 
 class Stored(Protocol):
-    """The bytes of one storage, on their way out, away, or on their way back."""
+    """The bytes of one storage: being copied out, stored, or being copied back."""
 
     @property
     def left(self) -> Event:
-        """When the device's copy is no longer read."""
+        """The event after which the copy out no longer reads the device's memory."""
         ...
 
     def fetch(self, target: Tensor) -> bool:
-        """Begin to fill `target` [nbytes] uint8 on the device. True if they come from the tier, False if they had not yet
-        left memory on the way there. Called again only after `arrive`.
+        """Start to fill `target`, [nbytes] uint8 on the device. Called again only after `arrive`.
+
+        Returns True if the bytes come from the tier, False if they are forwarded from memory of a store still under way.
         """
         ...
 
@@ -154,7 +159,7 @@ class Tier(Protocol):
         ...
 
     def tidy(self) -> None:
-        """Take back what has become free, and raise what has gone wrong since."""
+        """Free what is no longer used, and raise errors of background work."""
         ...
 
     @property

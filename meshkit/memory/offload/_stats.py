@@ -1,4 +1,4 @@
-"""What offload has done in a step, for people and for logs."""
+"""Statistics of activation offload for one step, for logs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Copies between a device and the host: on streams of their own on CUDA, at once on a CPU.
+"""CUDA streams of activation offload: asynchronous copies between device and host; on a CPU plain copies.
 
-All that knows streams and events is here; the rest of offload is the same on every device. See [Note: who waits for whom].
+Only this file knows streams and events. See [Note: who waits for whom].
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 # [Note: who waits for whom]
-# The compute stream is the one that is current where a tensor is saved or used. A store waits for what compute has queued,
-# since that makes the tensor, and compute goes on. A fetch writes into memory allocated on the compute stream, which may
-# still be in use by kernels queued before: it waits for those (`mark`) and for the tensor's store. Compute waits for the
-# fetch before it reads, or before the memory is freed without being read. So host memory may be stored into again as soon
-# as compute has waited for the fetch from it: the next store waits for compute.
+# The compute stream is the stream that is current where a tensor is saved or used.
+# - A store waits for the work queued on compute so far, which includes the tensor's kernel. Compute does not wait for it.
+# - A fetch writes into memory that was allocated on compute, so kernels queued before may still use it. It waits for those
+#   (`mark`) and for the tensor's store.
+# - Compute waits for a fetch before it reads the memory, or before the memory is freed unread.
+# Therefore host memory may be reused as soon as compute has waited for the fetch from it: the next store waits for compute.
 
 
 class Event(Protocol):
@@ -61,8 +62,8 @@ class Streams(Protocol):
 def pages(nbytes: int) -> Tensor:
     """Page-aligned host memory, [nbytes] uint8; pages that nobody touches take none."""
     # Private, so that a forked child (a data loader, a sandbox) never writes into what this process stores.
-    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(held, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class _Done:
@@ -131,8 +132,8 @@ class CudaStreams:
     def store(self, source: Tensor, target: Tensor) -> Event:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
-            # Without `record_stream`: the parcel holds `source` until the event, and the caching allocator, told of the
-            # second stream, would hold the block back until some later allocation looks at its events.
+            # No `record_stream`: `SavedStorage` keeps `source` until the event. With it, the caching allocator would hold the
+            # memory back until some later allocation polls its events.
             target.copy_(source, non_blocking=True)
             return _recorded(self._out)
 
@@ -181,7 +182,7 @@ def streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
 
 
-# Streams of an estimate: tensors have no values, so nothing is copied, and only when a copy would be over is told.
+# Streams of an estimate: fake tensors are not copied; only the end of each copy is simulated.
 
 
 class _Copy:
@@ -196,7 +197,7 @@ class _Copy:
 
 
 class FakeStreams:
-    """late: a copy is over only once somebody waits for it, the latest that can be on a GPU; else at once, as on a CPU."""
+    """late: a copy ends only when something waits for it, the latest possible on a GPU; else at once, as on a CPU."""
 
     waited_s = 0.0
 

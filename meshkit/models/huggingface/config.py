@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders: which fields mean what, per family, and what no model here does."""
+"""config.json of Hugging Face folders: fields and defaults of each model family, and features that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ModelConfig = LlamaConfig | DeepseekV3Config
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """What a model_type means where config.json is silent: its class in transformers and that class's defaults."""
+    """A model_type: its class in transformers, and that class's defaults for fields that config.json leaves out."""
 
     architecture: str
     max_position_embeddings: int
@@ -155,7 +155,7 @@ def _llama_from(raw: dict[str, Any], family: _Family, path: Path) -> LlamaConfig
             "num_local_experts": raw.get("num_local_experts"),
             "num_experts_per_tok": raw.get("num_experts_per_tok"),
         }
-        return MixtralConfig(**values, **_given(experts))
+        return MixtralConfig(**values, **_without_none(experts))
     if model_type == "qwen3_moe":
         experts = {
             "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),  # transformers 5 writes the second
@@ -163,11 +163,11 @@ def _llama_from(raw: dict[str, Any], family: _Family, path: Path) -> LlamaConfig
             **{name: raw.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
             "decoder_sparse_step": raw.get("decoder_sparse_step"),
         }
-        return Qwen3MoeConfig(**values, **_given(experts))
+        return Qwen3MoeConfig(**values, **_without_none(experts))
     return LlamaConfig(**values)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -210,34 +210,36 @@ def _window_from(raw: dict[str, Any], model_type: str, path: Path) -> int | None
 
 def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: Path) -> Rope:
     """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
-    found: dict[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    values = {name: value for name, value in found.items() if value is not None}
+    rope_fields: dict[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    values = {name: value for name, value in rope_fields.items() if value is not None}
     theta = values.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta
-    kind, older = values.pop("rope_type", None), values.pop("type", None)
-    kind = kind or older or "default"
+    kind, legacy_kind = values.pop("rope_type", None), values.pop("type", None)
+    kind = kind or legacy_kind or "default"
     if kind not in ROPE_SCALINGS:
         raise PlanError(f"{path}: rope type {kind!r} is not supported. {family.model} has {', '.join(ROPE_SCALINGS)}.")
     scaling = ROPE_SCALINGS[kind]
-    known = {} if scaling is None else {entry.name: entry for entry in fields(scaling)}
-    if "original_max_position_embeddings" in known:
+    scaling_fields = {} if scaling is None else {entry.name: entry for entry in fields(scaling)}
+    if "original_max_position_embeddings" in scaling_fields:
         original = raw.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
         values["original_max_position_embeddings"] = original or max_positions
     if kind == "yarn":
         _resolve_yarn(values, max_positions)
     if values.get("partial_rotary_factor") == 1.0:
         del values["partial_rotary_factor"]
-    _refuse_rope_fields(values, known, kind, family, path)
+    _refuse_rope_fields(values, scaling_fields, kind, family, path)
     return Rope(theta=theta, scaling=None if scaling is None else scaling(**values))
 
 
-def _refuse_rope_fields(values: dict[str, Any], known: dict[str, Any], kind: str, family: _Family, path: Path) -> None:
-    unknown = [name for name in values if name not in known]
+def _refuse_rope_fields(
+    values: dict[str, Any], scaling_fields: dict[str, Any], kind: str, family: _Family, path: Path
+) -> None:
+    unknown = [name for name in values if name not in scaling_fields]
     if unknown:
         raise PlanError(
             f"{path}: the field {unknown[0]!r} of rope type {kind!r} is not supported. "
-            f"{family.model}'s has {', '.join(known) or 'no fields'}."
+            f"{family.model}'s has {', '.join(scaling_fields) or 'no fields'}."
         )
-    missing = [name for name, entry in known.items() if name not in values and entry.default is MISSING]
+    missing = [name for name, entry in scaling_fields.items() if name not in values and entry.default is MISSING]
     if missing:
         raise PlanError(f"{path}: rope type {kind!r} needs the field {missing[0]!r}.")
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders (config.json, safetensors), read into shards and written from them one tensor at a time."""
+"""Hugging Face folders (config.json, safetensors): load_pretrained into shards, save_pretrained from them, streaming."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshkit.models.huggingface.config import (
     read_json,
     write_config,
 )
-from meshkit.models.huggingface.names import Piece, is_passed_over, named_pieces
+from meshkit.models.huggingface.names import Piece, is_ignored, named_pieces
 from meshkit.models.llama import Llama, LlamaConfig
 from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
 from meshkit.models.reward import RewardModel
@@ -41,7 +41,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The model of ours that a config is of, with values as torch's own modules start with."""
+    """Build the model of a config, with the initial values of torch's own modules."""
     match config:
         case MixtralConfig():
             return Mixtral(config)
@@ -68,26 +68,26 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
-    files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_passed_over(model, key)}
+    files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_ignored(model, key)}
     pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
     _refuse_other_names(pieces, files, Path(folder))
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
-            for key in keys:
+            for key in keys:  # headers only; all files are checked before the first tensor is changed
                 _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
     loaded: dict[tuple[int, int | None], str] = {}
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
             for key in keys:
-                held = pieces[key].held()
-                if held is None:
+                local_region = pieces[key].local()
+                if local_region is None:
                     continue
-                region, local = held
+                region, local = local_region
                 first = loaded.setdefault(pieces[key].identity, key)
-                part = reader.get_slice(key)[region]
+                values = reader.get_slice(key)[region]
                 if first == key:
-                    pieces[key].write(local, part)
-                elif not torch.equal(local, part.to(local)):
+                    pieces[key].write(local, values)
+                elif not torch.equal(local, values.to(local)):
                     raise CheckpointError(
                         f"{file}: {key!r} and {first!r} differ, but are one tied parameter in the model. Build it with "
                         "tie_word_embeddings=False."
@@ -143,21 +143,21 @@ def _refuse_other_names(pieces: dict[str, Piece], files: dict[str, Path], folder
         )
 
 
-def _refuse_other_shape(file: Path, key: str, found: Any, piece: Piece) -> None:
+def _refuse_other_shape(file: Path, key: str, stored: Any, piece: Piece) -> None:
     tensor = piece.tensor
-    if tuple(found.get_shape()) != piece.shape:
+    if tuple(stored.get_shape()) != piece.shape:
         raise CheckpointError(
-            f"{file}: {key!r} has the shape {tuple(found.get_shape())}, but the model's has {piece.shape}. "
+            f"{file}: {key!r} has the shape {tuple(stored.get_shape())}, but the model's has {piece.shape}. "
             f"Build the model from this folder's {CONFIG_FILE}."
         )
-    if (tensor.is_floating_point() or piece.packed is not None) and found.get_dtype() not in (
+    if (tensor.is_floating_point() or piece.packed is not None) and stored.get_dtype() not in (
         "F64",
         "F32",
         "F16",
         "BF16",
     ):
         raise CheckpointError(
-            f"{file}: {key!r} has the dtype {found.get_dtype()}, which cannot be converted to {tensor.dtype}. "
+            f"{file}: {key!r} has the dtype {stored.get_dtype()}, which cannot be converted to {tensor.dtype}. "
             "Quantised files are not supported."
         )
 
@@ -207,7 +207,7 @@ def save_pretrained(
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
     pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}
     shards = _split(pieces, max_shard_bytes, dtype)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")  # renamed when complete, so no reader sees half a folder
 
     def begin() -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -227,11 +227,11 @@ def save_pretrained(
         partial.rename(folder)
 
     on_rank_zero(model, begin)
-    wholes = _wholes(model, pieces, everywhere=False)
+    full_tensors = _full_tensors(model, pieces, everywhere=False)
     for file, keys in shards.items():
-        held = _held_on_rank_zero(model, {key: pieces[key] for key in keys}, wholes, dtype)
+        tensors = _tensors_on_rank_zero(model, {key: pieces[key] for key in keys}, full_tensors, dtype)
         if is_rank_zero(model):
-            save_file(held, partial / file, metadata={"format": "pt"})
+            save_file(tensors, partial / file, metadata={"format": "pt"})
     on_rank_zero(model, finish)
 
 
@@ -243,24 +243,24 @@ def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> 
     return {**raw, **_ONE_LABEL, "architectures": [name]}
 
 
-def _held_on_rank_zero(
-    model: nn.Module, pieces: dict[str, Piece], wholes: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+def _tensors_on_rank_zero(
+    model: nn.Module, pieces: dict[str, Piece], full_tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """What one file holds, on the host. Every rank takes as many wholes, for each is a collective."""
-    held = {}
-    for key, part in islice(wholes, len(pieces)):
+    """The tensors of one file, on the host. Every rank takes as many full tensors, since each is a collective."""
+    tensors = {}
+    for key, full in islice(full_tensors, len(pieces)):
         if is_rank_zero(model):
             # A copy, for safetensors takes no two tensors in one storage.
             copy = pieces[key].expert is not None
-            held[key] = part.to("cpu", _saved_dtype(part, dtype), copy=copy).contiguous()
-    return held
+            tensors[key] = full.to("cpu", _saved_dtype(full, dtype), copy=copy).contiguous()
+    return tensors
 
 
 def stream_pretrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in a Hugging Face folder, whole tensor) of each parameter and persistent buffer, on every rank of the model.
 
-    What an engine of inference loads. A tied parameter comes under each of its names. Every rank must take all of them, in
-    step. Do not write into them. Dtype and device are the model's.
+    For weight sync to an inference engine. A tied parameter comes under each of its names. Every rank must take all of
+    them, in step. Do not write into them. Dtype and device are the model's.
     Wire: the all-gathers of one tensor at a time; with pp also a broadcast of each over the stages.
     Memory: one tensor of the model, of stacked experts all.
     Raises: PlanError for a model with adapters.
@@ -269,30 +269,31 @@ def stream_pretrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         raise PlanError(
             "stream_pretrained: the model has adapters, which are no weights of their own. Call mk.lora.merge."
         )
-    yield from _wholes(model, named_pieces(model, "stream_pretrained"), everywhere=True)
+    yield from _full_tensors(model, named_pieces(model, "stream_pretrained"), everywhere=True)
 
 
-def _wholes(model: nn.Module, pieces: dict[str, Piece], *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
-    """Each piece as a whole tensor, one of the model at a time; as it is, on meta, where `gatherer` does not bring it."""
+def _full_tensors(model: nn.Module, pieces: dict[str, Piece], *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+    """(key, full tensor) of each piece, one tensor of the model at a time; on meta where `gatherer` does not deliver it."""
     owners, gather = gatherer(model, everywhere=everywhere)
-    gathered: tuple[Tensor, Tensor] | None = None  # the model's tensor and its whole: a stack once for all experts
+    # (the model's tensor, its full tensor): stacked experts are gathered once, and not once for each expert.
+    gathered: tuple[Tensor, Tensor] | None = None
     for key, piece in pieces.items():
         if gathered is None or gathered[0] is not piece.tensor:
-            gathered = None  # one whole at a time
+            gathered = None  # frees the last full tensor before the next is gathered
             gathered = piece.tensor, gather(piece.tensor, owners.get(id(piece.tensor), 0))
         yield key, piece.of(gathered[1])
 
 
 def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, int], Callable[[Tensor, int], Tensor]]:
-    """(the rank of pp that has a tensor, by its id, a function of both to the whole tensor).
+    """(owners, gather): rank of pp that holds a tensor, by its id; gather(tensor, owner) returns the full tensor.
 
-    A collective of the ranks that hold the tensor and of the model's rank 0, which gets it; others get it as it is, on meta.
-    everywhere: of all ranks of the model, which all get it.
+    gather is a collective of the ranks that hold the tensor and of the model's rank 0, which gets it; other ranks get it as
+    it is, on meta. everywhere: a collective of all ranks of the model, which all get it.
     """
-    whole = full_model_of(model)
-    if whole is None:
+    full_model = full_model_of(model)
+    if full_model is None:
         return {}, lambda tensor, owner: full_tensor(tensor)
-    group, rank = whole.group, dist.get_rank(whole.group)
+    group, rank = full_model.group, dist.get_rank(full_model.group)
     reaches_zero = dist.get_global_rank(group, 0) == dist.get_process_group_ranks(group_of(model))[0]
     state = full_state(model)
 
@@ -300,6 +301,7 @@ def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, i
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=next(model.parameters()).device)
 
     def gather(tensor: Tensor, owner: int) -> Tensor:
+        # Only ranks of the owner's stage hold shards, and all of them take part in the gather.
         value = full_tensor(tensor).contiguous() if rank == owner else tensor
         if everywhere:
             value = value if rank == owner else empty(tensor)
@@ -311,23 +313,23 @@ def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, i
             dist.recv(value, group=group, group_src=owner)
         return value
 
-    return {id(state[name]): owner for name, owner in whole.owners.items()}, gather
+    return {id(state[name]): owner for name, owner in full_model.owners.items()}, gather
 
 
 def _split(pieces: dict[str, Piece], max_bytes: float, dtype: torch.dtype | None) -> dict[str, list[str]]:
     """File name -> the tensors in it, in order, each file filled up to max_bytes."""
-    parts: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     room = max_bytes
     for key, piece in pieces.items():
         size = _bytes(piece, dtype)
-        if parts[-1] and size > room:
-            parts.append([])
+        if files[-1] and size > room:
+            files.append([])
             room = max_bytes
-        parts[-1].append(key)
+        files[-1].append(key)
         room -= size
-    if len(parts) == 1:
-        return {WEIGHTS_FILE: parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": keys for number, keys in enumerate(parts, 1)}
+    if len(files) == 1:
+        return {WEIGHTS_FILE: files[0]}
+    return {f"model-{number:05}-of-{len(files):05}.safetensors": keys for number, keys in enumerate(files, 1)}
 
 
 def _bytes(piece: Piece, dtype: torch.dtype | None) -> int:
@@ -343,12 +345,12 @@ def _distributed() -> bool:
 
 
 def is_rank_zero(model: nn.Module) -> bool:
-    """Of the ranks that hold the model."""
+    """Whether this is rank 0 of the ranks that hold the model."""
     return not _distributed() or dist.get_rank(group_of(model)) == 0
 
 
 def on_rank_zero(model: nn.Module, action: Callable[[], None]) -> None:
-    """Do it on the model's rank 0; its others wait for it, and raise what it raised. Wire: one broadcast of a string."""
+    """Call `action` on the model's rank 0; other ranks wait, and raise the same error. Wire: one broadcast of a string."""
     refusal: list[str | None] = [None]
     if is_rank_zero(model):
         try:

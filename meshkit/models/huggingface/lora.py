@@ -1,4 +1,4 @@
-"""Adapters alone, in the folder format of PEFT: adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters in the folder format of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshkit.models.huggingface.names import Piece, adapter_pieces, named_pieces
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Fields of a config by which an adapter computes otherwise than ours: what they must be.
+# Fields of adapter_config.json that change how an adapter computes, and the values that are supported.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -64,17 +64,17 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        save_file(held, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(adapters, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         partial.rename(folder)
 
     on_rank_zero(model, begin)
     owners, gather = gatherer(model)
-    held: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
     for key, piece in pieces.items():
-        whole = gather(piece.tensor, owners.get(id(piece.tensor), 0))
+        full = gather(piece.tensor, owners.get(id(piece.tensor), 0))
         if is_rank_zero(model):
-            held[PREFIX + key] = whole.to("cpu", copy=True).contiguous()
+            adapters[PREFIX + key] = full.to("cpu", copy=True).contiguous()
     on_rank_zero(model, finish)
 
 
@@ -82,7 +82,7 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
     lora = lora_of(model)
     assert lora is not None
     targets = list(dict.fromkeys(key.rpartition(".lora_")[0] for key in pieces if is_adapter(key)))
-    others = [key.removesuffix(".weight") for key in named_pieces(model, "save_lora") if key.endswith(".weight")]
+    all_modules = [key.removesuffix(".weight") for key in named_pieces(model, "save_lora") if key.endswith(".weight")]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     saved = dict.fromkeys(key.rpartition(".")[0] for key in pieces if not is_adapter(key))
     return {
@@ -93,7 +93,7 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
         "lora_alpha": alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": lora.dropout,
-        "target_modules": _short(targets, others),
+        "target_modules": _short(targets, all_modules),
         "modules_to_save": list(saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -102,12 +102,12 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
     }
 
 
-def _short(targets: list[str], modules: list[str]) -> list[str]:
-    """Last components of names if they name no other module, else the names: PEFT adapts all that end in one."""
+def _short(targets: list[str], all_modules: list[str]) -> list[str]:
+    """Last components of the names, if no other module has one of them; else full names. PEFT adapts all that end in one."""
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in targets))
-    told = set(targets)
-    alone = all(name in told for name in modules if name.rpartition(".")[2] in leaves)
-    return leaves if alone else targets
+    adapted = set(targets)
+    unambiguous = all(name in adapted for name in all_modules if name.rpartition(".")[2] in leaves)
+    return leaves if unambiguous else targets
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -138,9 +138,9 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     pieces = {PREFIX + key: piece for key, piece in adapter_pieces(model, "load_lora").items()}
     _refuse_other(lora_of(model), _read_config(folder), folder)
     with open_safetensors(folder / WEIGHTS_FILE) as reader:
-        found = list(reader.keys())
-        missing = [key for key in pieces if key not in set(found)]
-        unexpected = [key for key in found if key not in pieces]
+        stored_keys = list(reader.keys())
+        missing = [key for key in pieces if key not in set(stored_keys)]
+        unexpected = [key for key in stored_keys if key not in pieces]
         if missing or unexpected:
             which = (
                 f"has no {missing[0]!r}, which the model has" if missing else f"has {unexpected[0]!r}, the model not"
@@ -149,15 +149,15 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
                 f"{folder}: {which} ({len(missing)} are missing, {len(unexpected)} unexpected). Give mk.lora the options "
                 "that mk.models.lora_options reads from this folder."
             )
-        for key in found:
+        for key in stored_keys:
             shape = tuple(reader.get_slice(key).get_shape())
             if shape != pieces[key].shape:
                 raise CheckpointError(f"{folder}: {key!r} has the shape {shape}, but the model's {pieces[key].shape}.")
         with torch.no_grad():
-            for key in found:
-                held = pieces[key].held()
-                if held is not None:
-                    held[1].copy_(reader.get_slice(key)[held[0]])
+            for key in stored_keys:
+                local_region = pieces[key].local()
+                if local_region is not None:
+                    local_region[1].copy_(reader.get_slice(key)[local_region[0]])
     return model
 
 
@@ -191,5 +191,5 @@ def _patterns(folder: Path, names: Any) -> tuple[str, ...]:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: modules {names!r} are not a list of names. Give mk.lora its targets yourself."
         )
-    own = dict.fromkeys(name.removeprefix("model.") for name in names)
-    return tuple(name if name in ("lm_head", "embed_tokens") or "." in name else f"**.{name}" for name in own)
+    local_names = dict.fromkeys(name.removeprefix("model.") for name in names)
+    return tuple(name if name in ("lm_head", "embed_tokens") or "." in name else f"**.{name}" for name in local_names)

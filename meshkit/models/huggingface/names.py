@@ -1,4 +1,4 @@
-"""Under which names a model's tensors are in Hugging Face files: one tensor per expert, whatever is stacked in memory."""
+"""Parameter names in Hugging Face files: one tensor per expert, although experts are stacked in memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from meshkit.models.reward import RewardModel
 
 MIXTRAL_WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_proj|up_proj|down_proj)")
-# A router's state of training, which these files have no place for; its bias they have for DeepSeek alone.
-OF_TRAINING = (".last_counts", ".e_score_correction_bias")
+# Training state of a router, which these files do not hold; they hold its bias for DeepSeek alone.
+TRAINING_STATE = (".last_counts", ".e_score_correction_bias")
 
 
 class Piece(NamedTuple):
-    """What one tensor of a file holds: a whole tensor of the model, or one expert of a stacked one.
+    """One tensor of a file: a full tensor of the model, or one expert of stacked ones.
 
-    packed: how the model writes it in few bits, and how many numbers a row of it is.
+    packed: for a low-bit weight of the model, its codes and the number of values in a row.
     """
 
     tensor: Tensor
@@ -42,35 +42,35 @@ class Piece(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int | None]:
-        """Same for the names of one tied parameter."""
+        """Equal for all names of one tied parameter."""
         return id(self.tensor), self.expert
 
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def of(self, whole: Tensor) -> Tensor:
-        """This piece of the model's whole tensor."""
-        return whole if self.expert is None else whole[self.expert]
+    def of(self, full: Tensor) -> Tensor:
+        """This piece of the full tensor of the model."""
+        return full if self.expert is None else full[self.expert]
 
-    def held(self) -> tuple[tuple[slice, ...], Tensor] | None:
-        """(region of the piece that this rank holds, where it is), or None if it holds nothing of it."""
+    def local(self) -> tuple[tuple[slice, ...], Tensor] | None:
+        """(region of the piece that this rank holds, its memory here), or None if the rank holds nothing of it."""
         if self.tensor.is_meta:  # another stage holds it
             return None
         region, local = local_slices(self.tensor), local_tensor(self.tensor)
         if self.expert is not None:
-            held = region[0]
-            if not held.start <= self.expert < held.stop:
+            experts = region[0]
+            if not experts.start <= self.expert < experts.stop:
                 return None
-            region, local = region[1:], local[self.expert - held.start]
+            region, local = region[1:], local[self.expert - experts.start]
         if self.packed is not None:
             codes, columns = self.packed
             ends = (min(codes.columns(end), columns) for end in (region[-1].start, region[-1].stop))
             region = (*region[:-1], slice(*ends))
         return (region, local) if local.numel() else None
 
-    def write(self, local: Tensor, part: Tensor) -> None:
-        """The file's numbers of the region of `held` into where it is."""
-        local.copy_(part if self.packed is None else self.packed[0].encode(part.to(local.device)))
+    def write(self, local: Tensor, values: Tensor) -> None:
+        """Write values of the file into `local`, both of the region that `local()` names."""
+        local.copy_(values if self.packed is None else self.packed[0].encode(values.to(local.device)))
 
 
 def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
@@ -78,13 +78,13 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
 
     Without adapters, which have files of their own: see `adapter_pieces`.
     """
-    own = full_state(model)
+    tensors = full_state(model)
     lora = lora_of(model)
     if lora is None:
-        return _pieces(model, own, verb)
+        return _pieces(model, tensors, verb)
     codes = lora.base
-    packed = {id(own[f"{name}.weight"]): columns for name, columns in lora.packed.items()}
-    pieces = _pieces(model, {name: tensor for name, tensor in own.items() if not is_adapter(name)}, verb)
+    packed = {id(tensors[f"{name}.weight"]): columns for name, columns in lora.packed.items()}
+    pieces = _pieces(model, {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}, verb)
     return {
         key: piece._replace(packed=(codes, packed[id(piece.tensor)])) if codes and id(piece.tensor) in packed else piece
         for key, piece in pieces.items()
@@ -96,31 +96,33 @@ def adapter_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
     lora = lora_of(model)
     if lora is None:
         raise PlanError(f"{verb}: the model has no adapters. Call mk.lora on it before parallelize().")
-    saved = tuple(f"{name}." for name in lora.saved)
-    own = {name: tensor for name, tensor in full_state(model).items() if is_adapter(name) or name.startswith(saved)}
-    return _pieces(model, own, verb, part=True)
+    saved_modules = tuple(f"{name}." for name in lora.saved)
+    tensors = {
+        name: tensor for name, tensor in full_state(model).items() if is_adapter(name) or name.startswith(saved_modules)
+    }
+    return _pieces(model, tensors, verb, adapters=True)
 
 
-def _pieces(model: nn.Module, own: dict[str, Tensor], verb: str, *, part: bool = False) -> dict[str, Piece]:
+def _pieces(model: nn.Module, tensors: dict[str, Tensor], verb: str, *, adapters: bool = False) -> dict[str, Piece]:
     elsewhere = full_model_of(model) is not None
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         if tensor.is_meta and not elsewhere:
             raise PlanError(f"{verb}: {name!r} is still on meta. Call parallelize() or model.to_empty() first.")
-    if any(name.startswith("model.") for name in own):  # a transformers model
-        fused = next((name for name in own if name.endswith(".experts.gate_up_proj")), None)
+    if any(name.startswith("model.") for name in tensors):  # a transformers model
+        fused = next((name for name in tensors if name.endswith(".experts.gate_up_proj")), None)
         if fused:
             raise PlanError(
                 f"{verb}: {fused!r} has two projections in one, and files have them apart. Use meshkit.models' own model, "
                 "or transformers' from_pretrained and save_pretrained."
             )
-        return {name: Piece(tensor) for name, tensor in own.items()}
+        return {name: Piece(tensor) for name, tensor in tensors.items()}
     pieces = {
         key: piece
-        for name, tensor in own.items()
-        if not name.endswith(OF_TRAINING[:1] if isinstance(model, DeepseekV3) else OF_TRAINING)
+        for name, tensor in tensors.items()
+        if not name.endswith(TRAINING_STATE[:1] if isinstance(model, DeepseekV3) else TRAINING_STATE)
         for key, piece in _in_files(model, name, tensor)
     }
-    return pieces if part else pieces | _shared_copies(model)
+    return pieces if adapters else pieces | _shared_copies(model)
 
 
 def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
@@ -148,7 +150,7 @@ def _layer_name(model: nn.Module, name: str) -> str:
 
 
 def _shared_copies(model: nn.Module) -> dict[str, Piece]:
-    """Second names, which DeepSeek's files have for the embedding and the head in each module of `mtp`."""
+    """Second names of embedding and head, which DeepSeek's files repeat in each module of `mtp`."""
     copies: dict[str, Piece] = {}
     if isinstance(model, DeepseekV3):
         for index in range(len(model.mtp)):
@@ -158,9 +160,10 @@ def _shared_copies(model: nn.Module) -> dict[str, Piece]:
     return copies
 
 
-def is_passed_over(model: nn.Module, key: str) -> bool:
-    """Whether files may hold it for others: rotary frequencies, which every implementation recomputes, the modules that
-    predict further ahead, for a DeepseekV3 that has none, and the head, for a model that scores."""
+def is_ignored(model: nn.Module, key: str) -> bool:
+    """Whether loading skips a tensor of the file: rotary frequencies, which every implementation recomputes; modules for
+    multi-token prediction, if the DeepseekV3 has none; the language-model head, for a reward model.
+    """
     if key.endswith("rotary_emb.inv_freq") or (key == "lm_head.weight" and isinstance(model, RewardModel)):
         return True
     if not isinstance(model, DeepseekV3) or len(model.mtp):

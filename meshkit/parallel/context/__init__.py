@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a sequence split over ranks, attention over all of them."""
+"""Context parallelism (CP; ring attention, Ulysses): a sequence's tokens split over ranks, attention over all of them."""
 
 from ._apply import attention_shape as attention_shape
 from ._apply import context_of as context_of

@@ -1,4 +1,4 @@
-"""Make a module compute with the tokens of one rank: `context_parallel`, and `split_batch` which cuts its batches."""
+"""Context parallelism on a module: `context_parallel` makes it attend over ranks, `split_batch` cuts its batches."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ def context_parallel(
     - any other, if `attention` names the modules (patterns as in a plan) that call F.scaled_dot_product_attention.
     Its forward must take `position_ids` where it uses positions: a rank's tokens are not 0, 1, 2, ...
 
-    policy: ring, Ulysses and their relatives, and which rank holds which tokens. heads: (query heads, key/value heads,
-    head_dim) of one rank, by which "auto" weighs schemes; default: what the module's config says. window: the module's own
-    sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of activations.
-    Wire: in each attention what the scheme sends; `explain` prints it.
-    Raises: PlanError for a module that could not see the mask, and where dropout would depend on the split.
+    policy: the scheme (ring, Ulysses, ...) and the order of tokens over ranks. heads: (query heads, key/value heads,
+    head_dim) of one rank, from which "auto" computes what each scheme sends; default: the module's config. window: the
+    module's own sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of
+    activations.
+    Wire: each attention sends the scheme's messages; `explain` prints them.
+    Raises: PlanError for a module that takes no mask, and for attention dropout, which would depend on the split.
     """
     policy = policy or ContextPolicy()
     named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     window = window if window is not None else model_window(config)
-    # Modules of the user's own do not look at positions: their attention is causal over the whole row.
+    # Named modules never read positions, so position_ids cannot mark documents for them: causal over the whole row.
     module.__dict__["_context"] = Context(mesh, policy, shape, window, multiple, documents=not named)
     if mesh.size() == 1:
         return module
     if named:
         modules = dict(module.named_modules())
         for name in named:
-            patch_class(modules[name], forward=_intercepted(type(modules[name]).forward))
-        patch_class(module, forward=_carrying(type(module).forward))
+            patch_class(modules[name], forward=_with_attention_intercepted(type(modules[name]).forward))
+        patch_class(module, forward=_with_mask_set(type(module).forward))
     elif _is_transformers(module):
         _use_registry(module)
+    # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
     return module
 
 
 def plan_context(module: nn.Module, policy: ContextPolicy, *, size: int, attention: Iterable[str]) -> list[str]:
-    """The modules that `attention` names. Changes nothing. Raises: PlanError as `context_parallel` does."""
+    """Names of the modules that `attention` matches. Changes nothing. Raises: PlanError as `context_parallel` does."""
     policy.refuse_misfit(size)
     named = match_names(attention, dict(module.named_modules()), what="module")
     if size == 1:
@@ -99,11 +101,12 @@ def plan_context(module: nn.Module, policy: ContextPolicy, *, size: int, attenti
 def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | None = None) -> dict[str, Any]:
     """This rank's part of a batch, for a module that went through `context_parallel`.
 
-    batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights. The ranks
+    batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights. All ranks
     of the axis give the same batch. mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
-    inside the documents that position_ids tell. Returns the same names, of this rank's tokens [B, L, ...], or [1, L, ...]
-    where rows were laid end to end, with position_ids, and `mask`, a `SplitMask`, to hand to the model; its `join` undoes
-    the split. Padding has label -100 and is zero elsewhere. With an axis of one rank the batch comes back as it is.
+    inside each document, and documents start where position_ids restart. Returns the same names with this rank's tokens,
+    [B, L, ...], or [1, L, ...] where rows were laid end to end, plus position_ids and `mask`, a `SplitMask` to hand to the
+    model; its `join` undoes the split. Padding has label -100 and is zero elsewhere. With an axis of one rank the batch
+    comes back as it is.
     Raises: DataError for tensors that are not per token, and for batches that differ between the ranks.
     """
     context = context_of(module)
@@ -122,12 +125,12 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
 
 
 def context_of(module: nn.Module) -> Context | None:
-    """What `context_parallel` gave the module, or None."""
+    """The module's `Context`, if it went through `context_parallel`; None for another."""
     return module.__dict__.get("_context")
 
 
 def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torch.dtype) -> Shape:
-    """An attention layer of one rank, from what the user said or the config says; one head where neither does."""
+    """The shape of one rank's attention layer: from `heads`, else from the config; one head where both are silent."""
     if heads is None:
         query = getattr(config, "num_attention_heads", 1)
         per_head = getattr(config, "head_dim", None) or getattr(config, "hidden_size", query) // query
@@ -142,7 +145,7 @@ def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torc
 
 
 def model_window(config: Any) -> int | None:
-    """The sliding window that every layer of the model has, which then counts for the balance of work."""
+    """The sliding window if all layers share one, so that the balance of work can count it; None otherwise."""
     windows = layer_windows(config, 1)
     return windows[0] if len(set(windows)) == 1 else None
 
@@ -184,7 +187,7 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _use_registry(module: nn.Module) -> None:
-    """Name our function in the module's config: in a copy, which no other model reads."""
+    """Select our attention function by the module's config. The config is copied: other models may share the object."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(TRANSFORMERS_NAME, _transformers_attention)
@@ -192,9 +195,9 @@ def _use_registry(module: nn.Module) -> None:
     for child in module.modules():
         config = child.__dict__.get("config")
         if config is not None:
-            own = copies.setdefault(id(config), copy.copy(config))
-            own._attn_implementation = TRANSFORMERS_NAME
-            child.config = own  # type: ignore[assignment]  # stubs: a Tensor or Module
+            config_copy = copies.setdefault(id(config), copy.copy(config))
+            config_copy._attn_implementation = TRANSFORMERS_NAME
+            child.config = config_copy  # type: ignore[assignment]  # stubs: a Tensor or Module
 
 
 # Arguments of transformers' attention functions that change what is computed.
@@ -226,8 +229,8 @@ def _transformers_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q, k, v [B, heads, T, D] in, [B, T, heads, D] out."""
     for name in _UNKNOWN:
-        given = attention_mask if name == "attention_mask" else kwargs.get(name)
-        if given is not None and (isinstance(given, Tensor) or given != 0):
+        argument = attention_mask if name == "attention_mask" else kwargs.get(name)
+        if argument is not None and (isinstance(argument, Tensor) or argument != 0):
             raise PlanError(
                 f"context parallelism: {type(module).__name__} asks for {name}, which no scheme here computes."
             )
@@ -244,24 +247,25 @@ def _transformers_attention(
 
 # ----------------------------------------------------------------------- modules that call scaled_dot_product_attention
 
-# The mask of the forward that is running, for modules that cannot be handed one. Recompute restores it.
+# The mask of the forward that is running, for modules that cannot be handed one. A context variable and not an attribute:
+# recompute copies the context of the forward, so attention that runs again in backward finds the mask of its own microbatch.
 _running: ContextVar[SplitMask | None] = ContextVar("split mask", default=None)
 
 
-def _carrying(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_mask_set(forward: Callable[..., Any]) -> Callable[..., Any]:
     takes_mask = "mask" in inspect.signature(forward).parameters
 
-    def carry(self: nn.Module, *args: Any, mask: SplitMask, **kwargs: Any) -> Any:
+    def forward_with_mask(self: nn.Module, *args: Any, mask: SplitMask, **kwargs: Any) -> Any:
         token = _running.set(mask)
         try:
             return forward(self, *args, **kwargs, **({"mask": mask} if takes_mask else {}))
         finally:
             _running.reset(token)
 
-    return carry
+    return forward_with_mask
 
 
-def _intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_attention_intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
     def attend_over_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _Interception(_running.get()) as interception:
             out = forward(self, *args, **kwargs)
@@ -277,7 +281,9 @@ def _intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_other_direction(is_causal: bool, mask: SplitMask, who: str) -> None:
-    if len(mask.layout.mask.components) == mask.layout.mask.tokens:  # each sees itself alone: a microbatch without rows
+    if (
+        len(mask.layout.mask.components) == mask.layout.mask.tokens
+    ):  # every token sees itself alone: an empty microbatch
         return
     causal = not mask.layout.mask.sees_ahead
     if causal != is_causal:
@@ -289,7 +295,10 @@ def _refuse_other_direction(is_causal: bool, mask: SplitMask, who: str) -> None:
 
 
 class _Interception(TorchFunctionMode):
-    """Inside, F.scaled_dot_product_attention reaches over all ranks. What it cannot honour it refuses."""
+    """Inside, F.scaled_dot_product_attention attends over all ranks, and refuses arguments that it cannot honour.
+
+    A mode and not a patch of torch.nn.functional: it holds for this thread and this forward only.
+    """
 
     def __init__(self, mask: SplitMask | None) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Which rank of the `cp` axis holds which tokens.
 
-A rank's work is the number of visible pairs of its queries, its traffic the keys its queries see and it does not hold.
-An assignment decides both, before any attention runs, from integers alone: every rank computes the same one.
+Work of a rank: the (query, key) pairs that its queries see. Traffic of a rank: the keys that its queries see and that lie
+on other ranks. An assignment fixes both before any attention runs. It is computed from integers alone, so every rank
+computes the same one.
 """
 
 from __future__ import annotations
@@ -60,32 +61,34 @@ def zigzag(tokens: int, parts: int) -> list[Runs]:
 def per_document(mask: Mask, parts: int) -> list[Runs]:
     """Zigzag inside each component of the mask: equal work, and nearly every rank needs keys of every document.
 
-    Tokens that 2 * parts does not divide are dealt one by one, where the last document stopped dealing (WLB-LLM): token
-    counts differ by at most one. They go to a rank's earlier chunk, where they see fewer keys.
+    The tokens left over where 2 * parts does not divide a document are dealt to ranks one by one, continuing at the rank
+    where the document before stopped (WLB-LLM), so token counts differ by at most one. A leftover token joins its rank's
+    earlier chunk, where it sees fewer keys.
     """
-    held: list[list[Interval]] = [[] for _ in range(parts)]
+    runs_of: list[list[Interval]] = [[] for _ in range(parts)]
     dealt = 0
     for first, after in _pieces(mask):
-        each, left = divmod(after - first, 2 * parts)
-        sizes = [each] * (2 * parts)
-        for turn in range(left):
-            sizes[(dealt + turn) % parts] += 1
+        chunk_size, left = divmod(after - first, 2 * parts)
+        sizes = [chunk_size] * (2 * parts)
+        for index in range(left):
+            sizes[(dealt + index) % parts] += 1
         dealt += left
         for chunk, edges in enumerate(pairwise(accumulate(sizes, initial=first))):
-            held[min(chunk, 2 * parts - 1 - chunk)].append(edges)
-    return [_merged(runs) for runs in held]
+            runs_of[min(chunk, 2 * parts - 1 - chunk)].append(edges)
+    return [_merged(runs) for runs in runs_of]
 
 
 def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
     """Equal tokens and equal work with few cuts through documents: the least traffic that was found.
 
-    The remaining pieces of documents lie on a circle, those with little work a token first. Each rank in turn takes the
-    window of as many tokens that has as much work as is its share, so what remains has the same means. Such a window
-    always exists: windows of one size have the mean work on average, and between neighbours it changes by one token's.
-    The one across the seam is best, the end of the longest document and whole short ones: a cut before token x of a
-    causal document costs x keys once, and whole documents cost nothing. One causal document comes out as zigzag.
-    slack: by how much the busiest rank may exceed the mean work, 0.1 is 10 %, to send less: of the windows that begin or
-    end between documents and keep to it, a rank takes the one that needs the fewest keys of others.
+    Pieces of documents that no rank has yet are laid on a circle, those with little work per token first. Each rank in turn
+    takes a window of its share of tokens whose work is its share too, so the rest keeps the same means. Such a window always
+    exists: over all windows of one size the work averages to the mean, and from one window to the next it changes by at
+    most one token's work. A window across the seam is best, since it joins the end of the longest document with whole short
+    ones: a cut before token x of a causal document costs x keys once, and a whole document costs nothing. One causal
+    document comes out as zigzag.
+    slack: how far the busiest rank may exceed the mean work in order to send less (0.1 is 10 %). Among the windows within
+    it that begin or end between documents, a rank takes the one that needs the fewest keys from other ranks.
     """
     seen = _keys_seen(mask)
     step = int(seen.max(initial=0))  # the work of a window changes by no more between neighbours
@@ -120,20 +123,22 @@ def work(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
 
 
 def keys_needed(mask: Mask, runs: Runs) -> Runs:
-    """The keys that queries of these runs see, held or not."""
+    """The keys that the queries of these runs see, on whichever rank they lie."""
     bands = sorted(mask.bands)
     firsts = [band.q0 for band in bands]
     reach = list(accumulate((band.q1 for band in bands), max))  # no band up to here has later queries
     needed: list[Interval] = []
     for run in runs:
         for band in bands[bisect_right(reach, run[0]) : bisect_left(firsts, run[1])]:
-            if (part := band.clip(run, (0, mask.tokens))) is not None:
-                needed.append((part.k0, part.k1))  # without gaps, since neighbouring queries see neighbouring keys
+            if (clipped := band.clip(run, (0, mask.tokens))) is not None:
+                needed.append(
+                    (clipped.k0, clipped.k1)
+                )  # without gaps, since neighbouring queries see neighbouring keys
     return _merged(needed)
 
 
 def received(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
-    """Tokens whose keys each rank needs and does not hold; a full ring brings it all that it does not hold."""
+    """How many keys of other ranks each rank needs. (A full ring sends it all keys of other ranks, needed or not.)"""
     return [_size(_merged(keys_needed(mask, runs) + runs)) - _size(runs) for runs in assignment]
 
 
@@ -147,23 +152,24 @@ def _keys_seen(mask: Mask) -> Counts:
 
 
 def _pieces(mask: Mask) -> list[Interval]:
-    """The components of the mask and what lies between them, which nobody needs and which fills up token counts."""
+    """The mask's components, and the stretches between them: tokens that see nothing and only even out token counts."""
     edges = sorted({0, mask.tokens}.union(*mask.components))
     return list(pairwise(edges))
 
 
 def _window(pieces: list[Interval], size: int, seen: Counts, *, step: int) -> tuple[list[Interval], list[Interval]]:
-    """(`size` tokens of the circle with their share of its work, the others); across its seam if that can be."""
+    """(`size` tokens of the circle with their share of its work, the other tokens); across the seam where possible."""
     tokens = _size(pieces)
     front, back = _split(pieces, tokens - size)
-    # Turned so that window 0 is the last before the seam, and window `size` the first after it.
+    # The circle is turned so that window 0 ends at the seam and window `size` begins at it; those between lie across it.
     turned = back + front
     excess = _values(seen, back).sum() - int(_values(seen, pieces).sum()) * size // max(tokens, 1)
     for windows in (size, tokens):
         enters, leaves = (_values(seen, _split(circle, windows)[0]) for circle in (pieces, turned))
         gap = np.abs(np.concatenate([[0], np.cumsum(enters - leaves)]) + excess)
         first = int(gap.argmin())
-        if 2 * gap[first] <= step + 1:  # the window before or after it has less where this one has more
+        # Work changes by at most `step` from window to window, so where it crosses the share some window is within half.
+        if 2 * gap[first] <= step + 1:
             break
     before, after = _split(pieces, (tokens - size + first) % max(tokens, 1))
     return _split(after + before, size)
@@ -172,20 +178,21 @@ def _window(pieces: list[Interval], size: int, seen: Counts, *, step: int) -> tu
 def _whole_windows(
     pieces: list[Interval], size: int, seen: Counts, limit: float, limit_of_rest: float
 ) -> list[tuple[list[Interval], list[Interval]]]:
-    """Windows of `size` tokens of the circle that begin or end between pieces, where neither they nor the others are too much
-    work.
+    """(window, rest) for windows of `size` tokens that begin or end between pieces, if neither has too much work.
+
+    limit: the most work of the window; limit_of_rest: of all other tokens, which further ranks share.
     """
     tokens = _size(pieces)
     edges = [0, *accumulate(after - first for first, after in pieces[:-1])]
     starts = sorted({edge % tokens for edge in edges} | {(edge - size) % tokens for edge in edges}) if tokens else []
     work_to = np.concatenate([[0], np.cumsum(_values(seen, [*pieces, *pieces]))])
-    found = []
+    windows = []
     for start in starts:
         load = int(work_to[start + size] - work_to[start])
         if load <= limit and int(work_to[tokens]) - load <= limit_of_rest:
             before, after = _split(pieces, start)
-            found.append(_split(after + before, size))
-    return found
+            windows.append(_split(after + before, size))
+    return windows
 
 
 def _values(seen: Counts, pieces: Iterable[Interval]) -> Counts:

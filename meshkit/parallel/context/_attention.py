@@ -1,7 +1,7 @@
-"""Attention whose tokens lie on several ranks, as operators that autograd and torch.compile see from outside only.
+"""Ring attention and Ulysses as custom operators: autograd and torch.compile see three opaque operators and their mirrors.
 
-`split_attention` is Ulysses' all-to-all (where heads are split), the attention itself with its exchange of keys and values,
-and the all-to-all back. Each of the three is an operator with its mirror for backward.
+The three are Ulysses' all-to-all from tokens to heads (where heads are split), the attention itself with its exchange of
+keys and values, and the all-to-all back from heads to tokens. Each has a mirror for backward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from meshkit.parallel.context._kv_exchange import attend, attend_backward
 from meshkit.parallel.context._layout import layout_of
 from meshkit.parallel.context._ring_group import ring_group_of
 from meshkit.parallel.context._ulysses import to_heads, to_tokens
+
+# [Note: why operators]
+# An exchange waits for messages, and the mask decides how many kernels it launches. Traced, the waits would break the graph
+# and the kernels would be unrolled into it. As one operator it is one node of the graph, and selective recompute keeps or
+# repeats it as one thing. The layout comes as a host tensor (`table`), so it is an input of the node like q, k and v.
 
 # -------------------------------------------------------------------------------------- the attention of one group
 
@@ -46,8 +51,9 @@ def _fake_attention_backward(
 def context_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, group: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(dq, d(k, v)); the latter as one tensor [2, ...], since results may not share memory with each other."""
+    """(dq, d(k, v)); the latter as one tensor [2, ...], since outputs of an operator may not share memory."""
     layout = layout_of(table)
+    # Kernels and messages take contiguous memory, and autograd may hand us an expanded or transposed gradient.
     dq, dkv = attend_backward(dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale)
     return dq.to(q.dtype), dkv.to(k.dtype)
 
@@ -58,7 +64,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _attention_gradient(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    """lse is for backward and not for users: its gradient is nothing."""
+    """dlse is ignored: lse is an output only so that autograd saves it for backward."""
     q, k, v, out, lse, table = ctx.saved_tensors
     dq, dkv = context_attention_backward(dout, q, k, v, out, lse, table, ctx.group, ctx.scale)
     return dq, dkv[0], dkv[1], None, None, None
@@ -69,13 +75,13 @@ context_attention.register_autograd(_attention_gradient, setup_context=_save_att
 # -------------------------------------------------------------------------- Ulysses: tokens for heads, and back again
 
 
-def _fake_trade(
+def _fake_all_to_all(
     x: Tensor, table: Tensor, group: str, heads: int, kv_heads: int, tokens_out: int, heads_out: int
 ) -> Tensor:
     return x.new_empty((x.shape[0], tokens_out, heads_out, x.shape[3]))
 
 
-@custom_op("ulysses_to_heads", fake=_fake_trade)
+@custom_op("ulysses_to_heads", fake=_fake_all_to_all)
 def ulysses_to_heads(
     x: Tensor, table: Tensor, group: str, heads: int, kv_heads: int, tokens_out: int, heads_out: int
 ) -> Tensor:
@@ -83,7 +89,7 @@ def ulysses_to_heads(
     return to_heads(x, layout, ring_group_of(layout, group), heads, kv_heads)
 
 
-@custom_op("ulysses_to_tokens", fake=_fake_trade)
+@custom_op("ulysses_to_tokens", fake=_fake_all_to_all)
 def ulysses_to_tokens(
     x: Tensor, table: Tensor, group: str, heads: int, kv_heads: int, tokens_out: int, heads_out: int
 ) -> Tensor:
@@ -91,23 +97,23 @@ def ulysses_to_tokens(
     return to_tokens(x, layout, ring_group_of(layout, group), heads, kv_heads)
 
 
-def _save_trade(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, table, ctx.group, ctx.heads, ctx.kv_heads, _, _ = inputs
-    ctx.tokens, ctx.held = x.shape[1], x.shape[2]
+    ctx.tokens, ctx.local_heads = x.shape[1], x.shape[2]
     ctx.save_for_backward(table)
 
 
 def _to_heads_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (table,) = ctx.saved_tensors
-    back = ulysses_to_tokens(grad, table, ctx.group, ctx.heads, ctx.kv_heads, ctx.tokens, ctx.held)
-    return back, None, None, None, None, None, None
+    dx = ulysses_to_tokens(grad, table, ctx.group, ctx.heads, ctx.kv_heads, ctx.tokens, ctx.local_heads)
+    return dx, None, None, None, None, None, None
 
 
 def _to_tokens_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (table,) = ctx.saved_tensors
-    back = ulysses_to_heads(grad, table, ctx.group, ctx.heads, ctx.kv_heads, ctx.tokens, ctx.held)
-    return back, None, None, None, None, None, None
+    dx = ulysses_to_heads(grad, table, ctx.group, ctx.heads, ctx.kv_heads, ctx.tokens, ctx.local_heads)
+    return dx, None, None, None, None, None, None
 
 
-ulysses_to_heads.register_autograd(_to_heads_gradient, setup_context=_save_trade)
-ulysses_to_tokens.register_autograd(_to_tokens_gradient, setup_context=_save_trade)
+ulysses_to_heads.register_autograd(_to_heads_gradient, setup_context=_save_all_to_all)
+ulysses_to_tokens.register_autograd(_to_tokens_gradient, setup_context=_save_all_to_all)

@@ -1,11 +1,11 @@
-"""Partial attention: the one place that calls a kernel. A better kernel is one entry here.
+"""Attention kernels (flash attention) on tiles: the one place that calls a kernel. A better kernel is one entry here.
 
 Dims: B batch, T queries, S keys, H query heads, K key/value heads, D head_dim. Tensors come as [B, T, H, D] and keep that
 order in memory; kernels see them transposed. A tile's softmax is merged into a running fp32 (out, lse):
 
     lse' = log(exp(lse) + exp(l)),  out' = out + sigmoid(l - lse) (o - out)
 
-with lse = -inf where nothing has been seen. No exponential of a difference can overflow (Zhu 2024).
+with lse = -inf where no key has been seen yet. No exponential of a difference can overflow (Zhu 2024).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from meshkit.errors import PlanError
@@ -26,8 +27,8 @@ _aten = torch.ops.aten
 class Kernel:
     """forward(q, k, v, causal, scale) -> (out, lse); backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv).
 
-    All [B, heads, tokens, D] and lse [B, H, T]; causal tiles are square. `backward` takes the out and lse of the whole row,
-    not of the tile, which makes its gradients exact.
+    All tensors are [B, heads, tokens, D], lse is [B, H, T]; causal tiles are square. `backward` takes out and lse of the
+    whole row, over all keys, and not of the tile: only then is its softmax the one of the forward, and gradients add up.
     """
 
     name: str
@@ -36,10 +37,7 @@ class Kernel:
 
 
 def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel that computes tiles of this kind of tensor.
-
-    Raises: PlanError where none does.
-    """
+    """The kernel for tensors of this device and dtype. Raises: PlanError if there is none for the head_dim."""
     if device_type == "cpu":
         return CPU_FLASH
     if dtype in (torch.bfloat16, torch.float16):
@@ -74,7 +72,8 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # as forward returns it: of a dropout there is not
+    # The kernel wants the random state of its forward's dropout. Dropout is 0, so any state of that shape and dtype will do.
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         *(dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed),
         scale=scale,
@@ -82,12 +81,12 @@ def _cuda_backward(
     return dq, dk, dv
 
 
-MATH_ROWS = 512  # queries whose scores are written out at a time
+MATH_ROWS = 512  # queries at a time: their scores are written out, [B, H, 512, S]
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k, v = (repeat(x, "b k s d -> b (k group) s d", group=groups) for x in (k, v))
     outs, lses = [], []
     for first in range(0, q.shape[2], MATH_ROWS):
         scores = _scores(q, k, first, causal, scale)
@@ -99,8 +98,8 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def _math_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (repeat(x, "b k s d -> b (k group) s d", group=groups) for x in (k, v))
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, q.shape[2], MATH_ROWS):
         rows = slice(first, first + MATH_ROWS)
@@ -110,8 +109,9 @@ def _math_backward(
         dqs.append(ds @ k)
         dk += ds.mT @ q[:, :, rows]
         dv += p.mT @ dout[:, :, rows]
-    by_kv_head = (dk.unflatten(1, (kv_heads, groups)).sum(2), dv.unflatten(1, (kv_heads, groups)).sum(2))
-    return torch.cat(dqs, 2), *by_kv_head
+    # The query heads of a group read one key/value head, whose gradient is the sum over them.
+    dk, dv = (reduce(grad, "b (k group) s d -> b k s d", "sum", group=groups) for grad in (dk, dv))
+    return torch.cat(dqs, 2), dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, first: int, causal: bool, scale: float) -> Tensor:
@@ -128,12 +128,12 @@ MATH = Kernel("math", _math_forward, _math_backward)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64: what running sums over ranks are held in."""
+    """The dtype of running sums over ranks: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Forward:
-    """Running attention of queries q [B, T, H, D] over keys that come in pieces."""
+    """Attention of q [B, T, H, D] over keys that arrive in pieces: the running out [B, T, H, D] and lse [B, T, H]."""
 
     def __init__(self, q: Tensor, scale: float) -> None:
         self.q, self.scale = q, scale
@@ -143,28 +143,28 @@ class Forward:
         self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
-        """k, v [B, S, K, D]; the tiles' keys count from the first of these."""
-        for tile in tiles if self.q.numel() else ():  # a rank may have no heads, for which no kernel is written
+        """k, v: [B, S, K, D], one piece. tiles: their key places count from the first key of the piece."""
+        for tile in tiles if self.q.numel() else ():  # a rank may have no heads, and kernels refuse empty tensors
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             q_T, k_S, v_S = self.q[:, q_rows], k[:, k_rows], v[:, k_rows]
             if tile.kind == ANTI:
                 q_T, k_S, v_S = q_T.flip(1), k_S.flip(1), v_S.flip(1)
             out, lse = self.kernel.forward(*_heads_first(q_T, k_S, v_S), tile.kind != FULL, self.scale)
-            out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+            out, lse = rearrange(out, "b h t d -> b t h d"), rearrange(lse, "b h t -> b t h")
             if tile.kind == ANTI:
                 out, lse = out.flip(1), lse.flip(1)
             _merge(self.out[:, q_rows], self.lse[:, q_rows], out, lse)
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """In place: the softmax over both sets of keys."""
+    """Merge one tile into (out, lse), in place: afterwards they are of the softmax over both sets of keys."""
     weight = torch.sigmoid(new_lse - lse)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse)
 
 
 class Backward:
-    """Gradients of that attention: dq grows here, (dk, dv) are added where the caller says."""
+    """The mirror of `Forward`: dq is summed here, (dk, dv) of each piece into tensors that the caller gives."""
 
     def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         self.dout, self.q, self.out, self.lse, self.scale = dout, q, out, lse, scale
@@ -172,23 +172,27 @@ class Backward:
         self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], dk: Tensor, dv: Tensor) -> None:
-        """dk, dv [B, S, K, D] in the accumulator's dtype, to which this piece's gradients are added."""
+        """dk, dv: [B, S, K, D] in the accumulator's dtype; the piece's gradients are added to them, in place."""
         for tile in tiles if self.q.numel() else ():
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            rows = [part[:, q_rows] for part in (self.dout, self.q, self.out, self.lse)]
+            rows = [tensor[:, q_rows] for tensor in (self.dout, self.q, self.out, self.lse)]
             keys = [k[:, k_rows], v[:, k_rows]]
             if tile.kind == ANTI:
-                rows, keys = [part.flip(1) for part in rows], [part.flip(1) for part in keys]
+                rows, keys = [tensor.flip(1) for tensor in rows], [tensor.flip(1) for tensor in keys]
             dout_T, q_T, out_T, lse_T = rows
-            found = self.kernel.backward(
-                *_heads_first(dout_T, q_T, *keys, out_T), lse_T.transpose(1, 2), tile.kind != FULL, self.scale
+            heads_first = self.kernel.backward(
+                *_heads_first(dout_T, q_T, *keys, out_T),
+                rearrange(lse_T, "b t h -> b h t"),
+                tile.kind != FULL,
+                self.scale,
             )
-            grads = [grad.transpose(1, 2) for grad in found]
+            grads = [rearrange(grad, "b h t d -> b t h d") for grad in heads_first]
             if tile.kind == ANTI:
                 grads = [grad.flip(1) for grad in grads]
+            # In place into the caller's sums: a tile touches only its own rows and keys.
             for total, grad in zip((self.dq[:, q_rows], dk[:, k_rows], dv[:, k_rows]), grads, strict=True):
                 total += grad
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.transpose(1, 2) for tensor in tensors]
+    return [rearrange(tensor, "b t h d -> b h t d") for tensor in tensors]

@@ -1,8 +1,8 @@
-"""The split of one stream of tokens over the ranks of `cp`, as data: what every rank needs to know, and no more.
+"""The layout of context parallelism as data: how one stream of tokens is split over the ranks of `cp`.
 
-Ranks form a grid of `rings × ulysses`, consecutive ranks first: the `ulysses` ranks of a group hold tokens of one part of
-the stream and split the heads, the groups exchange keys and values by the `exchange`. A layout travels to the attention
-operator as one int64 tensor, so that it survives recompute and torch.compile, and every rank can plan from it alone.
+Ranks form a grid of `groups × ulysses`; consecutive ranks make a group. The ranks of a group hold one share of the stream
+and split the heads (Ulysses). Groups exchange keys and values by the `exchange`. A layout travels to the attention operator
+as one int64 tensor, so that it survives recompute and torch.compile. Every rank plans all its messages from it alone.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")
 
 @dataclass(frozen=True)
 class Layout:
-    """runs: the tokens of each rank in its local order; lengths: local tokens with the padding at their end."""
+    """runs: the global tokens of each rank in its local order. lengths: local tokens of each rank, end padding included."""
 
     mask: Mask
     runs: tuple[Runs, ...]
     lengths: tuple[int, ...]
     exchange: KVExchange
     ulysses: int = 1
-    kv_heads: int = 1  # all_gather: how many key/value heads travel at a time
+    kv_heads: int = 1  # all_gather: key/value heads per message
 
     @property
     def ranks(self) -> int:
@@ -55,47 +55,50 @@ class Layout:
         return sum(self.lengths[rank] for rank in self.members(group))
 
     def group_runs(self, group: int) -> Iterator[tuple[int, int, int]]:
-        """(first, after, place) of the group's runs: token `first` lies at `place` of the group's tensors."""
+        """(first, after, offset) of the group's runs: token `first` lies at `offset` of the group's tensors."""
         base = 0
         for rank in self.members(group):
-            place = base
+            offset = base
             for first, after in self.runs[rank]:
-                yield first, after, place
-                place += after - first
+                yield first, after, offset
+                offset += after - first
             base += self.lengths[rank]
 
     @cached_property
     def all_runs(self) -> list[tuple[int, int, int, int]]:
-        """(first, after, group, place) of every run, in order of the tokens."""
+        """(first, after, group, offset) of every run, in order of the tokens."""
         return sorted(
-            (first, after, group, place)
+            (first, after, group, offset)
             for group in range(self.groups)
-            for first, after, place in self.group_runs(group)
+            for first, after, offset in self.group_runs(group)
         )
 
     def bands(self, group: int) -> dict[int, list[Band]]:
-        """For each group whose keys this group's queries see: the bands in places of (own queries, its keys)."""
+        """The mask between this group's queries and the keys of each group that they see, by group of the keys.
+
+        Bands count queries by their offset in this group's tensors, keys by their offset in the other group's.
+        """
         firsts = [run[0] for run in self.all_runs]
         by_query = sorted(self.mask.bands)
         ends = list(accumulate((band.q1 for band in by_query), max))
-        found: dict[int, list[Band]] = {}
-        for q_first, q_after, q_place in self.group_runs(group):
+        bands_of: dict[int, list[Band]] = {}
+        for q_first, q_after, q_offset in self.group_runs(group):
             # Bands are in order of q0; those before `start` end before this run begins.
             start = bisect_right(ends, q_first)
             for band in by_query[start:]:
                 if band.q0 >= q_after:
                     break
-                part = band.clip((q_first, q_after), (0, self.mask.tokens))
-                if part is None:
+                visible = band.clip((q_first, q_after), (0, self.mask.tokens))
+                if visible is None:
                     continue
-                index = max(bisect_right(firsts, part.k0) - 1, 0)
-                while index < len(firsts) and firsts[index] < part.k1:
-                    k_first, k_after, owner, k_place = self.all_runs[index]
-                    piece = part.clip((q_first, q_after), (k_first, k_after))
+                index = max(bisect_right(firsts, visible.k0) - 1, 0)
+                while index < len(firsts) and firsts[index] < visible.k1:
+                    k_first, k_after, owner, k_offset = self.all_runs[index]
+                    piece = visible.clip((q_first, q_after), (k_first, k_after))
                     if piece is not None:
-                        found.setdefault(owner, []).append(piece.moved(q_place - q_first, k_place - k_first))
+                        bands_of.setdefault(owner, []).append(piece.moved(q_offset - q_first, k_offset - k_first))
                     index += 1
-        return found
+        return bands_of
 
     def table(self) -> Tensor:
         """This layout as one int64 tensor; `layout_of` is its inverse."""
@@ -117,7 +120,7 @@ class Layout:
 
 
 def layout_of(table: Tensor) -> Layout:
-    """The layout of a table. Remembered by content, so a table means the same wherever it has been copied."""
+    """The layout of a table. Cached by content and not by identity: recompute and torch.compile may copy the table."""
     return _decode(table.numpy().tobytes())
 
 
@@ -135,56 +138,59 @@ def _decode(content: bytes) -> Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """What a group computes with the keys of group `owner`, of which it holds the intervals `keys`, end to end."""
+    """One block of keys and what a group computes with it.
+
+    The keys belong to group `owner`. The group at hand has received its intervals `keys`, laid end to end.
+    """
 
     owner: int
-    keys: tuple[Interval, ...]  # in places of the owner's tensors
-    tiles: list[Tile]  # keys by place in what is held
+    keys: tuple[Interval, ...]  # offsets in the owner's tensors
+    tiles: list[Tile]  # their keys count over `keys` laid end to end
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel calls and messages of one group, step by step. steps[t] is about the keys of group (group - t)."""
+    """The kernel calls and messages of one group. steps[t] computes with the keys of group (group - t)."""
 
     layout: Layout
     group: int
     steps: list[Step]
-    sends: list[tuple[Interval, ...]]  # group_cast: the keys of this group that group (group + t) needs
+    sends: list[tuple[Interval, ...]]  # group_cast: sends[t] are the keys that group (group + t) needs
 
 
 @lru_cache(maxsize=1024)
 def plan(layout: Layout, group: int) -> Plan:
-    """The plan of one group. Pure, so every group can know every other's."""
+    """The plan of one group. Pure: a sender computes what its receivers need, and no rank has to ask."""
     needs = {other: _needs(layout, other) for other in range(layout.groups)} if layout.exchange == "group_cast" else {}
     bands = layout.bands(group)
     steps = []
     for t in range(layout.groups):
         owner = (group - t) % layout.groups
-        mine = bands.get(owner, [])
+        visible = bands.get(owner, [])
         keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
         if layout.exchange == "group_cast" and t > 0:
-            keys = _union((band.k0, band.k1) for band in mine)
-            mine = [_compact(band, keys) for band in mine]
-        steps.append(Step(owner, keys, tiles(mine)))
+            keys = _union((band.k0, band.k1) for band in visible)
+            visible = [_compact(band, keys) for band in visible]
+        steps.append(Step(owner, keys, tiles(visible)))
     sends = [needs[(group + t) % layout.groups].get(group, ()) if t and needs else () for t in range(layout.groups)]
     return Plan(layout, group, steps, sends)
 
 
 @lru_cache(maxsize=1024)
-def whole_plan(layout: Layout, group: int) -> list[Tile]:
-    """The kernel calls of one group that holds all keys in the order of the tokens."""
-    found = []
-    for q_first, q_after, q_place in layout.group_runs(group):
+def gathered_tiles(layout: Layout, group: int) -> list[Tile]:
+    """The kernel calls of one group over all keys, gathered in the order of the tokens."""
+    bands = []
+    for q_first, q_after, q_offset in layout.group_runs(group):
         for band in layout.mask.bands:
-            part = band.clip((q_first, q_after), (0, layout.mask.tokens))
-            if part is not None:
-                found.append(part.moved(q_place - q_first, 0))
-    return tiles(found)
+            visible = band.clip((q_first, q_after), (0, layout.mask.tokens))
+            if visible is not None:
+                bands.append(visible.moved(q_offset - q_first, 0))
+    return tiles(bands)
 
 
 @lru_cache(maxsize=1024)
 def _needs(layout: Layout, group: int) -> dict[int, tuple[Interval, ...]]:
-    """The keys of each other group that this group's queries see, by place in the owner's tensors."""
+    """The keys of each other group that this group's queries see, by offset in the owner's tensors."""
     return {
         owner: _union((band.k0, band.k1) for band in bands)
         for owner, bands in layout.bands(group).items()
@@ -204,9 +210,9 @@ def _union(intervals: Iterator[Interval]) -> tuple[Interval, ...]:
 
 def _compact(band: Band, keys: tuple[Interval, ...]) -> Band:
     """The band with its keys counted over `keys` laid end to end."""
-    held = 0
+    offset = 0
     for first, after in keys:
         if first <= band.k0 < after:
-            return band.moved(0, held - first)
-        held += after - first
+            return band.moved(0, offset - first)
+        offset += after - first
     raise AssertionError("a band's keys lie in one interval of their union")

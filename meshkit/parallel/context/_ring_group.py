@@ -1,4 +1,4 @@
-"""Messages between the groups of a layout: the ranks that hold the same heads, one of each group."""
+"""Point-to-point messages of ring attention: between the ranks of different groups that hold the same heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshkit.parallel.context._layout import Layout
 
 @dataclass(frozen=True)
 class RingGroup:
-    """This rank's place among the groups."""
+    """This rank's position among the groups of a layout."""
 
     process_group: dist.ProcessGroup
     rank: int
@@ -24,13 +24,13 @@ class RingGroup:
     ulysses: int
 
     def peer(self, group: int) -> int:
-        """The rank of the cp axis that holds our heads in another group."""
+        """The rank of the cp axis that holds this rank's heads in another group (counted round the ring)."""
         return (group % self.groups) * self.ulysses + self.rank % self.ulysses
 
     def exchange(self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> Pending:
-        """Start sending (tensor, to group) and receiving (into tensor, from group). Empty tensors are not sent.
+        """Start sending (tensor, to group) and receiving (into tensor, from group). Empty tensors are skipped on both ends.
 
-        The tensors must be contiguous, and are ours again after `wait`.
+        Tensors must be contiguous. Until `wait` of the result nobody else may write them, or read what is received.
         """
         ops = [
             dist.P2POp(kind, tensor, group=self.process_group, group_peer=self.peer(group))
@@ -38,14 +38,14 @@ class RingGroup:
             for tensor, group in messages
             if tensor.numel()
         ]
-        # One batch, which NCCL runs as one kernel: of two ranks that each send first, neither would get to its receive.
+        # One batch, which NCCL runs as one group: two ranks that each issued their send first would wait for one another.
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(works, [op.tensor for op in ops])
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Messages on their way. Holds their tensors, so that nobody reuses the memory."""
+    """Messages under way. Keeps their tensors referenced, so that the allocator does not reuse the memory."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
@@ -53,7 +53,7 @@ class Pending:
     def wait(self) -> None:
         if not self.works:
             return
-        # After it the current stream may read what has come, and the tensors sent may be written again.
+        # Afterwards the current stream may read what was received and overwrite what was sent. NCCL: the host does not block.
         with waiting("keys and values of another cp group"):
             for work in self.works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""From a mask and what the user fixed to a layout, with the reason."""
+"""Choice of the context-parallel scheme and load balancing: from a mask and a policy to a layout, with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BALANCED = 1.05  # work of the busiest rank over the mean that "auto" accepts to
 
 @dataclass(frozen=True)
 class Choice:
-    """imbalance: work of the busiest group of ranks over the mean."""
+    """A layout and why it was chosen. imbalance: work of the busiest group of ranks over the mean."""
 
     layout: Layout
     balance: Balance
@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def scheme(self) -> str:
-        """As a person says it: `ring`, `ulysses`, `ulysses=2 × group_cast`."""
+        """The name for people: `ring`, `ulysses`, `ulysses=2 × group_cast`."""
         return _scheme(self.layout)
 
 
@@ -42,27 +42,27 @@ def _scheme(layout: Layout) -> str:
 
 @lru_cache(maxsize=256)
 def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1) -> Choice:
-    """The layout of one stream of tokens. Pure: every rank finds the same.
+    """The layout of one stream of tokens that sends the fewest bytes. Pure: every rank computes the same.
 
     multiple: each rank's tokens are padded to a multiple of it, and to at least one.
     """
     policy.refuse_misfit(ranks)
-    found = list(_candidates(mask, ranks, policy, shape, multiple))
-    sent = [_bytes(layout, shape) for layout, _, _ in found]
-    best = min(range(len(found)), key=sent.__getitem__)
-    names = [f"{_scheme(layout)} {size:,}" for (layout, _, _), size in zip(found, sent, strict=True)]
+    candidates = list(_candidates(mask, ranks, policy, shape, multiple))
+    sent_bytes = [_bytes(layout, shape) for layout, _, _ in candidates]
+    best = min(range(len(candidates)), key=sent_bytes.__getitem__)
+    names = [f"{_scheme(layout)} {size:,}" for (layout, _, _), size in zip(candidates, sent_bytes, strict=True)]
     reason = f"bytes a layer: {names[best]}"
-    if len(found) > 1:
+    if len(candidates) > 1:
         reason += f", the fewest; {', '.join(name for name in names if name != names[best])}"
-    return Choice(*found[best], reason)
+    return Choice(*candidates[best], reason)
 
 
 def choose_for_rows(
     mask: Mask, rows: int, tokens: int, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1
 ) -> tuple[Choice, int]:
-    """(the layout of `rows` rows of `tokens` tokens, how many rows are split alike).
+    """(the layout of `rows` rows of `tokens` tokens, the number of rows that it splits alike).
 
-    A mask of one row's tokens splits all rows alike; one of more makes a single stream of them, end to end.
+    A mask of one row's tokens splits all rows alike. A mask of more tokens lays the rows end to end as a single stream.
     """
     alike = rows if mask.tokens == tokens else 1
     return choose(mask, ranks, policy, replace(shape, rows=alike), multiple=multiple), alike
@@ -74,14 +74,14 @@ def _candidates(
     for exchange, ulysses in _shapes_of(ranks, policy, shape):
         groups = ranks // ulysses
         runs, balance = _balanced(mask, groups, policy, exchange)
-        pieces = tuple(piece for own in runs for piece in cut(own, ulysses))
+        pieces = tuple(piece for group_runs in runs for piece in cut(group_runs, ulysses))
         lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
         layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
         yield layout, balance, _imbalance(work(mask, runs))
 
 
 def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tuple[KVExchange, int]]:
-    """(exchange, ulysses) of every scheme that the policy leaves open."""
+    """(exchange, ulysses) of every scheme that the policy allows."""
     match policy.scheme:
         case "auto" if policy.ulysses is None:
             for ulysses in range(1, ranks + 1):
@@ -97,23 +97,23 @@ def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tupl
 
 
 def _balanced(mask: Mask, groups: int, policy: ContextPolicy, exchange: KVExchange) -> tuple[list[Runs], Balance]:
-    """The assignment to groups: the least traffic among those that are balanced, where traffic depends on it."""
+    """The assignment to groups: among the balanced ones that with the least traffic, else the best balanced."""
     if policy.balance != "auto":
         return assign(mask, groups, balance=policy.balance, slack=policy.slack), policy.balance
     if groups == 1:
         return assign(mask, groups, balance="contiguous"), "contiguous"
-    if exchange != "group_cast":  # everybody gets every key anyway
+    if exchange != "group_cast":  # every group receives all keys anyway, so the order of tokens changes no traffic
         kinds: tuple[Balance, ...] = ("zigzag", "per_document") if len(mask.components) > 1 else ("zigzag",)
     else:
         kinds = ("contiguous", "zigzag", "locality")
-    found = [(assign(mask, groups, balance=kind, slack=policy.slack), kind) for kind in kinds]
-    loads = [_imbalance(work(mask, runs)) for runs, _ in found]
-    fit = [pair for pair, load in zip(found, loads, strict=True) if load <= max(BALANCED, 1 + policy.slack)]
-    if not fit:
-        return found[loads.index(min(loads))]
+    assignments = [(assign(mask, groups, balance=kind, slack=policy.slack), kind) for kind in kinds]
+    loads = [_imbalance(work(mask, runs)) for runs, _ in assignments]
+    balanced = [pair for pair, load in zip(assignments, loads, strict=True) if load <= max(BALANCED, 1 + policy.slack)]
+    if not balanced:
+        return assignments[loads.index(min(loads))]
     if exchange != "group_cast":
-        return fit[0]
-    return min(fit, key=lambda pair: sum(received(mask, pair[0])))
+        return balanced[0]
+    return min(balanced, key=lambda pair: sum(received(mask, pair[0])))
 
 
 def _imbalance(loads: list[int]) -> float:
@@ -125,5 +125,5 @@ def _padded(tokens: int, multiple: int) -> int:
 
 
 def _bytes(layout: Layout, shape: Shape) -> int:
-    """What the rank that sends most sends for one layer, forward and backward."""
+    """Bytes that the busiest sender sends for one layer, forward and backward."""
     return max(sum(map(total, traffic(layout, rank, shape))) for rank in range(layout.ranks))

@@ -1,4 +1,4 @@
-"""A batch of whole sequences to this rank's tokens, positions and labels."""
+"""Splitting a batch for context parallelism: from whole sequences to this rank's tokens, positions and labels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +27,7 @@ from meshkit.strategy import ContextPolicy
 class Context:
     """How a model's batches are split over `cp`. Made by `context_parallel`.
 
-    shape: an attention layer, to weigh schemes by what they send. window: the model's own sliding window.
+    shape: an attention layer, from which the bytes of each scheme follow. window: the model's own sliding window.
     multiple: every rank's tokens are padded to a multiple of it (tp, with sequence parallelism).
     """
 
@@ -35,7 +36,7 @@ class Context:
     shape: Shape
     window: int | None = None
     multiple: int = 1
-    documents: bool = True  # do positions tell documents?
+    documents: bool = True  # a position that restarts begins a document
     choice: Choice | None = None  # of the last batch
 
     @property
@@ -58,25 +59,31 @@ class Context:
         stream = alike == 1
         layout = self.choice.layout
         self._refuse_different_batches(batch["input_ids"], layout)
-        whole = dict(batch)
-        if "position_ids" not in whole:
-            whole["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
-        index, kept = _places(layout, self.rank)
-        part: dict[str, Tensor | SplitMask] = {}
-        for name, tensor in whole.items():
-            flat = tensor.reshape(1, rows * tokens, *tensor.shape[2:]) if stream else tensor
-            own = flat.index_select(1, index.to(tensor.device))
-            own[:, kept:] = IGNORED if name.startswith("labels") else 0
-            part[name] = own
-        part["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
-        return part
+        tensors = dict(batch)
+        if "position_ids" not in tensors:
+            tensors["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
+        index, count = _token_index(layout, self.rank)
+        split: dict[str, Tensor | SplitMask] = {}
+        for name, tensor in tensors.items():
+            flat = rearrange(tensor, "b t ... -> 1 (b t) ...") if stream else tensor
+            shard = flat.index_select(1, index.to(tensor.device))
+            # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
+            shard[:, count:] = IGNORED if name.startswith("labels") else 0
+            split[name] = shard
+        split["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
+        return split
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
-        """Messages of ranks that planned differently would not match. Wire: one all-reduce of two numbers over cp."""
+        """Raise if the ranks of cp hold different batches: their plans would differ, and their messages would not match.
+
+        Wire: one all-reduce of two numbers over cp.
+        """
         content = torch.cat([ids.flatten().cpu(), layout.table(), torch.tensor(ids.shape)])
         digest = (content * torch.arange(1, content.numel() + 1)).sum() + 1_000_003 * content.numel()
         group = self.axis.get_group()
-        on_host = "cpu" in dist.get_backend_config(group)  # then nothing waits for the device
+        # A group that also has a backend for CPU tensors (gloo) compares on the host, without waiting for the device.
+        on_host = "cpu" in dist.get_backend_config(group)
+        # One MAX of (x, -x) is maximum and minimum at once: they are equal where all ranks agree.
         extremes = torch.stack([digest, -digest]).to("cpu" if on_host else self.axis.device_type)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         if int(extremes[0]) != -int(extremes[1]):
@@ -102,18 +109,18 @@ def _refuse_odd_shapes(batch: dict[str, Tensor]) -> tuple[int, int]:
 
 
 def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None, *, documents: bool) -> Mask:
-    """The mask of the batch: of one row that all are like, or of all rows end to end."""
+    """The mask of the batch: of one row if all rows are alike, else of all rows end to end."""
     if mask is not None:
         mask.refuse_misfit(rows, tokens)
         return mask
     if "position_ids" not in batch or not documents:
         return Mask.causal(tokens)
-    found = Mask.from_positions(batch["position_ids"])
-    return Mask.causal(tokens) if found == Mask.documents([tokens] * rows) else found
+    mask = Mask.from_positions(batch["position_ids"])
+    return Mask.causal(tokens) if mask == Mask.documents([tokens] * rows) else mask
 
 
-def _places(layout: Layout, rank: int) -> tuple[Tensor, int]:
-    """(the tokens of the rank with its padding, which repeats token 0; how many are real)."""
+def _token_index(layout: Layout, rank: int) -> tuple[Tensor, int]:
+    """(global token of each local place, [L], where padding repeats token 0; how many places are no padding)."""
     pieces = [torch.arange(first, after) for first, after in layout.runs[rank]]
     real = torch.cat([*pieces, torch.empty(0, dtype=torch.int64)])
     return torch.nn.functional.pad(real, (0, layout.lengths[rank] - len(real))), len(real)
@@ -123,20 +130,21 @@ def _places(layout: Layout, rank: int) -> tuple[Tensor, int]:
 
 
 class SplitMask:
-    """Who sees whom, and which rank holds whom. One per batch, made by `split_batch`.
+    """Which tokens see which, and which rank holds them. One per batch, made by `split_batch`.
 
     tokens: this rank's, padding included. rows: how many rows the batch had before they were laid end to end, or 0 where
-    each row is split alike. Not a dataclass: FSDP would take it apart to cast and move what is inside.
+    each row is split alike. Not a dataclass: FSDP casts and moves the fields of
+    dataclasses among a module's inputs.
     """
 
     def __init__(self, layout: Layout, axis: DeviceMesh, *, rows: int = 0) -> None:
         self.layout, self.axis, self.rows = layout, axis, rows
         self.rank = axis.get_local_rank()
         self.group = axis.get_group().group_name
-        self.table = layout.table()  # stays on the host, where operators read it
+        self.table = layout.table()  # on the host, where the operators read it without a sync
         self.tokens = layout.lengths[self.rank]
         self.ulysses = layout.ulysses
-        self.part = self.rank % self.ulysses  # of the ranks that trade heads for tokens with this one
+        self.part = self.rank % self.ulysses  # among the ranks of the group, which trade heads for tokens
         self.group_tokens = layout.group_length(self.rank // self.ulysses)
         self._windowed: dict[int, SplitMask] = {}
 
@@ -168,37 +176,38 @@ class SplitMask:
             )
         scale = head_dim**-0.5 if scale is None else scale
         if self.ulysses == 1:
-            whole: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale)[0]
-            return whole
-        own = len(even_part(heads, self.ulysses, self.part))
-        keys = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))
-        held = len(heads_of(self.part, self.ulysses, heads, kv_heads))
+            output: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale)[0]
+            return output
+        q_heads = len(even_part(heads, self.ulysses, self.part))
+        k_heads = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))
+        local_heads = len(heads_of(self.part, self.ulysses, heads, kv_heads))
+        # One tensor, so that queries, keys and values travel in one all-to-all.
         joined = torch.cat((q_BTHD, k_BTKD, v_BTKD), dim=2)
-        traded = ulysses_to_heads(joined, self.table, self.group, heads, kv_heads, self.group_tokens, held)
-        q, k, v = traded.split([own, keys, keys], dim=2)
+        traded = ulysses_to_heads(joined, self.table, self.group, heads, kv_heads, self.group_tokens, local_heads)
+        q, k, v = traded.split([q_heads, k_heads, k_heads], dim=2)
         read = regroup(self.part, self.ulysses, heads, kv_heads)
         if read is not None:
             index = torch.tensor(read, device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
         out, _ = context_attention(q, k, v, self.table, self.group, scale)
-        back: Tensor = ulysses_to_tokens(out, self.table, self.group, heads, 0, self.tokens, heads)
-        return back
+        output = ulysses_to_tokens(out, self.table, self.group, heads, 0, self.tokens, heads)
+        return output
 
     def join(self, values: Tensor) -> Tensor:
-        """Values of this rank's tokens [B, T, ...] -> those of all tokens [rows, tokens, ...], the same on every rank.
+        """Gather values of this rank's tokens [B, T, ...] to those of all tokens [rows, tokens, ...], the same on every rank.
 
-        For losses over whole sequences, log-probabilities and generation. Differentiable, for a result that every rank
-        uses the same way. Wire: one all-gather, padded to the longest rank.
+        For losses over whole sequences, log-probabilities and generation. Differentiable if every rank then computes the
+        same from the result. Wire: one all-gather, padded to the longest rank.
         """
         layout = self.layout
         longest = max(layout.lengths)
         padded = torch.nn.functional.pad(values, (0, 0) * (values.ndim - 2) + (0, longest - self.tokens))
         gathered = join_dim(padded, 1, self.axis)
-        place = torch.empty(layout.mask.tokens, dtype=torch.int64)
+        index = torch.empty(layout.mask.tokens, dtype=torch.int64)
         for rank, runs in enumerate(layout.runs):
             start = rank * longest
             for first, after in runs:
-                place[first:after] = torch.arange(start, start + after - first)
+                index[first:after] = torch.arange(start, start + after - first)
                 start += after - first
-        whole = gathered.index_select(1, place.to(values.device))
-        return whole.unflatten(1, (self.rows, -1)).squeeze(0) if self.rows else whole
+        joined = gathered.index_select(1, index.to(values.device))
+        return rearrange(joined, "1 (b t) ... -> b t ...", b=self.rows) if self.rows else joined

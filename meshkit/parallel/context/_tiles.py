@@ -1,4 +1,4 @@
-"""From bands to kernel calls: every band is a few rectangles that one flash kernel call computes.
+"""Attention tiles: the bands of a mask cut into rectangles that one flash attention kernel call computes each.
 
 | tile   | what the kernel computes                                                       |
 |--------|--------------------------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | CAUSAL | a square: query i sees keys 0..i                                               |
 | ANTI   | a square: query i sees keys i..n-1, which is CAUSAL with both orders reversed  |
 
-In no tile is there a query without a key, so no kernel's answer for such rows matters.
+Every query of a tile sees at least one key of it, so what kernels return for rows without keys never matters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FULL, CAUSAL, ANTI = 0, 1, 2
 
 
 class Tile(NamedTuple):
-    """Queries [q0, q1) and keys [k0, k1), by place in the tensors at hand."""
+    """Queries [q0, q1) and keys [k0, k1), as offsets in the tensors of the kernel call."""
 
     q0: int
     q1: int
@@ -31,8 +31,8 @@ class Tile(NamedTuple):
 
 def tiles(bands: Iterable[Band]) -> list[Tile]:
     """The kernel calls of disjoint bands, in order of their keys, neighbours joined where one call can do both."""
-    found = [tile for band in bands for tile in _tiles_of(band)]
-    return sorted(_join_causal(_join_full(found)), key=lambda tile: (tile.k0, tile.q0))
+    tiles_of_bands = [tile for band in bands for tile in _tiles_of(band)]
+    return sorted(_join_causal(_join_full(tiles_of_bands)), key=lambda tile: (tile.k0, tile.q0))
 
 
 def _tiles_of(band: Band) -> Iterator[Tile]:
@@ -62,9 +62,9 @@ def _tiles_of(band: Band) -> Iterator[Tile]:
         for a in range(q0, q1, width):
             rows_of = (a, min(a + width, q1))
             for keys in ((k0, a + high), (a + high, k1)):
-                part = clipped.clip(rows_of, keys)
-                if part is not None:
-                    yield from _tiles_of(part)
+                half = clipped.clip(rows_of, keys)
+                if half is not None:
+                    yield from _tiles_of(half)
 
 
 def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
@@ -72,34 +72,37 @@ def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
         yield Tile(q0, q1, k0, k1)
 
 
-def _join_full(found: list[Tile]) -> list[Tile]:
-    """FULL tiles of the same queries with adjoining keys, and then of the same keys with adjoining queries, are one."""
-    full = sorted(tile for tile in found if tile.kind == FULL)
-    beside: list[Tile] = []
+def _join_full(tiles: list[Tile]) -> list[Tile]:
+    """Join FULL tiles of the same queries and adjoining keys, and then those of the same keys and adjoining queries."""
+    full = sorted(tile for tile in tiles if tile.kind == FULL)
+    joined: list[Tile] = []
     for tile in full:
-        last = beside[-1] if beside else None
+        last = joined[-1] if joined else None
         if last is not None and last[:2] == tile[:2] and last.k1 == tile.k0:
-            beside[-1] = last._replace(k1=tile.k1)
+            joined[-1] = last._replace(k1=tile.k1)
         else:
-            beside.append(tile)
+            joined.append(tile)
     below: dict[tuple[int, int, int], Tile] = {}  # by keys and first query that would continue the tile
-    for tile in beside:
+    for tile in joined:
         above = below.pop((tile.k0, tile.k1, tile.q0), None)
         tile = tile if above is None else tile._replace(q0=above.q0)
         below[tile.k0, tile.k1, tile.q1] = tile
-    return [tile for tile in found if tile.kind != FULL] + list(below.values())
+    return [tile for tile in tiles if tile.kind != FULL] + list(below.values())
 
 
-def _join_causal(found: list[Tile]) -> list[Tile]:
-    """Two CAUSAL squares on one diagonal with the FULL rectangle between them are one CAUSAL square."""
-    squares = sorted(tile for tile in found if tile.kind == CAUSAL)
-    rest = {tile for tile in found if tile.kind != CAUSAL}
+def _join_causal(tiles: list[Tile]) -> list[Tile]:
+    """Join two CAUSAL squares on one diagonal with the FULL rectangle between them into one CAUSAL square."""
+    squares = sorted(tile for tile in tiles if tile.kind == CAUSAL)
+    rest = {tile for tile in tiles if tile.kind != CAUSAL}
     joined: list[Tile] = []
     for tile in squares:
         last = joined[-1] if joined else None
         if last is not None and last.q1 == tile.q0 and last.k1 == tile.k0:
             between = Tile(tile.q0, tile.q1, last.k0, last.k1)
-            wide = next((one for one in rest if one[:2] == tile[:2] and one.k1 == last.k1 and one.k0 <= last.k0), None)
+            wide = next(
+                (full for full in rest if full[:2] == tile[:2] and full.k1 == last.k1 and full.k0 <= last.k0), None
+            )
+            # The rectangle may reach further left than the square needs: that part stays a tile of its own.
             if wide is not None and wide.kind == FULL:
                 rest.discard(wide)
                 if wide.k0 < between.k0:

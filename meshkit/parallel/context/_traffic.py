@@ -1,7 +1,7 @@
-"""What one layer's attention sends, by arithmetic on the layout: no ranks, no tensors.
+"""Communication volume of context parallelism: the bytes one layer's attention sends, by arithmetic on the layout.
 
 For even shards of s tokens, P ranks, bf16 keys and fp32 gradients a ring sends s K D (16 P - 8) bytes a layer, and Ulysses
-8 (P - 1) / P s D (H + Ke) where Ke counts key/value heads with their copies.
+8 (P - 1) / P s D (H + Ke) where Ke counts key/value heads with their copies. No ranks and no tensors are needed.
 """
 
 from __future__ import annotations
@@ -35,37 +35,39 @@ def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
     group, part, parts = rank // layout.ulysses, rank % layout.ulysses, layout.ulysses
     token = shape.rows * shape.head_dim
     if parts > 1:
-        lengths = {part: layout.lengths[member] for part, member in enumerate(layout.members(group))}
+        lengths = {index: layout.lengths[member] for index, member in enumerate(layout.members(group))}
         joined = [len(heads_of(other, parts, shape.heads, shape.kv_heads)) for other in range(parts)]
         single = [len(even_part(shape.heads, parts, other)) for other in range(parts)]
-        for held, there, back in ((joined, forward, backward), (single, backward, forward)):
-            to_heads = sum(held[other] for other in range(parts) if other != part) * lengths[part]
-            to_tokens = held[part] * sum(length for other, length in lengths.items() if other != part)
-            there["all_to_all", to_heads * token * shape.itemsize] += 1
-            back["all_to_all", to_tokens * token * shape.itemsize] += 1
+        # q, k and v go to heads in forward and their gradients to tokens in backward; the output goes to tokens in forward.
+        for head_counts, sent_to_heads, sent_to_tokens in ((joined, forward, backward), (single, backward, forward)):
+            to_heads = sum(head_counts[other] for other in range(parts) if other != part) * lengths[part]
+            to_tokens = head_counts[part] * sum(length for other, length in lengths.items() if other != part)
+            sent_to_heads["all_to_all", to_heads * token * shape.itemsize] += 1
+            sent_to_tokens["all_to_all", to_tokens * token * shape.itemsize] += 1
     heads = len(kv_heads_read(part, parts, shape.heads, shape.kv_heads))
     if parts > 1 and regroup(part, parts, shape.heads, shape.kv_heads) is not None:
         heads = len(even_part(shape.heads, parts, part))
     if layout.groups > 1:
-        _add_motion(layout, group, heads, 2 * token, shape, forward, backward)
-    return _sent(forward), _sent(backward)
+        _add_kv_exchange(layout, group, heads, 2 * token, shape, forward, backward)
+    return _without_empty(forward), _without_empty(backward)
 
 
-def _add_motion(
+def _add_kv_exchange(
     layout: Layout, group: int, heads: int, token: int, shape: Shape, forward: Sizes, backward: Sizes
 ) -> None:
-    """token: elements of (k, v) of one token and one head."""
+    """Add the messages of the exchange of keys and values. token: elements of (k, v) of one token and one head."""
     groups = layout.groups
     if layout.exchange == "all_gather":
         longest = groups * max(layout.lengths)
         for first in range(0, heads, layout.kv_heads):
             size = longest * token * min(layout.kv_heads, heads - first)
-            for ledger in (forward, backward):
-                ledger["all_gather", size * shape.itemsize] += 1
+            for sizes in (forward, backward):  # backward gathers again instead of keeping all keys
+                sizes["all_gather", size * shape.itemsize] += 1
             backward["reduce_scatter", size * shape.sum_itemsize] += 1
         return
     kv, dkv = heads * token * shape.itemsize, heads * token * shape.sum_itemsize
     if layout.exchange == "ring":
+        # Gradients make one hop more than keys: the last brings them home.
         for t in range(groups):
             owned = layout.group_length((group - t) % groups)
             if t + 1 < groups:
@@ -75,14 +77,14 @@ def _add_motion(
         return
     steps = plan(layout, group)
     for t in range(1, groups):
-        given = sum(after - first for first, after in steps.sends[t])
-        taken = sum(after - first for first, after in steps.steps[t].keys)
-        forward["send", given * kv] += 1
-        backward["send", given * kv] += 1
-        backward["send", taken * dkv] += 1
+        sent = sum(after - first for first, after in steps.sends[t])
+        received = sum(after - first for first, after in steps.steps[t].keys)
+        forward["send", sent * kv] += 1
+        backward["send", sent * kv] += 1
+        backward["send", received * dkv] += 1
 
 
-def _sent(sizes: Sizes) -> Sizes:
+def _without_empty(sizes: Sizes) -> Sizes:
     return Counter({key: count for key, count in sizes.items() if key[1]})
 
 

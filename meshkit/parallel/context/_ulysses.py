@@ -1,9 +1,10 @@
-"""Ulysses: the ranks of a group trade a part of the tokens of all heads for all tokens of a part of the heads.
+"""Ulysses (DeepSpeed-Ulysses): an all-to-all turns some tokens of all heads into all tokens of some heads.
 
 Dims: B batch, L tokens of this rank, T tokens of its group, H query heads, K key/value heads, D head_dim. q, k and v travel
 as one tensor [B, L, H + 2K, D].
-Source: Jacobs et al. 2023. Heads that the group does not divide are split unevenly; a key/value head that query heads of
-several ranks read goes to each of them, and its gradient is the sum over them.
+Heads that the group does not divide are split unevenly. If query heads of several ranks read one key/value head, each of
+these ranks gets a copy of it, and its gradient is the sum over the copies.
+Source: Jacobs et al. 2023.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from meshkit.parallel.context._ring_group import RingGroup
 
 
 def kv_heads_read(part: int, parts: int, heads: int, kv_heads: int) -> range:
-    """The key/value heads that those query heads read."""
-    own = even_part(heads, parts, part)
-    if not own or not kv_heads:
+    """The key/value heads that the query heads of rank `part` of the group read."""
+    query_heads = even_part(heads, parts, part)
+    if not query_heads or not kv_heads:
         return range(0)
     ratio = heads // kv_heads
-    return range(own.start // ratio, (own.stop - 1) // ratio + 1)
+    return range(query_heads.start // ratio, (query_heads.stop - 1) // ratio + 1)
 
 
 def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
-    """Places of a rank's heads among the H + 2K of the joined tensor; kv_heads=0 for a tensor of query heads only."""
+    """Indices of a rank's heads among the H + 2K of the joined tensor; kv_heads=0 for a tensor of query heads only."""
     keys = kv_heads_read(part, parts, heads, kv_heads)
     return [
         *even_part(heads, parts, part),
@@ -40,32 +41,35 @@ def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
 
 
 def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | None:
-    """For each query head of a rank, which of its key/value heads it reads, unless equal runs of them read one each."""
-    own, keys = even_part(heads, parts, part), kv_heads_read(part, parts, heads, kv_heads)
-    if not own:
+    """For each query head of a rank, the index of the local key/value head that it reads.
+
+    None if the kernel's own grouping says the same: equal runs of query heads read one key/value head each.
+    """
+    query_heads, keys = even_part(heads, parts, part), kv_heads_read(part, parts, heads, kv_heads)
+    if not query_heads:
         return None
-    read = [head // (heads // kv_heads) - keys.start for head in own]
-    even = [index * len(keys) // len(own) for index in range(len(own))]
-    return None if read == even and len(own) % len(keys) == 0 else read
+    read = [head // (heads // kv_heads) - keys.start for head in query_heads]
+    even = [index * len(keys) // len(query_heads) for index in range(len(query_heads))]
+    return None if read == even and len(query_heads) % len(keys) == 0 else read
 
 
 def to_heads(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: int) -> Tensor:
-    """x [B, L, heads + 2 kv_heads, D] of this rank's tokens -> [B, T, own heads, D] of its group's.
+    """x [B, L, heads + 2 kv_heads, D] of this rank's tokens -> [B, T, local heads, D] of its group's tokens.
 
     Wire: one all-to-all.
     """
-    parts, own = layout.ulysses, ring.rank % layout.ulysses
+    parts, this_part = layout.ulysses, ring.rank % layout.ulysses
     sent = [
         x[:, :, heads_of(part, parts, heads, kv_heads)].reshape(-1) if parts > 1 else x.reshape(-1)
         for part in range(parts)
     ]
-    held = len(heads_of(own, parts, heads, kv_heads))
-    shapes = [(x.shape[0], layout.lengths[rank], held, x.shape[3]) for rank in layout.members(ring.group)]
+    local_heads = len(heads_of(this_part, parts, heads, kv_heads))
+    shapes = [(x.shape[0], layout.lengths[rank], local_heads, x.shape[3]) for rank in layout.members(ring.group)]
     return torch.cat(_all_to_all(sent, shapes, layout, ring), dim=1)
 
 
 def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: int) -> Tensor:
-    """The transpose of `to_heads`: x [B, T, own heads, D] -> [B, L, heads + 2 kv_heads, D], copies of a head summed.
+    """The transpose of `to_heads`: x [B, T, local heads, D] -> [B, L, heads + 2 kv_heads, D], copies of a head summed.
 
     Wire: one all-to-all.
     """
@@ -74,6 +78,7 @@ def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: 
     length = layout.lengths[ring.rank]
     sources = [heads_of(part, parts, heads, kv_heads) for part in range(parts)]
     shapes = [(x.shape[0], length, len(source), x.shape[3]) for source in sources]
+    # Summed in fp32: a key/value head has as many copies as ranks read it.
     total = torch.zeros(
         (x.shape[0], length, heads + 2 * kv_heads, x.shape[3]), dtype=accumulator_dtype(x.dtype), device=x.device
     )
@@ -83,7 +88,10 @@ def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: 
 
 
 def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: Layout, ring: RingGroup) -> list[Tensor]:
-    """One flat piece to each rank of our group, one of each shape back. Ranks of other groups send nothing."""
+    """Send one flat piece to each rank of this group; receive one piece of each shape.
+
+    All ranks of cp take part, since the process group is that of the axis: ranks of other groups exchange nothing.
+    """
     sizes = [torch.Size(shape).numel() for shape in shapes]
     before = ring.group * layout.ulysses
     after = layout.ranks - before - layout.ulysses

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts on other ranks than the tokens that choose them."""
+"""Expert parallelism (EP) for mixture-of-experts models: experts over ranks, tokens sent to them by all-to-all."""
 
 from ._apply import ExpertLayout as ExpertLayout
 from ._apply import expert_layouts as expert_layouts
@@ -14,8 +14,8 @@ from ._balance import update_biases as update_biases
 from ._dispatch import AllToAll as AllToAll
 from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
+from ._dispatch import DispatchPlan as DispatchPlan
 from ._dispatch import OneRank as OneRank
-from ._dispatch import Sent as Sent
 from ._hot_experts import HotExperts as HotExperts
 from ._hot_experts import note_counts as note_counts
 from ._traffic import dispatch_traffic as dispatch_traffic

@@ -1,4 +1,4 @@
-"""Counts of tokens per expert over all ranks that hold tokens: for losses, for biases, for people."""
+"""Load balancing of experts over ranks: counts of tokens per expert, summed for losses, for router biases and for logs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from meshkit.parallel.expert._apply import in_expert_view
 from meshkit.parallel.expert._dispatch import experts_of
 
 Noted = Sequence[tuple[Collected, float]]
-"""What each forward of a step reported, and what its loss counts: 0 for a row of zeros that stands for no rows."""
+"""(report of a forward, weight of its loss) for each forward of a step; weight 0 marks a stand-in for an empty microbatch."""
 
 
 def token_groups(mesh: Mesh, *, sequence: bool) -> list[ProcessGroup]:
-    """Summing over each in turn sums over all ranks with different tokens of one stage."""
+    """Process groups; an all-reduce over each in turn sums over all ranks of one stage that hold different tokens."""
     axes = [mesh.tokens, *([mesh["tp"]] if sequence else [])]
     return [axis.get_group() for axis in axes if axis.size() > 1]
 
 
 def refuse_sequence_balance(module: nn.Module, *, cp: int) -> None:
-    """Raises: PlanError for a router that balances each sequence, with cp."""
+    """Refuse a router that balances each sequence where cp > 1. Raises: PlanError."""
     for name, router in module.named_modules():
         config: Any = getattr(router, "config", None)
         losses = config.losses if hasattr(router, "reduce_counts") else None
@@ -41,9 +41,10 @@ def refuse_sequence_balance(module: nn.Module, *, cp: int) -> None:
 
 
 def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
-    """Let routers balance the tokens of all ranks, in place: those that have `reduce_counts`, as `meshkit.models.Router`.
+    """Let routers balance the tokens of all ranks, in place.
 
-    Tell them also which experts are near: on the node of this rank.
+    Routers are modules with `reduce_counts`, as `meshkit.models.Router`: it becomes a sum over ranks. Their `near` becomes
+    the list of experts on this rank's node.
 
     Wire, per forward of a router with a balance loss: per="sequence": an all-reduce of [B, E] counts over tp, with
     sequence=True; per="batch": one of E counts over each axis with other tokens; per="global": nothing.
@@ -57,11 +58,12 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []
         router.reduce_counts = torch.compiler.disable(partial(_sum, groups=groups))  # a message, outside of graphs
+        # Routing by locality is a choice of the mesh: experts on this node cost no slow link.
         router.near = _near(router.config.experts, mesh)
 
 
 def _near(experts: int, mesh: Mesh) -> list[bool] | None:
-    """For each expert: is the rank of ep that holds it on this node? None if all are."""
+    """For each expert, whether a rank of this node holds it; None if this holds for all."""
     ep = mesh["ep"] if in_expert_view(mesh.spec) else None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.spec.world_size))
     if ep is None or ep.size() == 1:
@@ -73,6 +75,7 @@ def _near(experts: int, mesh: Mesh) -> list[bool] | None:
 
 
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    # A clone: all-reduce works in place, and the counts are the router's.
     counts = counts.clone()
     for group in groups:
         dist.all_reduce(counts, group=group)
@@ -80,24 +83,31 @@ def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
 
 
 def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -> dict[str, Tensor]:
-    """[E] for each router of this rank, over all forwards of a step and all ranks; kept by routers that need the last step's.
+    """Tokens per expert [E] of each router of this rank, over all forwards of a step and all ranks.
+
+    A router with a buffer `last_counts` (for per="global") gets them copied into it.
 
     Wire: one all-reduce of [routers, E] over each axis with other tokens; without routers nothing.
     """
-    own: dict[nn.Module, Tensor] = {}
-    for found, weight in noted:
-        for router, counts in found.counts.items():
+    counts_of: dict[nn.Module, Tensor] = {}
+    for report, weight in noted:
+        for router, counts in report.counts.items():
+            # An empty microbatch runs a row of zeros, so that all ranks issue the same collectives; its tokens are no tokens.
             counts = counts * int(weight != 0)
-            own[router] = own[router] + counts if router in own else counts
-    names = {router: name for name, router in model.named_modules() if router in own}
+            counts_of[router] = counts_of[router] + counts if router in counts_of else counts
+    # One message for all routers: rows are padded to the widest router.
+    names = {router: name for name, router in model.named_modules() if router in counts_of}
     if not names:
         return {}
-    widest = max(len(counts) for counts in own.values())
-    stacked = torch.stack([nn.functional.pad(own[router], (0, widest - len(own[router]))) for router in names])
+    widest = max(len(counts) for counts in counts_of.values())
+    stacked = torch.stack(
+        [nn.functional.pad(counts_of[router], (0, widest - len(counts_of[router]))) for router in names]
+    )
     stacked = _sum(stacked, token_groups(mesh, sequence=sequence))
-    summed = {name: row[: len(own[router])] for (router, name), row in zip(names.items(), stacked, strict=True)}
+    summed = {name: row[: len(counts_of[router])] for (router, name), row in zip(names.items(), stacked, strict=True)}
     for router, name in names.items():
         if getattr(router, "last_counts", None) is not None:
+            # In place, since it is a registered buffer of the router.
             router.last_counts.copy_(summed[name])
     return summed
 
@@ -105,8 +115,8 @@ def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -
 def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> dict[str, Tensor]:
     """Auxiliary losses of a step per token, the same on all ranks of a stage. Wire: an all-reduce of a few numbers."""
     sums: dict[str, Tensor] = {}
-    for found, weight in noted:
-        for name, loss in found.losses.items():
+    for report, weight in noted:
+        for name, loss in report.losses.items():
             value = loss.detach().double() * weight
             sums[name] = sums[name] + value if name in sums else value
     if not sums:
@@ -118,12 +128,13 @@ def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> 
 def step_dropped(noted: Noted, mesh: Mesh) -> Tensor:
     """The share of (token, choice) pairs that were dropped in a step, over all ranks and stages.
 
-    Wire: an all-reduce of two numbers over each axis with other tokens, over tp, whose ranks bring a part each, and over pp.
+    Wire: an all-reduce of two numbers over each axis with other tokens, over tp (its ranks dispatch shares) and over pp.
     """
-    calls = [call for found, weight in noted if weight for call in found.dropped]
+    calls = [call for report, weight in noted if weight for call in report.dropped]
     dropped = torch.stack([dropped for dropped, _ in calls]).sum() if calls else torch.zeros(()).to(mesh.device)
     sums = torch.stack([dropped.double(), torch.full_like(dropped, sum(pairs for _, pairs in calls)).double()])
     stages = [mesh["pp"].get_group()] if mesh.spec.pp > 1 else []
+    # Over tp also without sequence parallelism: each of its ranks dispatches a share of the same tokens.
     sums = _sum(sums, [*token_groups(mesh, sequence=mesh.spec.tp > 1), *stages])
     return sums[0] / sums[1].clamp(min=1)
 

@@ -1,4 +1,4 @@
-"""Tokens to the ranks that hold their experts, and back."""
+"""Token dispatch of mixture-of-experts: the expert all-to-all, with and without a capacity."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,14 +22,14 @@ from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum
 from meshkit.strategy import Capacity
 
 Compute = Callable[[Tensor, list[int]], Tensor]
-"""The held experts on rows [M, C] sorted by expert, and how many rows each has; returns [M, C]."""
+"""(rows [M, C] sorted by expert, row count of each local expert) -> the experts' output [M, C]."""
 
 
 class Dispatcher(Protocol):
-    """How tokens find their experts. Another library's goes in by this signature; `conformance` tests any."""
+    """Sends tokens to their experts and results back. Another library's fits this signature; `conformance` tests any."""
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
-        """This rank's tokens through their experts, wherever those are: [N, C], summed in the dtype of the weights.
+        """Run this rank's tokens through their experts, on whatever rank: [N, C], summed in the dtype of the weights.
 
         A collective of the ranks that share the experts. Ranks may have different numbers of tokens, and none.
         """
@@ -37,7 +38,7 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class OneRank:
-    """All experts are here."""
+    """The dispatcher where this rank holds all experts: rows are sorted, nothing is sent."""
 
     experts: int
     capacity: Capacity | None = None
@@ -51,83 +52,85 @@ class OneRank:
 
 
 def experts_of(experts: int, ranks: int, rank: int) -> range:
-    """The experts of one of the ranks that share them, as DTensor shards them."""
-    part = chunk(experts, ranks, rank)
-    return range(part.start, part.stop)
+    """The experts of one rank, in the shares in which DTensor shards a dim."""
+    shard = chunk(experts, ranks, rank)
+    return range(shard.start, shard.stop)
 
 
 @dataclass(frozen=True)
-class Sent:
-    """How many rows go where, known on every rank of ep x etp once their counts are. counts[i][j][e] are the pairs of
-    expert e on the rank with place i on ep and j on etp.
+class DispatchPlan:
+    """How many rows each rank sends to each other. Every rank of ep x etp has the same counts, so no sizes are negotiated.
+
+    counts[i][j][e]: (token, choice) pairs for expert e on the rank at coordinate (i, j) of ep x etp.
+    coordinate: of this rank.
     """
 
     counts: list[list[list[int]]]
-    place: tuple[int, int]
+    coordinate: tuple[int, int]
 
     @property
     def ranks(self) -> tuple[int, int]:
         return len(self.counts), len(self.counts[0])
 
     @property
-    def own(self) -> list[int]:
-        """Pairs of this rank that stay, for each expert."""
-        return self.counts[self.place[0]][self.place[1]]
+    def local_counts(self) -> list[int]:
+        """Pairs of this rank, for each expert."""
+        return self.counts[self.coordinate[0]][self.coordinate[1]]
 
     def experts_of(self, rank: int) -> range:
-        """The experts of one place on ep."""
+        """The experts of one rank of ep."""
         return experts_of(len(self.counts[0][0]), self.ranks[0], rank)
 
     def sent(self) -> list[int]:
-        """Rows of this rank for each place on ep."""
-        return [sum(self.own[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
+        """Rows that this rank sends to each rank of ep."""
+        return [sum(self.local_counts[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
 
     def received(self, etp: int | None = None) -> list[int]:
-        """Rows that a rank of our place on ep gets from each place on ep; etp: which one, default this rank."""
-        j = self.place[1] if etp is None else etp
-        experts = self.experts_of(self.place[0])
+        """Rows that arrive from each rank of ep. etp: at which of this rank's peers on etp; default: at this rank."""
+        j = self.coordinate[1] if etp is None else etp
+        experts = self.experts_of(self.coordinate[0])
         return [sum(source[j][expert] for expert in experts) for source in self.counts]
 
     def gathered(self) -> list[int]:
-        """Rows that each place on etp has after the exchange."""
+        """Rows that each rank of etp has after the all-to-all."""
         return [sum(self.received(etp)) for etp in range(self.ranks[1])]
 
     def runs(self) -> list[int]:
-        """Lengths of the runs of rows of one expert, in the order in which rows lie after gathering over etp."""
-        experts = self.experts_of(self.place[0])
+        """Lengths of the runs of rows of one expert, in the order of the rows after the gather over etp."""
+        experts = self.experts_of(self.coordinate[0])
         return [source[j][expert] for j in range(self.ranks[1]) for source in self.counts for expert in experts]
 
-    def without(self, experts: Iterable[int]) -> Sent:
-        """As if nobody sent anything to these experts."""
-        apart = set(experts)
-        kept = [
-            [[0 if expert in apart else count for expert, count in enumerate(own)] for own in sources]
+    def without(self, experts: Iterable[int]) -> DispatchPlan:
+        """The plan without the rows of these experts."""
+        excluded = set(experts)
+        counts = [
+            [[0 if expert in excluded else count for expert, count in enumerate(of_rank)] for of_rank in sources]
             for sources in self.counts
         ]
-        return Sent(kept, self.place)
+        return DispatchPlan(counts, self.coordinate)
 
     def per_expert(self) -> list[int]:
-        """Rows of each of our experts."""
-        experts = self.experts_of(self.place[0])
+        """Rows of each local expert, from all ranks."""
+        experts = self.experts_of(self.coordinate[0])
         return [sum(source[expert] for sources in self.counts for source in sources) for expert in experts]
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Rows go to their experts over `ep`, and over `etp` to the ranks that hold the other features of those experts.
+    """The expert all-to-all: rows go to their experts over `ep`, and over `etp` to the ranks with their other features.
 
-    Shared experts run while rows are on their way there, and in backward while gradients are on their way back.
-    Wire, per call: an all-gather of E counts from each rank, which the host waits for, once; the rows by all-to-all over ep,
-    there and back, and over etp an all-gather and a reduce-scatter; backward the same without the counts.
+    Shared experts run while rows travel to their experts, and in backward while the rows' gradients travel back.
+    Wire, per call: an all-gather of E counts from each rank, for which the host waits, once; two all-to-alls of rows over
+    ep, to the experts and back; over etp an all-gather and a reduce-scatter. Backward is the same without the counts.
     Source: Lepikhin et al. 2020, section 3; no capacity: Gale et al. 2022.
     """
 
     experts: int
-    both: ProcessGroup
+    ep_etp: ProcessGroup
     """ranks of ep x etp, etp fastest"""
     ep: ProcessGroup
     etp: ProcessGroup | None = None
-    """None: each expert is whole on its rank"""
+    """None: no expert is split"""
     capacity: Capacity | None = None
 
     @classmethod
@@ -137,41 +140,48 @@ class AllToAll:
             return cls(experts, mesh.get_group(), mesh.get_group(), capacity=capacity)
         large = [dim for dim in range(2) if mesh.size(dim) > 1]
         names = mesh.mesh_dim_names or ("ep", "etp")
-        both = mesh.get_group(large[0] if large else 0)
+        ep_etp = mesh.get_group(large[0] if large else 0)
         if len(large) > 1:
-            both = _torch.flatten_mesh(mesh, "_".join(names)).get_group()
-        return cls(experts, both, mesh.get_group(0), mesh.get_group(1), capacity)
+            ep_etp = _torch.flatten_mesh(mesh, "_".join(names)).get_group()
+        return cls(experts, ep_etp, mesh.get_group(0), mesh.get_group(1), capacity)
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
         plan = self.plan(counts_E)
-        order_M = order_M[: sum(plan.own)]
+        order_M = order_M[: sum(plan.local_counts)]
+        # Dropped pairs are last in the order, so cutting it off drops them.
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
-        return combine(self.through(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
+        return combine(self.send_and_compute(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
 
-    def through(self, rows: Tensor, plan: Sent, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
-        """Rows of this rank, sorted by expert, to their experts and back."""
+    def send_and_compute(
+        self, rows: Tensor, plan: DispatchPlan, compute: Compute, meanwhile: Overlapped | None = None
+    ) -> Tensor:
+        """Send rows, sorted by expert, to their experts; returns the experts' results in the same order."""
         rows = exchange(rows, plan.sent(), plan.received(), self.ep, meanwhile)
         if self.etp is not None:
             rows = gather_rows(rows, plan.gathered(), self.etp)
+        # Rows arrive by source rank and, within one, by expert. The kernels want all rows of an expert together.
         order = _by_expert(plan.runs(), len(plan.per_expert()), rows.device)
         out = compute(rows.index_select(0, order), plan.per_expert())
+        # The inverse permutation: results return in the order in which rows came, so that the reverse exchange fits them.
         out = out.index_select(0, order.argsort())
         if self.etp is not None:
             out = scatter_sum_rows(out, plan.gathered(), self.etp)
         return exchange(out, plan.received(), plan.sent(), self.ep)
 
-    def plan(self, counts_E: Tensor) -> Sent:
-        """Wire: an all-gather of E counts. The one time that the host waits."""
+    def plan(self, counts_E: Tensor) -> DispatchPlan:
+        """Wire: an all-gather of E counts. The only place where the host waits for the device."""
         ep, etp = self.ep.size(), 1 if self.etp is None else self.etp.size()
-        everybody = counts_E.new_empty(ep * etp, self.experts)
-        dist.all_gather_into_tensor(everybody, counts_E.unsqueeze(0), group=self.both)
-        place = divmod(dist.get_rank(self.both), etp)
-        return Sent(everybody.unflatten(0, (ep, etp)).tolist(), place)
+        counts = counts_E.new_empty(ep * etp, self.experts)
+        dist.all_gather_into_tensor(counts, counts_E.unsqueeze(0), group=self.ep_etp)
+        coordinate = divmod(dist.get_rank(self.ep_etp), etp)
+        by_rank = rearrange(counts, "(ep etp) e -> ep etp e", ep=ep)
+        return DispatchPlan(by_rank.tolist(), coordinate)
 
 
 def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
-    """(pairs in the order of their experts, those that stay first, how many stay of each expert)."""
+    """(pairs sorted by expert, dropped ones last; pairs that each expert keeps [E])."""
+    # Sorting by expert is sorting by rank too, since ranks hold runs of experts: the all-to-all sends slices.
     order_M, counts_E = sort_by_expert(routing.experts_NK, experts)
     if capacity is None:
         return order_M, counts_E
@@ -181,28 +191,31 @@ def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tup
 
 
 def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:
-    """The order by expert of rows that lie in runs of one expert each: `experts` runs from each source."""
+    """The order that sorts rows by expert. Rows come in runs of one expert each: `experts` runs from each source rank."""
     ids = torch.arange(experts, device=device).repeat(len(runs) // max(experts, 1))
+    # `output_size` and a non-blocking copy: without them the host would wait for the device to learn the sum.
     lengths = torch.tensor(runs, dtype=torch.int64).to(device, non_blocking=True)
     return ids.repeat_interleave(lengths, output_size=sum(runs)).argsort(stable=True)
 
 
-# Which (token, choice) pairs an expert takes when it takes only so many.
+# Expert capacity: which (token, choice) pairs an expert keeps if it has more than its limit.
 
 
 def keep_within(capacity: Capacity, routing: Routing, order_M: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """(the pairs of `sort_by_expert` in its order, those that stay first, how many stay of each expert).
+    """(the pairs of `sort_by_expert` in its order, dropped ones last; pairs that each expert keeps [E]).
 
-    How many stay in all is in the counts: the host need not wait here.
+    Dropped pairs are moved and not cut off: their number is on the device, and the host need not wait for it here.
     """
     pairs, experts = len(order_M), len(counts_E)
     limit = ceil(capacity.factor * pairs / experts)
     place_M = torch.arange(pairs, device=order_M.device)
+    # The index of each pair among those of its expert, in the order of tokens; with drop="probability", in that of weights.
     first_M = (counts_E.cumsum(0) - counts_E).repeat_interleave(counts_E, output_size=pairs)
     rank_M = place_M - first_M  # among the pairs of the same expert
     if capacity.drop == "probability":
         weights_M = routing.weights_NK.detach().flatten()[order_M]
         expert_M = routing.experts_NK.flatten()[order_M]
+        # Two stable sorts, by weight and then by expert: equal weights keep the order of tokens on every device.
         by_weight = weights_M.argsort(descending=True, stable=True)
         by_expert = by_weight[expert_M[by_weight].argsort(stable=True)]
         rank_M = torch.empty_like(place_M).scatter_(0, by_expert, rank_M)

@@ -1,14 +1,14 @@
-"""Expert all-to-all: rows of unequal numbers between ranks, differentiable, in mirrored pairs.
+"""Expert all-to-all: differentiable exchanges of rows between ranks with unequal row counts, in mirrored pairs.
 
-| forward                                          | backward             |
-|--------------------------------------------------|----------------------|
-| `exchange`: all-to-all, so many rows to each     | the all-to-all back  |
-| `gather_rows`: everybody's rows, used differently| `scatter_sum_rows`   |
-| `scatter_sum_rows`: own rows of a sum            | `gather_rows`        |
-| `own_rows`: of rows that every rank has          | `join_rows`          |
-| `join_rows`: everybody's rows, used alike        | `own_rows`           |
+| forward                                                      | backward              |
+|--------------------------------------------------------------|-----------------------|
+| `exchange`: all-to-all with a row count for each rank        | the reverse all-to-all |
+| `gather_rows`: all ranks' rows, which each uses differently  | `scatter_sum_rows`    |
+| `scatter_sum_rows`: this rank's rows of a sum over ranks     | `gather_rows`         |
+| `local_rows`: this rank's share of rows that all ranks have  | `join_rows`           |
+| `join_rows`: all ranks' rows, which each uses the same way   | `local_rows`          |
 
-Numbers of rows are on the host. On a group of one rank each is the identity and sends nothing.
+Row counts are host integers. On a group of one rank each function is the identity and sends nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,12 +33,13 @@ def all_gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> 
     """Outside autograd. Wire: one all-gather, of the largest number of rows from each rank."""
     if group.size() == 1:
         return rows
+    # Padded, because collectives of one tensor want equal sizes; one message beats a list of them.
     longest = max(sizes)
     padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     out = rows.new_empty(longest * group.size(), *rows.shape[1:])
     dist.all_gather_into_tensor(out, padded, group=group)
-    pieces = out.unflatten(0, (group.size(), longest)).unbind()
+    pieces = rearrange(out, "(rank row) ... -> rank row ...", rank=group.size())
     joined: Tensor = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
     return joined
 
@@ -48,134 +50,135 @@ def reduce_scatter_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup)
         return rows
     longest = max(sizes)
     padded = rows.new_zeros(group.size(), longest, *rows.shape[1:])
-    for piece, part, size in zip(padded, rows.split(list(sizes)), sizes, strict=True):
-        piece[:size] = part
+    for padded_piece, piece, size in zip(padded, rows.split(list(sizes)), sizes, strict=True):
+        padded_piece[:size] = piece
     out = rows.new_empty(longest, *rows.shape[1:])
-    dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=group)
-    own: Tensor = out[: sizes[dist.get_rank(group)]].clone()
-    return own
+    dist.reduce_scatter_tensor(out, rearrange(padded, "rank row ... -> (rank row) ..."), group=group)
+    # A clone, since the padded buffer would live as long as its slice.
+    local: Tensor = out[: sizes[dist.get_rank(group)]].clone()
+    return local
 
 
-def _own(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    own: Tensor = rows.split(list(sizes))[dist.get_rank(group)].clone()
-    return own
+def _local(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    local: Tensor = rows.split(list(sizes))[dist.get_rank(group)].clone()
+    return local
 
 
 class _Mirrored(torch.autograd.Function):
-    """Forward one way, backward the other."""
+    """Runs `forward_move` on rows and `backward_move` on their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(rows)
+    def forward(ctx: Any, rows: Tensor, forward_move: Move, backward_move: Move) -> Tensor:
+        ctx.backward_move = backward_move
+        return forward_move(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.backward_move(grad), None, None
 
 
-class _Way:
-    """One exchange of rows and, later, of their gradients. Owns what travels until it has arrived."""
+class _AllToAllPair:
+    """An asynchronous all-to-all of rows and, later, the reverse one of their gradients. Owns the buffers until `wait`."""
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self._travelling: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
 
-    def depart(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Where the rows will be after `arrive`."""
+    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Start the all-to-all. Returns its output buffer, which is filled after `wait`."""
         rows = rows.contiguous()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(out, rows, received, sent, group=self.group, async_op=True)
         assert work is not None
-        self._travelling = work, rows, out
+        self._pending = work, rows, out
         return out
 
-    def arrive(self) -> Tensor:
-        assert self._travelling is not None, "nothing is on its way"
-        work, _, out = self._travelling
+    def wait(self) -> Tensor:
+        assert self._pending is not None, "no all-to-all is under way"
+        work, _, out = self._pending
         with waiting("rows of other ep ranks"):
             work.wait()
-        self._travelling = None
+        self._pending = None
         return out
 
 
-# [Note: departing and arriving are two nodes]
-# Backward runs nodes in the reverse order of forward. What ran between the two in forward is between them in backward too:
-# the gradients depart in `_Arrive`, the nodes of `meanwhile` run, and `_Depart` waits for them. Nobody else sees the tensor
-# that is being filled.
+# [Note: start and wait are two autograd nodes]
+# Backward runs nodes in the reverse order of forward, so whatever runs between `_Start` and `_Wait` in forward runs between
+# them in backward too. There the roles swap: `_Wait.backward` starts the all-to-all of gradients, the nodes of `meanwhile`
+# run, and `_Start.backward` waits. The tensor between the two nodes is the buffer being filled; nothing else may see it.
 
 
-class _Depart(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.depart(rows, way.sent, way.received)
+    def forward(ctx: Any, rows: Tensor, pair: _AllToAllPair) -> Tensor:
+        ctx.pair = pair
+        return pair.start(rows, pair.sent, pair.received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.arrive(), None
+        return ctx.pair.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        way.arrive()
+    def forward(ctx: Any, rows: Tensor, pair: _AllToAllPair) -> Tensor:
+        ctx.pair = pair
+        pair.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.way.depart(grad, ctx.way.received, ctx.way.sent)
-        return grad, None  # of the right shape; `_Depart` has the rows that come
+        ctx.pair.start(grad, ctx.pair.received, ctx.pair.sent)
+        return grad, None  # a stand-in of the right shape: `_Start.backward` returns the gradients that arrive
 
 
 def exchange(
     rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, meanwhile: Overlapped | None = None
 ) -> Tensor:
-    """sent[r] rows to rank r, in order; received[r] rows of rank r, in order.
+    """All-to-all of rows: sent[r] rows go to rank r, received[r] rows come from rank r, both in order of ranks.
 
     meanwhile: runs while the rows travel, and its backward while their gradients do.
     Wire: an all-to-all in each direction.
     """
     if group.size() == 1:
         return rows
-    way = _Way(sent, received, group)
-    travelling: Tensor = _Depart.apply(rows, way)
+    pair = _AllToAllPair(sent, received, group)
+    filling: Tensor = _Start.apply(rows, pair)  # see [Note: start and wait are two autograd nodes]
     if meanwhile is not None:
         meanwhile.run()
-    arrived: Tensor = _Arrive.apply(travelling, way)
+    arrived: Tensor = _Wait.apply(filling, pair)
     return arrived
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """sizes[r] rows of rank r, joined. Wire: an all-gather; backward a reduce-scatter."""
+    """All ranks' rows, sizes[r] of rank r. Wire: an all-gather; backward a reduce-scatter."""
     return _mirrored(all_gather_rows, reduce_scatter_rows, rows, sizes, group)
 
 
 def scatter_sum_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """A different summand on each rank in, own rows of the sum out. Wire: a reduce-scatter; backward an all-gather."""
+    """This rank's rows of the sum over ranks of `rows`. Wire: a reduce-scatter; backward an all-gather."""
     return _mirrored(reduce_scatter_rows, all_gather_rows, rows, sizes, group)
 
 
-def own_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """The same rows on every rank in, own ones out. Wire: backward, an all-gather."""
-    return _mirrored(_own, all_gather_rows, rows, sizes, group)
+def local_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """This rank's share of rows that are the same on every rank. Wire: backward, an all-gather."""
+    return _mirrored(_local, all_gather_rows, rows, sizes, group)
 
 
 def join_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Own rows in, all out, used the same by every rank. Wire: forward, an all-gather."""
-    return _mirrored(all_gather_rows, _own, rows, sizes, group)
+    """All ranks' rows, for a use that is the same on every rank. Wire: forward, an all-gather."""
+    return _mirrored(all_gather_rows, _local, rows, sizes, group)
 
 
 def _mirrored(
-    there: Callable[..., Tensor],
-    back: Callable[..., Tensor],
+    forward_move: Callable[..., Tensor],
+    backward_move: Callable[..., Tensor],
     rows: Tensor,
     sizes: Sequence[int],
     group: ProcessGroup,
 ) -> Tensor:
     if group.size() == 1:
         return rows
-    where = {"sizes": sizes, "group": group}
-    moved: Tensor = _Mirrored.apply(rows, partial(there, **where), partial(back, **where))
+    bound = {"sizes": sizes, "group": group}
+    moved: Tensor = _Mirrored.apply(rows, partial(forward_move, **bound), partial(backward_move, **bound))
     return moved

@@ -1,4 +1,4 @@
-"""What `AllToAll` sends for a given routing, by arithmetic."""
+"""Communication volume of the expert all-to-all: the bytes `AllToAll` sends for a given routing, by arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshkit.core.sharding import even_part
-from meshkit.parallel.expert._dispatch import Sent
+from meshkit.parallel.expert._dispatch import DispatchPlan
 
 Sizes = Counter[tuple[str, str, int]]
 """(axis, operation, bytes) -> how often. The axis is ep, etp or ep_etp."""
@@ -14,38 +14,40 @@ Sizes = Counter[tuple[str, str, int]]
 
 @dataclass(frozen=True)
 class DispatchTraffic:
-    """What one rank sends for one call, counted as `explain` counts."""
+    """Messages of one rank for one call, counted as `explain` counts them."""
 
     counts: Sizes
-    """of tokens per expert, once"""
+    """the all-gather of token counts per expert, in forward only"""
     rows: Sizes
-    """there and back, in each direction"""
+    """the two all-to-alls (and with etp the two collectives) of rows, once in forward and again in backward"""
 
 
-def dispatch_traffic(plan: Sent, *, width: int, itemsize: int) -> DispatchTraffic:
+def dispatch_traffic(plan: DispatchPlan, *, width: int, itemsize: int) -> DispatchTraffic:
     """width: features of a row; itemsize: bytes of one. Backward sends `rows` again, and recompute both."""
     ep, etp = plan.ranks
     counts, rows = Sizes(), Sizes()
     experts = len(plan.counts[0][0])
-    both = "_".join(axis for axis, size in (("ep", ep), ("etp", etp)) if size > 1)
-    if both:
-        counts[both, "all_gather", ep * etp * experts * 8] += 1
+    axes = "_".join(axis for axis, size in (("ep", ep), ("etp", etp)) if size > 1)
+    if axes:
+        # Counts are int64: 8 bytes for each expert of each rank.
+        counts[axes, "all_gather", ep * etp * experts * 8] += 1
     if ep > 1:
         for sizes in (plan.sent(), plan.received()):
-            away = sum(size for rank, size in enumerate(sizes) if rank != plan.place[0])
-            rows["ep", "all_to_all", away * width * itemsize] += 1
+            remote = sum(size for rank, size in enumerate(sizes) if rank != plan.coordinate[0])
+            rows["ep", "all_to_all", remote * width * itemsize] += 1
     if etp > 1:
+        # Padded to the rank with the most rows, as `all_gather_rows` pads.
         longest = max(plan.gathered()) * etp * width * itemsize
         rows["etp", "all_gather", longest] += 1
         rows["etp", "reduce_scatter", longest] += 1
-    return DispatchTraffic(counts, _sent(rows))
+    return DispatchTraffic(counts, _without_empty(rows))
 
 
-def _sent(sizes: Sizes) -> Sizes:
+def _without_empty(sizes: Sizes) -> Sizes:
     return Counter({key: times for key, times in sizes.items() if key[2]})
 
 
-def even_routing(experts: int, pairs: int, *, ep: int, etp: int, place: tuple[int, int]) -> Sent:
-    """As if every rank's `pairs` (token, choice) pairs went to all experts alike."""
-    own = [len(even_part(pairs, experts, expert)) for expert in range(experts)]
-    return Sent([[own for _ in range(etp)] for _ in range(ep)], place)
+def even_routing(experts: int, pairs: int, *, ep: int, etp: int, coordinate: tuple[int, int]) -> DispatchPlan:
+    """The plan if every rank's `pairs` (token, choice) pairs were spread evenly over all experts."""
+    counts = [len(even_part(pairs, experts, expert)) for expert in range(experts)]
+    return DispatchPlan([[counts for _ in range(etp)] for _ in range(ep)], coordinate)

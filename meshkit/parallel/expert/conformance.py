@@ -1,8 +1,8 @@
-"""What any dispatcher must get right, meshkit's own and another library's: run `check_dispatcher` on its ranks.
+"""Conformance tests for token dispatchers, meshkit's and other libraries': run `check_dispatcher` on its ranks.
 
-Outputs and all gradients are held against a plain loop over experts, in fp64: different tokens on every rank, experts without
-tokens, one expert that gets all of them, ranks without tokens, uninitialised memory filled with NaN, a second backward, and
-the forward repeated by recompute.
+Outputs and all gradients are compared in fp64 with a plain loop over experts. The cases: different tokens on every rank,
+experts without tokens, one expert that gets all of them, ranks without tokens, uninitialised memory filled with NaN, a second
+backward, and a forward that recompute repeats.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ TOLERANCE = 1e-10
 HIDDEN, FEATURES = 8, 12
 
 
-class Held(NamedTuple):
-    """What this rank holds of every expert's weights."""
+class ExpertShard(NamedTuple):
+    """The part of all experts' weights that this rank holds."""
 
     experts: range
     features: slice = slice(None)
 
 
 def check_dispatcher(
-    make: Callable[[int], Dispatcher], held: Callable[[int], Held], group: ProcessGroup, *, device: torch.device
+    make: Callable[[int], Dispatcher], shard: Callable[[int], ExpertShard], group: ProcessGroup, *, device: torch.device
 ) -> int:
     """Run every case on the ranks of `group`, which share the experts; returns how many there were.
 
-    make, held: of a number of experts, the dispatcher and what this rank holds of them.
+    make, shard: functions of the number of experts; they return the dispatcher and this rank's shard of the weights.
     Raises: AssertionError that names the case, what differs and by how much.
     """
     cases = list(_cases(dist.get_rank(group), group.size(), device))
     for name, experts, x_NC, routing in cases:
-        _check(name, make(experts), held(experts), experts, x_NC, routing, group)
+        _check(name, make(experts), shard(experts), experts, x_NC, routing, group)
     return len(cases)
 
 
@@ -66,24 +66,24 @@ def _cases(rank: int, ranks: int, device: torch.device) -> Iterator[tuple[str, i
     few = scores(11, 8)
     few[:, 2:6] = -1e9
     yield "experts without tokens", 8, tokens(11), routed(few, 2)
-    one = scores(9, 8)
-    one[:, 5] = 1e9
-    yield "one expert gets all", 8, tokens(9), routed(one, 1)
+    single = scores(9, 8)
+    single[:, 5] = 1e9
+    yield "one expert gets all", 8, tokens(9), routed(single, 1)
     count = 7 if rank % 2 else 0
     yield "ranks without tokens", 8, tokens(count), routed(scores(count, 8), 2)
     yield "no tokens at all", 8, tokens(0), routed(scores(0, 8), 2)
 
 
 class _Weights(NamedTuple):
-    """Of all experts, the same on every rank."""
+    """Both weights of all experts, the same on every rank, or of a shard of them."""
 
     into_EFC: Tensor
     out_ECF: Tensor
 
-    def part(self, held: Held) -> _Weights:
-        experts, features = slice(held.experts.start, held.experts.stop), held.features
-        parts = self.into_EFC[experts, features], self.out_ECF[experts, :, features]
-        return _Weights(*(part.clone().requires_grad_() for part in parts))
+    def local(self, shard: ExpertShard) -> _Weights:
+        experts, features = slice(shard.experts.start, shard.experts.stop), shard.features
+        slices = self.into_EFC[experts, features], self.out_ECF[experts, :, features]
+        return _Weights(*(weight.clone().requires_grad_() for weight in slices))
 
     def compute(self, rows_MC: Tensor, counts: list[int]) -> Tensor:
         assert sum(counts) == len(rows_MC), f"{len(rows_MC)} rows came with counts {counts}"
@@ -95,7 +95,7 @@ class _Weights(NamedTuple):
 def _check(
     name: str,
     dispatcher: Dispatcher,
-    held: Held,
+    shard: ExpertShard,
     experts: int,
     x_NC: Tensor,
     routing: Routing,
@@ -103,48 +103,59 @@ def _check(
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     shapes = (experts, FEATURES, HIDDEN), (experts, HIDDEN, FEATURES)
-    whole = _Weights(*(torch.randn(s, generator=generator, dtype=torch.float64).to(x_NC.device) for s in shapes))
-    back = torch.randn(x_NC.shape, generator=generator, dtype=torch.float64).to(x_NC.device)
-    expected = _naive(whole, x_NC, routing, back, group)
+    weights_of_all = _Weights(
+        *(torch.randn(s, generator=generator, dtype=torch.float64).to(x_NC.device) for s in shapes)
+    )
+    dout = torch.randn(x_NC.shape, generator=generator, dtype=torch.float64).to(x_NC.device)
+    expected = _naive(weights_of_all, x_NC, routing, dout, group)
 
-    own = whole.part(held)
-    x, weights = x_NC.clone().requires_grad_(), routing.weights_NK.clone().requires_grad_()
+    local = weights_of_all.local(shard)
+    x, routing_weights = x_NC.clone().requires_grad_(), routing.weights_NK.clone().requires_grad_()
 
-    def run(x: Tensor, weights: Tensor) -> Tensor:
-        return dispatcher(x, Routing(routing.experts_NK, weights), own.compute)
+    def run(x: Tensor, routing_weights: Tensor) -> Tensor:
+        return dispatcher(x, Routing(routing.experts_NK, routing_weights), local.compute)
 
     for again in ("", "a second step, ", "recomputed, "):
-        for tensor in (x, weights, *own):
+        # A second step finds state that the first one left in the dispatcher; recompute runs its forward twice.
+        for tensor in (x, routing_weights, *local):
             tensor.grad = None
         with _poisoned_memory():
-            out = checkpoint(run, x, weights, use_reentrant=False) if again == "recomputed, " else run(x, weights)
-            out.backward(back.expand_as(out))
-        part = _Weights(expected[3], expected[4]).part(held)
-        found = {
+            out = (
+                checkpoint(run, x, routing_weights, use_reentrant=False)
+                if again == "recomputed, "
+                else run(x, routing_weights)
+            )
+            out.backward(dout.expand_as(out))
+        expected_grads = _Weights(expected[3], expected[4]).local(shard)
+        results = {
             "output": (out, expected[0]),
             "gradient of the tokens": (x.grad, expected[1]),
-            "gradient of the routing weights": (weights.grad, expected[2]),
-            "gradient of the experts, in": (own.into_EFC.grad, part.into_EFC),
-            "gradient of the experts, out": (own.out_ECF.grad, part.out_ECF),
+            "gradient of the routing weights": (routing_weights.grad, expected[2]),
+            "gradient of the experts, in": (local.into_EFC.grad, expected_grads.into_EFC),
+            "gradient of the experts, out": (local.out_ECF.grad, expected_grads.out_ECF),
         }
-        for what, (value, wanted) in found.items():
+        for what, (value, expected_value) in results.items():
             assert value is not None, f"{name}: {again}{what} is None on rank {dist.get_rank(group)}"
-            distance = float((value.detach() - wanted.detach()).abs().max()) if wanted.numel() else 0.0
+            distance = float((value.detach() - expected_value.detach()).abs().max()) if expected_value.numel() else 0.0
             assert distance <= TOLERANCE, f"{name}: {again}{what} is off by {distance} on rank {dist.get_rank(group)}"
 
 
 def _naive(
-    whole: _Weights, x_NC: Tensor, routing: Routing, back: Tensor, group: ProcessGroup
+    weights_of_all: _Weights, x_NC: Tensor, routing: Routing, dout: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(output, gradients of tokens, of routing weights, of the experts' two weights summed over the ranks)."""
-    x, weights = x_NC.clone().requires_grad_(), routing.weights_NK.clone().requires_grad_()
-    into, out = (tensor.clone().requires_grad_() for tensor in whole)
+    x, routing_weights = x_NC.clone().requires_grad_(), routing.weights_NK.clone().requires_grad_()
+    into, out = (tensor.clone().requires_grad_() for tensor in weights_of_all)
     total = torch.zeros_like(x)
+    # No sorting, no exchange: every expert runs on all tokens, with weight 0 for those that did not choose it.
     for expert in range(len(into)):
-        count = (weights * (routing.experts_NK == expert)).sum(-1, keepdim=True)
+        count = (routing_weights * (routing.experts_NK == expert)).sum(-1, keepdim=True)
         total = total + count * F.linear(F.silu(F.linear(x, into[expert])), out[expert])
-    total.backward(back)
-    grads = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in (x, weights, into, out)]
+    total.backward(dout)
+    grads = [
+        tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+        for tensor in (x, routing_weights, into, out)
+    ]
     for grad in grads[2:]:
         dist.all_reduce(grad, group=group)
     return total.detach(), grads[0], grads[1], grads[2], grads[3]
@@ -152,7 +163,7 @@ def _naive(
 
 @contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are NaN inside, as deterministic algorithms fill them."""
+    """Inside, uninitialised tensors are NaN, since deterministic algorithms fill them: a row that nobody wrote shows."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

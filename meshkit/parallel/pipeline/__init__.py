@@ -25,7 +25,7 @@ from ._table import Op as Op
 from ._table import Row as Row
 from ._table import Schedule as Schedule
 from ._table import Task as Task
-from ._table import made_by as made_by
+from ._table import output_of as output_of
 from .drawing import html as html
 from .drawing import record_trace as record_trace
 from .drawing import svg as svg

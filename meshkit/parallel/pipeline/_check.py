@@ -1,4 +1,4 @@
-"""Refuse a schedule that cannot run, before anything runs, and say what the rest asks of every rank."""
+"""Checking a pipeline schedule: refuse a table that cannot run, and derive the messages and memory of one that can."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._table import OPS, Message, Row, Schedule, Task, made_by, messages, need_of, table_text
+from meshkit.parallel.pipeline._table import OPS, Message, Row, Schedule, Task, messages, need_of, output_of, table_text
 
 Cell = tuple[int, int]
 """(rank, index of the row on the rank)"""
@@ -17,10 +17,10 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Checked:
-    """A schedule that runs to its end with buffered sends, and what it asks of every rank.
+    """A schedule that is known to run to its end with buffered sends, with its messages and activations.
 
     messages: in the order in which their sources send.
-    peak_live: per rank, the most activations of one (stage, microbatch) held at a time, from F to the end of B or W.
+    peak_live: per rank, the most (stage, microbatch) pairs with live activations, which is from F to the end of B or W.
     """
 
     schedule: Schedule
@@ -35,10 +35,10 @@ class Checked:
 
     @cached_property
     def receives(self) -> tuple[tuple[Message, ...], ...]:
-        """Per rank, in the order its rows need them.
+        """Per rank, in the order in which its rows need them.
 
-        Two ranks need not agree on an order: ZBV's rank 1 gets activations and gradients from rank 0, and may use them in
-        another order than they come.
+        This may differ from the order in which they are sent: ZBV's rank 1 receives activations and gradients from rank 0
+        and may use them in another order.
         """
         by_need = sorted(self.messages, key=lambda message: message.needed_by)
         ranks = range(self.schedule.world)
@@ -46,14 +46,15 @@ class Checked:
 
     @cached_property
     def rendezvous(self) -> bool:
-        """Would it also end if a send waited until the other rank is at the receive, as an unbuffered send may?
+        """Whether it also ends if sends are unbuffered: each waits until the other rank has reached the receive.
 
-        Each rank then receives what a row needs, runs it, and sends what it made, one after the other. 1F1B does not end:
+        Each rank then receives a row's inputs, runs the row, and sends its outputs, one after the other. 1F1B does not end:
         two neighbours send to one another, and neither receives. Such a schedule needs sends that do not block.
         """
         scripts = [list(self._script(rank)) for rank in range(self.schedule.world)]
         step = [0] * len(scripts)
         active = deque(range(len(scripts)))
+        # A rank is looked at again whenever one of its messages was matched, so each message is matched once.
         while active:
             rank = active.popleft()
             while step[rank] < len(scripts[rank]):
@@ -68,7 +69,7 @@ class Checked:
 
     @cached_property
     def in_order(self) -> bool:
-        """Does every rank need what another sends it in the order it is sent? If not, receives are posted ahead of need."""
+        """Whether each rank needs messages in the order in which they are sent. If not, receives are posted ahead of need."""
         return all(
             [message for message in self.sends[source] if message.target == target]
             == [message for message in self.receives[target] if message.source == source]
@@ -86,7 +87,7 @@ class Checked:
 
 
 def check(schedule: Schedule) -> Checked:
-    """Every forward and backward once, on its stage's rank, and in an order that ends.
+    """Check that every forward and backward is there once, on its stage's rank, and in an order that ends.
 
     Raises: PlanError with the table drawn and an arrow at the bad cell.
     """
@@ -105,7 +106,7 @@ def check(schedule: Schedule) -> Checked:
 
 
 def peak_live(tasks: Iterable[Task]) -> int:
-    """The most activations of one (stage, microbatch) a rank holds at a time, each from F to the end of B or W."""
+    """The most (stage, microbatch) pairs whose activations are alive at a time, each from F to the end of B or W."""
     live = peak = 0
     for task in tasks:
         live += {"F": 1, "I": 0}.get(task.op, -1)
@@ -151,7 +152,7 @@ def _check_cell(schedule: Schedule, rank: int, index: int, row: Row) -> None:
 
 
 def _check_once(schedule: Schedule) -> dict[Task, Cell]:
-    """No task twice, no stage and microbatch with both kinds of backward, F before its backward and I before W."""
+    """Refuse a task that is there twice, a microbatch with both kinds of backward, and a backward before its forward."""
     cells: dict[Task, Cell] = {}
     for rank, rows in enumerate(schedule.ranks):
         for index, row in enumerate(rows):
@@ -163,19 +164,20 @@ def _check_once(schedule: Schedule) -> dict[Task, Cell]:
 
 def _check_task(schedule: Schedule, task: Task, cell: Cell, cells: dict[Task, Cell]) -> None:
     rank, index = cell
-    here = f"cell {index} of rank {rank}"
+    position = f"cell {index} of rank {rank}"
     if task in cells:
         first = cells[task][1]
         _refuse(schedule, cell, f"{task} is in cell {first} and again in cell {index} of rank {rank}.", "Keep one.")
     for other in "IW" if task.op == "B" else "B" if task.op in "IW" else "":
-        if (there := task._replace(op=other)) in cells:
+        if (conflict := task._replace(op=other)) in cells:
             problem = (
-                f"{here} has {task}, but cell {cells[there][1]} has {there}: two kinds of backward for one microbatch."
+                f"{position} has {task}, but cell {cells[conflict][1]} has {conflict}: two "
+                "kinds of backward for one microbatch."
             )
             _refuse(schedule, cell, problem, "Use either B, or I and W.")
     needed = {"B": "F", "I": "F", "W": "I"}.get(task.op)
     if needed and cells.get(before := task._replace(op=needed), cell) == cell:
-        problem = f"{here} has {task}, but {before} is not in a cell before it."
+        problem = f"{position} has {task}, but {before} is not in a cell before it."
         _refuse(schedule, cell, problem, f"Put {before} before {task} on rank {rank}.")
 
 
@@ -183,32 +185,33 @@ def _check_complete(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     for stage, rank in enumerate(schedule.placement):
         end = len(schedule.ranks[rank])
         for microbatch in range(schedule.microbatches):
-            forward, whole, input_, weight = (Task(op, stage, microbatch) for op in "FBIW")
+            forward, backward, input_, weight = (Task(op, stage, microbatch) for op in "FBIW")
             if forward not in cells:
                 problem = f"rank {rank} has no forward of microbatch {microbatch} in stage {stage}."
                 _refuse(schedule, (rank, end), problem, f"Add {forward}, and its backward.")
-            if whole not in cells and input_ not in cells:
+            if backward not in cells and input_ not in cells:
                 problem = f"rank {rank} has no backward for {forward} in cell {cells[forward][1]}."
-                _refuse(schedule, cells[forward], problem, f"Add {whole}, or {input_} and {weight}.")
+                _refuse(schedule, cells[forward], problem, f"Add {backward}, or {input_} and {weight}.")
             if input_ in cells and weight not in cells:
                 problem = f"rank {rank} has no weight gradient for {input_} in cell {cells[input_][1]}."
-                _refuse(schedule, cells[input_], problem, f"Add {weight} after {input_}, or make that {whole}.")
+                _refuse(schedule, cells[input_], problem, f"Add {weight} after {input_}, or make that {backward}.")
 
 
 def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
-    """Run the rows with buffered sends, and name the rows that wait in a circle if not all of them end."""
+    """Run the rows with buffered sends; if not all of them end, name those that wait for one another (a deadlock)."""
     ended = [0] * schedule.world
-    makers = {made_by(task): task for task in cells if task.op != "W"}
+    producers = {output_of(task): task for task in cells if task.op != "W"}
 
     def missing(rank: int) -> Task | None:
         for task in schedule.ranks[rank][ended[rank]].tasks:
             need = need_of(task, schedule.stages)
             if need is not None:
-                other, index = cells[makers[need]]
+                other, index = cells[producers[need]]
                 if index >= ended[other]:
-                    return makers[need]
+                    return producers[need]
         return None
 
+    # Rows never undo one another, so running whatever can run in any order finds every row that can.
     moved = True
     while moved:
         moved = False
@@ -219,6 +222,7 @@ def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     stuck = next((rank for rank, rows in enumerate(schedule.ranks) if ended[rank] < len(rows)), None)
     if stuck is None:
         return
+    # Every stuck rank waits for another one, so following the waits leads into a circle.
     circle: list[int] = []
     while stuck not in circle:
         circle.append(stuck)

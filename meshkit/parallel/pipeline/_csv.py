@@ -1,4 +1,4 @@
-"""Schedules as CSV: one's own format, which loses nothing, and that of torch.distributed.pipelining, which is read.
+"""Pipeline schedules as CSV: meshkit's own format (read, written), and torch.distributed.pipelining's (read).
 
     meshkit schedule,1f1b
     microbatches,2
@@ -121,6 +121,7 @@ def _read_torch(path: Path, lines: list[Line]) -> Schedule:
     for rank, (number, cells) in enumerate(lines):
         rows = []
         for cell in cells:
+            # torch's tables may spell out messages and FSDP's actions; here both follow from the rows.
             if not cell or IMPLIED.fullmatch(cell):
                 continue
             row = _row(path, number, rank, cell)

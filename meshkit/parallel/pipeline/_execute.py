@@ -1,4 +1,4 @@
-"""Run a checked table: one rank's rows, top to bottom."""
+"""The pipeline runtime: executes one rank's rows of a checked schedule, top to bottom."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
-from meshkit.parallel.pipeline._split_backward import Later, put_off
+from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
 from meshkit.parallel.pipeline._stages import StagedModel
-from meshkit.parallel.pipeline._table import Schedule, Task, made_by, need_of
+from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
 class _Live:
-    """What a forward leaves for its backward."""
+    """What a forward keeps for its backward."""
 
-    hidden: Tensor | None  # what the stage received, a leaf
-    # Where its backward begins: at the output, and at auxiliary losses. Nowhere in a first stage that trains nothing.
+    hidden: Tensor | None  # the received input of the stage, a leaf whose `.grad` goes to the stage before
+    # The roots of the stage's backward: its output, and its auxiliary losses. None in a first stage that trains nothing.
     # [Note: a stage's output need not outlive its forward]
-    # An edge names the node that made a tensor, and backward needs no more: the output's own memory is freed as soon as its
-    # message has gone, where a reference to the tensor would hold one hidden state for each microbatch in flight.
-    ends: list[GradientEdge]
-    later: Later = field(default_factory=Later)
+    # A GradientEdge refers to the node that made a tensor and not to the tensor, and backward needs no more. So the output's
+    # memory is freed once it has been sent; a reference would keep one hidden state alive for each microbatch in flight.
+    roots: list[GradientEdge]
+    deferred: DeferredWeightGradients = field(default_factory=DeferredWeightGradients)
 
 
-class _Done(Exception):
-    """Leaves a loss function once the stage has made its hidden state: what follows belongs to the last stage."""
+class _StageOutput(Exception):
+    """Raised to leave the loss function once the stage has its output: the rest of the function is the last stage's."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -45,15 +45,14 @@ class _Done(Exception):
 
 
 class _StageModel:
-    """What the loss function calls as its model: one stage of it."""
+    """The model that the loss function is given: calling it runs one stage."""
 
     def __init__(self, staged: StagedModel, stage: int, hidden: Tensor | None) -> None:
         self.staged, self.stage, self.hidden = staged, stage, hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.staged.running(
-            self.stage, self.hidden
-        ) as model:  # ends before `_Done` leaves: the model is whole again
+        # Left before `_StageOutput` is raised, so the model has all its modules again whatever the loss function does.
+        with self.staged.running(self.stage, self.hidden) as model:
             output = model(*args, **kwargs)
         if self.stage == self.staged.stages.count - 1:
             return output
@@ -63,18 +62,18 @@ class _StageModel:
                 f"pipeline: stage {self.stage} ends in a {type(hidden).__name__}, not in one hidden state. A model on pp "
                 "returns logits, plain or as `.logits`; one that predicts further ahead needs a mesh without pp."
             )
-        raise _Done(hidden)
+        raise _StageOutput(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.staged.model, name)
 
 
-def forward(staged: StagedModel, stage: int, hidden: Tensor | None, part: Any, loss: Loss) -> Tensor:
-    """The stage's hidden state, or from the last stage the loss of the part."""
+def forward(staged: StagedModel, stage: int, hidden: Tensor | None, microbatch: Any, loss: Loss) -> Tensor:
+    """Run one stage on a microbatch: returns the hidden state, or in the last stage the loss."""
     try:
-        value = loss(_StageModel(staged, stage, hidden), part)
-    except _Done as done:
-        return done.hidden
+        value = loss(_StageModel(staged, stage, hidden), microbatch)
+    except _StageOutput as output:
+        return output.hidden
     if stage < staged.stages.count - 1:
         raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
     return value
@@ -84,26 +83,26 @@ def execute(
     schedule: Schedule,
     rank: int,
     staged: StagedModel,
-    mail: P2P,
-    parts: Sequence[tuple[Any, float]],
+    p2p: P2P,
+    microbatches: Sequence[tuple[Any, float]],
     loss: Loss,
     scale: Tensor,
     recording: Recording | None = None,
 ) -> tuple[list[Tensor], list[tuple[Collected, float]]]:
-    """Forwards and backwards of all microbatches.
+    """Run the forwards and backwards of all microbatches.
 
-    Returns the losses of those whose last stage is here, and what the routers of each forward reported with what its loss
-    counts, both in the table's order.
-    parts: (microbatch, what its loss counts); scale: what losses are divided by before their backward. The two halves of an
-    FB row run one after the other, with the messages of both on their way.
+    Returns the losses, if the last stage is on this rank, and for each forward (report of its routers, weight of its loss);
+    both in the order of the table.
+    microbatches: (microbatch, weight of its loss). scale: losses are divided by it before their backward. The two halves of
+    an FB row run one after the other, with the messages of both under way.
     """
-    step = _Step(schedule, staged, mail, parts, loss, scale, recording)
+    step = _Step(schedule, staged, p2p, microbatches, loss, scale, recording)
     if recording is not None:
         recording.begin(schedule)
     for index, row in enumerate(schedule.ranks[rank]):
         # A row ahead: see [Note: receives are posted in the sender's order].
-        mail.expect(index)
-        mail.expect(index + 1)
+        p2p.expect(index)
+        p2p.expect(index + 1)
         for task in row.tasks:
             try:
                 step.run(task)
@@ -113,71 +112,71 @@ def execute(
                     f"{task.microbatch}"
                 )
                 raise
-    mail.finish()
-    return step.losses, step.noted
+    p2p.finish()
+    return step.losses, step.reports
 
 
 class _Step:
-    """One rank's tasks, and what its forwards have left for backwards that are still to come."""
+    """One rank's step: runs tasks, and keeps what its forwards saved for backwards that are still to come."""
 
     def __init__(
         self,
         schedule: Schedule,
         staged: StagedModel,
-        mail: P2P,
-        parts: Sequence[tuple[Any, float]],
+        p2p: P2P,
+        microbatches: Sequence[tuple[Any, float]],
         loss: Loss,
         scale: Tensor,
         recording: Recording | None,
     ) -> None:
-        self.stages, self.staged, self.mail, self.parts = schedule.stages, staged, mail, parts
+        self.stages, self.staged, self.p2p, self.microbatches = schedule.stages, staged, p2p, microbatches
         self.loss, self.scale, self.recording = loss, scale, recording
         self.live: dict[tuple[int, int], _Live] = {}
         self.losses: list[Tensor] = []
-        self.noted: list[tuple[Collected, float]] = []
+        self.reports: list[tuple[Collected, float]] = []
 
     def run(self, task: Task) -> None:
         need = need_of(task, self.stages)
-        received = self.mail.receive(need) if need is not None else None
+        received = self.p2p.receive(need) if need is not None else None
         measured = self.recording.measure(task) if self.recording is not None else nullcontext()
-        with measured, using_keys(self.parts[task.microbatch][0].get(KEYS)):
+        with measured, using_keys(self.microbatches[task.microbatch][0].get(KEYS)):
             if task.op == "F":
                 self._forward(task, received)
             elif task.op in ("B", "I"):
                 self._backward(task, received)
             if task.op in ("B", "W"):
-                # The last use of what the forward kept: with the entry go its graph and the products put off.
-                self.live.pop((task.stage, task.microbatch)).later.run()
+                # The last use of the forward's state: popping it frees its graph, and the inputs of the deferred products.
+                self.live.pop((task.stage, task.microbatch)).deferred.run()
 
     def _forward(self, task: Task, hidden: Tensor | None) -> None:
         if hidden is not None:
-            # A leaf of this stage's own graph: backward stops here, and leaves in `.grad` what the stage before needs.
+            # A leaf of this stage's own graph: backward stops here, and leaves the gradient for the stage before in `.grad`.
             hidden = hidden.detach().requires_grad_()
-        part, weight = self.parts[task.microbatch]
-        with collect() as found:
-            out = forward(self.staged, task.stage, hidden, part, self.loss)
-        self.noted.append((found, weight))
-        side = found.total() * weight / self.scale if found.losses else None
+        microbatch, weight = self.microbatches[task.microbatch]
+        with collect() as report:
+            out = forward(self.staged, task.stage, hidden, microbatch, self.loss)
+        self.reports.append((report, weight))
+        auxiliary = report.total() * weight / self.scale if report.losses else None
         if task.stage == self.stages - 1:
             self.losses.append(out.detach() * weight)
             out = out * weight / self.scale
         else:
-            self.mail.send(task, out.detach())
+            self.p2p.send(task, out.detach())
         # See [Note: a stage's output need not outlive its forward].
-        ends = [get_gradient_edge(end) for end in (out, side) if end is not None and end.requires_grad]
-        self.live[task.stage, task.microbatch] = _Live(hidden, ends)
+        roots = [get_gradient_edge(root) for root in (out, auxiliary) if root is not None and root.requires_grad]
+        self.live[task.stage, task.microbatch] = _Live(hidden, roots)
 
     def _backward(self, task: Task, grad: Tensor | None) -> None:
         state = self.live[task.stage, task.microbatch]
-        with put_off(state.later) if task.op == "I" else nullcontext():
-            if not state.ends:
+        with defer_weight_gradients(state.deferred) if task.op == "I" else nullcontext():
+            if not state.roots:
                 return
-            # One call for both ends, so that a node which both reach runs once, with the sum of their gradients. Auxiliary
-            # losses are scalars, whose gradient is 1.
-            torch.autograd.backward(state.ends, [grad, *[None] * (len(state.ends) - 1)])
+            # One call for both roots, so that a node which both reach runs once, with the sum of their gradients. The
+            # auxiliary loss is a scalar: its gradient, None here, is 1.
+            torch.autograd.backward(state.roots, [grad, *[None] * (len(state.roots) - 1)])
         if state.hidden is not None:
             assert state.hidden.grad is not None
-            self.mail.send(made_by(task), state.hidden.grad)
-        # The input and the nodes go now, also where W is still to come: what it needs is in `later`.
+            self.p2p.send(output_of(task), state.hidden.grad)
+        # The input and the graph are freed now, even where W is still to come: what it needs is in `deferred`.
         state.hidden = None
-        state.ends = []
+        state.roots = []

@@ -1,4 +1,4 @@
-"""A model on the ranks of `pp`: its stages, and the schedule by which their microbatches run."""
+"""Pipeline parallelism (PP): a model cut into stages over the ranks of `pp`, run microbatch by microbatch by a schedule."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _KEY = "_meshkit_pipeline"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole model will be cut.
+    """How a model is cut into stages.
 
-    splits_backward: weights' gradients are computed apart; width: of the hidden state;
-    tied: (name in the head, name in the tail) of each parameter that both hold; tensors: those of the whole model, on meta.
+    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
+    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta.
     """
 
     stages: Stages
@@ -59,20 +59,20 @@ class Cut:
 
     @property
     def copied(self) -> tuple[tuple[str, str], ...]:
-        """Those of `tied` that stand on two ranks."""
+        """The tied parameters whose two uses are on different ranks, so that each rank has a copy."""
         return self.tied if self.ends[0] != self.ends[1] else ()
 
     def copies(self, rank: int) -> dict[str, str]:
-        """Parameters of the rank that are another's too, which counts them: name there -> single-device name."""
+        """This rank's second copies of tied parameters, counted by the first copy's rank: name -> single-device name."""
         return {tail: head for head, tail in self.copied} if rank == self.ends[1] else {}
 
     @property
     def owners(self) -> dict[str, int]:
-        """The rank that counts and writes each tensor; what belongs to no stage is rank 0's."""
+        """The rank that counts and writes each tensor; tensors outside of all stages are rank 0's."""
         return {name: self.placement[self.stages.stage_of(name) or 0] for name in self.tensors}
 
     def runs(self, name: str, rank: int) -> bool:
-        """Does the rank run this module, or hold this tensor? What is around all stages is on every rank."""
+        """Whether the rank runs this module, or holds this tensor. Modules around all stages are on every rank."""
         stage = self.stages.stage_of(name)
         return stage is None or self.placement[stage] == rank
 
@@ -82,9 +82,9 @@ class Cut:
 
 @dataclass(eq=False)
 class Pipeline:
-    """Runs one rank's part of a pipeline. Made by `pipeline_parallel`.
+    """Runs one rank's stages. Made by `pipeline_parallel`.
 
-    dtype: of the hidden state; parts: ranks that share a sequence between blocks (tp, with sequence parallelism).
+    dtype: of the hidden state. parts: ranks that split a sequence between blocks (tp, with sequence parallelism).
     """
 
     staged: StagedModel
@@ -104,14 +104,14 @@ class Pipeline:
     @property
     def modules(self) -> list[str]:
         """Names of the modules that this rank holds."""
-        return [name for stage in self.staged.own for name in self.staged.stages.modules_of(stage)]
+        return [name for stage in self.staged.local_stages for name in self.staged.stages.modules_of(stage)]
 
     def schedule(self, microbatches: int) -> Schedule:
         return self._checked(microbatches).schedule
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Inside, steps note when each of their tasks begins and ends; see `Recording.gather`. A collective on the axis."""
+        """Inside, steps record the start and end of each task; see `Recording.gather`. A collective on the axis."""
         self._recording = Recording(self.axis.get_group(), self.rank, next(self.staged.model.parameters()).device)
         try:
             yield self._recording
@@ -119,70 +119,79 @@ class Pipeline:
             self._recording = None
 
     def forward_backward(
-        self, parts: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
+        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
     ) -> tuple[Tensor, list[tuple[Collected, float]]]:
-        """The gradients of all microbatches.
+        """Add the gradients of all microbatches to the parameters.
 
-        Returns the sum of their losses, the same on every rank of the axis, and what the routers of this rank reported.
+        microbatches: (microbatch, weight of its loss). Returns the sum of their losses, the same on every rank of the axis,
+        and for each forward of this rank (report of its routers, weight).
         """
         model = self.staged.model
-        checked = self._checked(len(parts))
+        checked = self._checked(len(microbatches))
+        # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
-        mail = self._mail(checked.messages, [part for part, _ in parts])
-        losses, noted = execute(checked.schedule, self.rank, self.staged, mail, parts, loss, scale, self._recording)
+        p2p = self._p2p(checked.messages, [microbatch for microbatch, _ in microbatches])
+        losses, reports = execute(
+            checked.schedule, self.rank, self.staged, p2p, microbatches, loss, scale, self._recording
+        )
+        # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
         self._add_tied_gradients()
-        return self.total(losses, scale.device), noted
+        return self.total(losses, scale.device), reports
 
     @torch.no_grad()
-    def infer(self, part: Any, function: Loss) -> Tensor | None:
-        """function(model, part) without gradients, on the ranks of the last stage; None on the others."""
+    def infer(self, microbatch: Any, function: Loss) -> Tensor | None:
+        """function(model, microbatch) without gradients: its result on the rank of the last stage, None on the others."""
+        # FSDP's root looks for its units at its first forward, and must not do so while modules are swapped for stand-ins.
         find_units(self.staged.model)
         schedule = self._forwards
-        mail = self._mail(list(messages(schedule)), [part])
+        p2p = self._p2p(list(messages(schedule)), [microbatch])
         result = None
         for index, row in enumerate(schedule.ranks[self.rank]):
-            mail.expect(index)
+            p2p.expect(index)
             (task,) = row.tasks
             need = need_of(task, schedule.stages)
-            value = forward(self.staged, task.stage, None if need is None else mail.receive(need), part, function)
+            hidden = None if need is None else p2p.receive(need)
+            value = forward(self.staged, task.stage, hidden, microbatch, function)
             if task.stage + 1 < schedule.stages:
-                mail.send(task, value)
+                p2p.send(task, value)
             else:
                 result = value
-        mail.finish()
+        p2p.finish()
         return result
 
     def total(self, losses: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The sum of the losses of the ranks of the axis, on all of them."""
+        """The sum of the losses of all ranks of the axis, on all of them. Wire: one all-reduce of a number."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in losses:
             total += value.detach()
+        # Ranks without the last stage add 0, so the sum is the last stage's, broadcast.
         dist.all_reduce(total, group=self.axis.get_group())
         return total
 
     def _add_tied_gradients(self) -> None:
-        """A parameter that the first and the last stage hold gets the sum of both gradients on both."""
+        """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""
         if self.rank not in self.cut.ends:
             return
         first = self.rank == self.cut.ends[0]
         peer = self.cut.ends[1] if first else self.cut.ends[0]
-        there, back = (self.up, self.down) if self.rank < peer else (self.down, self.up)
+        # One group for each direction: see [Note: receives are posted in the sender's order].
+        to_peer, from_peer = (self.up, self.down) if self.rank < peer else (self.down, self.up)
         params = dict(self.staged.model.named_parameters())
         for head, tail in self.cut.copied:
             param = params[head if first else tail]
             if not param.requires_grad:
                 continue
-            whole = param.grad
-            assert whole is not None, "both ends used the parameter"
-            grad = local_tensor(whole)
-            other = torch.empty_like(grad)
-            sent = dist.isend(grad.contiguous(), group=there, group_dst=peer)
-            dist.recv(other, group=back, group_src=peer)
+            assert param.grad is not None, "both ends used the parameter"
+            grad = local_tensor(param.grad)
+            received = torch.empty_like(grad)
+            # Send before receive, asynchronously: both ends do the same, and a blocking send could wait for ever.
+            sent = dist.isend(grad.contiguous(), group=to_peer, group_dst=peer)
+            dist.recv(received, group=from_peer, group_src=peer)
             assert sent is not None
             with waiting(f"the gradient of {head} to pp rank {peer}"):
                 sent.wait()
-            grad += other
+            grad += received
 
     def _checked(self, microbatches: int) -> Checked:
         if microbatches not in self._tables:
@@ -193,6 +202,7 @@ class Pipeline:
                     f"{table.placement}, but the model is cut for {self.cut.placement}. Use one placement for all numbers of "
                     "microbatches."
                 )
+            # Checked once for each number of microbatches; every step then runs the same table.
             self._tables[microbatches] = check(table)
         return self._tables[microbatches]
 
@@ -204,25 +214,25 @@ class Pipeline:
         )
         return Schedule("forwards", 1, self.cut.placement, ranks)
 
-    def _mail(self, messages: Sequence[Message], parts: Sequence[Any]) -> P2P:
-        shapes = {index: self._hidden_shape(part) for index, part in enumerate(parts)}
-        return P2P(messages, self.rank, shapes, self.dtype, _tokens(parts[0]).device, self.up, self.down)
+    def _p2p(self, messages: Sequence[Message], microbatches: Sequence[Any]) -> P2P:
+        shapes = {index: self._hidden_shape(microbatch) for index, microbatch in enumerate(microbatches)}
+        return P2P(messages, self.rank, shapes, self.dtype, _tokens(microbatches[0]).device, self.up, self.down)
 
-    def _hidden_shape(self, part: Any) -> torch.Size:
-        rows, tokens = _tokens(part).shape[:2]
+    def _hidden_shape(self, microbatch: Any) -> torch.Size:
+        rows, tokens = _tokens(microbatch).shape[:2]
         return torch.Size((rows, tokens // self.parts, self.cut.width))
 
 
-def _tokens(part: Any) -> Tensor:
-    found = part.get("input_ids")
-    return found if found is not None else next(value for value in part.values() if isinstance(value, Tensor))
+def _tokens(microbatch: Any) -> Tensor:
+    ids = microbatch.get("input_ids")
+    return ids if ids is not None else next(value for value in microbatch.values() if isinstance(value, Tensor))
 
 
 @lru_cache
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two groups of the same ranks, made once."""
+    """Two process groups of the same ranks, for messages up and down. Cached: each costs a communicator."""
     timeout = _torch.timeout_of(group)
-    return _torch.twin_group(group, timeout=timeout), _torch.twin_group(group, timeout=timeout)
+    return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
 
 
 def plan_pipeline(
@@ -233,7 +243,7 @@ def plan_pipeline(
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
 ) -> Cut:
-    """Share the model's blocks among stages. It changes nothing, but look at the model before anything else does.
+    """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
     stage; default: by parameters.
@@ -242,7 +252,7 @@ def plan_pipeline(
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
         schedule = read_csv(Path(schedule))
     generate = generator_of(schedule)
-    # Two microbatches show where a schedule puts its stages, and whether it computes weight gradients apart.
+    # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
@@ -283,11 +293,11 @@ def pipeline_parallel(
     dtype: torch.dtype | None = None,
     parts: int = 1,
 ) -> nn.Module:
-    """Keep the stages of this rank of one mesh axis, in place; parameters keep their names.
+    """Keep only this rank's stages of the module, in place; parameters keep their names.
 
     blocks: patterns of the repeated modules that are shared among stages, in order. Each takes and returns the hidden state
     [B, T, C] first. policy: the schedule, 1F1B by default, and how many blocks each stage has. dtype: of the hidden state;
-    default: of the module's parameters. parts: ranks that share the sequence between blocks.
+    default: of the module's parameters. parts: ranks that split the sequence between blocks.
     The module then runs by `pipeline_of(module).forward_backward(microbatches, loss, scale)`.
     Wire: each microbatch's hidden state once forward and its gradient once backward between stages on different ranks; with a
     tied embedding and head on different ranks, their gradient once a step.
@@ -295,6 +305,7 @@ def pipeline_parallel(
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
     policy = policy or PipelinePolicy()
+    # Splitting linears comes after the plan, which looks at the unchanged model, and before stages are cut.
     names = match_names(blocks, dict(module.named_modules()), what="module")
     cut = plan_pipeline(module, mesh.size(), blocks=names, schedule=policy.schedule, split=policy.stages)
     if cut.splits_backward:
@@ -303,9 +314,10 @@ def pipeline_parallel(
 
 
 def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dtype, parts: int = 1) -> nn.Module:
-    """`pipeline_parallel` where `plan_pipeline` has been asked before, of the module as it was."""
+    """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, cut.stages, cut.stages_of(rank), dtype)
+    # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
@@ -314,17 +326,17 @@ def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dt
 
 
 def pipeline_of(module: nn.Module) -> Pipeline | None:
-    """What runs the stages of a module that went through `pipeline_parallel`; None for another."""
-    found: Pipeline | None = module.__dict__.get(_KEY)
-    return found
+    """The `Pipeline` of a module that went through `pipeline_parallel`; None for another."""
+    pipeline: Pipeline | None = module.__dict__.get(_KEY)
+    return pipeline
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each once, on meta."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    held = {**dict(model.named_parameters()), **buffers}
-    return {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""What a real step did and when, on a clock that the ranks of a pipeline share."""
+"""Measured timelines of pipeline steps: start and end of each task, on a clock that the ranks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshkit.parallel.pipeline._table import Op, Schedule, Task
 
 
 class Measured(NamedTuple):
-    """A task, without the wait for its messages; seconds since a moment all ranks share."""
+    """A task's start and end without the wait for its messages, in seconds since a barrier of all ranks."""
 
     rank: int
     task: Task
@@ -42,9 +42,10 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """When the device gets there, not when the host asks it to."""
+    """Times at which the device reaches a point of its stream, not at which the host queues it. Nothing waits until read."""
 
     def __init__(self, device: torch.device) -> None:
+        # The zero event is recorded on an idle device, so that it is not delayed by work of before.
         torch.accelerator.synchronize(device)
         self.device = device
         self.zero = self.stamp()
@@ -66,6 +67,7 @@ class Recording:
     def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         """Wire: a barrier, whose end is time 0 on every rank."""
         self.group, self.rank = group, rank
+        # The clocks of ranks are not synchronised: the end of a barrier is the one moment that all of them know.
         dist.barrier(group)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._stamps: list[tuple[Task, object, object]] = []
@@ -83,18 +85,18 @@ class Recording:
         self._stamps.append((task, start, self._clock.stamp()))
 
     def gather(self) -> list[Measured]:
-        """What every rank of the axis did, the same on all of them. Wire: one all-gather of objects."""
-        mine = [
+        """The measured tasks of all ranks of the axis, on each of them. Wire: one all-gather of objects."""
+        local = [
             Measured(self.rank, task, self._clock.seconds(start), self._clock.seconds(end))
             for task, start, end in self._stamps
         ]
-        found: list[list[Measured]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(found, mine, group=self.group)
-        return [measured for rank in found for measured in rank]
+        by_rank: list[list[Measured]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(by_rank, local, group=self.group)
+        return [measured for tasks in by_rank for measured in tasks]
 
 
 def times_of(measured: Sequence[Measured], schedule: Schedule) -> Times:
-    """What to simulate the schedule with: the mean time of each op in each stage. Hops are not measured, and free."""
+    """Times for `simulate`: the mean of each op in each stage. Messages are not measured and count as free."""
 
     def per_stage(op: Op) -> tuple[float, ...]:
         return tuple(
@@ -102,5 +104,5 @@ def times_of(measured: Sequence[Measured], schedule: Schedule) -> Times:
             for stage in range(schedule.stages)
         )
 
-    whole = None if schedule.splits_backward and not any(m.task.op == "B" for m in measured) else per_stage("B")
-    return Times(f_s=per_stage("F"), i_s=per_stage("I"), w_s=per_stage("W"), b_s=whole)
+    b_s = None if schedule.splits_backward and not any(m.task.op == "B" for m in measured) else per_stage("B")
+    return Times(f_s=per_stage("F"), i_s=per_stage("I"), w_s=per_stage("W"), b_s=b_s)

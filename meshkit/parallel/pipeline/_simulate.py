@@ -1,7 +1,7 @@
-"""What a schedule takes, before it runs: the start and end of every row, the bubble, and the activations each rank holds.
+"""Simulating a pipeline schedule: the start and end of every row, the pipeline bubble, and the activations of each rank.
 
-The table fixes the order inside a rank, so time is a longest path: a row starts when the rank is free and all it waits
-for is there. Nothing is searched, and every row is visited once.
+The table fixes the order of rows on each rank, so times are a longest path: a row starts when its rank is free and its inputs
+have arrived. Nothing is searched, and every row is visited once.
 
 | task              | waits for                                                                          |
 |-------------------|------------------------------------------------------------------------------------|
@@ -10,7 +10,7 @@ for is there. Nothing is searched, and every row is visited once.
 | W                 | the I of its own stage                                                             |
 | FB                | what its F and its B wait for; both end when the row ends                          |
 
-What comes from another rank takes a hop more.
+An input from another rank arrives one hop later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from math import fsum
 from typing import NamedTuple
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._table import Row, Schedule, Task, made_by, need_of
+from meshkit.parallel.pipeline._table import Row, Schedule, Task, need_of, output_of
 
 PerStage = float | tuple[float, ...]
 
 
 def overlap(hidden: float) -> Callable[[float, float], float]:
-    """The time of an FB row of which `hidden` of the shorter half costs nothing: 0 is one after the other, 1 is max(F, B)."""
+    """The time of an FB row that hides a share of its shorter half: hidden=0 is one after the other, 1 is max(F, B)."""
     return partial(_overlapped, hidden)
 
 
@@ -55,9 +55,9 @@ class Times:
     fb_s: Callable[[float, float], float] = ONE_AFTER_THE_OTHER
     """an FB row out of the times of its F and its B"""
     hop_s: float | Callable[[int, int], float] = 0.0
-    """a message from one rank to another, or a function of (from, to); it delays who waits for it"""
+    """time of a message between ranks, or a function of (from, to); it delays the receiver only"""
     blocking: bool = False
-    """the sender computes nothing while its message is under way"""
+    """sends block: the sender computes nothing while its message is under way"""
     freed_by_i: PerStage = 0.0
     """activations held from the start of F to the end of I, in any unit"""
     freed_by_w: PerStage = 1.0
@@ -65,7 +65,7 @@ class Times:
 
 
 class Event(NamedTuple):
-    """One row, in time."""
+    """One row with its start and end."""
 
     row: Row
     start_s: float
@@ -103,7 +103,7 @@ class Simulation:
 
     @property
     def bubble_rate(self) -> float:
-        """1 - busy / (makespan * ranks): the part of the step in which a rank computes nothing, hops included.
+        """1 - busy / (makespan * ranks): the share of the step in which ranks compute nothing, hops included.
 
         With one stage per rank and equal times it is the zero-bubble papers' (cost - m (F + B + W)) / cost.
         """
@@ -113,14 +113,14 @@ class Simulation:
     def span_bubble_rate(self) -> float:
         """The same, with the longest span of a rank in place of the makespan.
 
-        It is what ZB-H2's zero bubble means: ranks start one after another and end one after another, so the next step
-        fills the corners. That takes an optimizer step without a barrier.
+        ZB-H2's bubble is zero in this sense: ranks start and end one after another, and the next step fills the corners.
+        That takes an optimizer step without a barrier.
         """
         return _idle(self.busy_s, max(self.span_s, default=0.0))
 
     @cached_property
     def memory(self) -> tuple[tuple[Level, ...], ...]:
-        """What each rank holds over time: the levels in order, from 0 at time 0 on."""
+        """Activations of each rank over time: levels in order, from 0 at time 0 on."""
         return tuple(tuple(_levels(rank, self.schedule, self.times)) for rank in self.events)
 
     @cached_property
@@ -130,10 +130,10 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
-    """Run the table on paper.
+    """Compute the times of every row of the table.
 
-    Hops delay who waits for them and do not disturb one another: links are not shared. Activations are counted from the
-    start of F; what a rank received and has not used yet is not counted.
+    Hops delay their receivers but not one another: links are not shared. Activations are counted from the start of F; inputs
+    that a rank has received and not used yet are not counted.
     Raises: PlanError if the table stops, or if `times` has another number of stages.
     Source: the dependencies are those of Qi et al. 2023 (arXiv 2401.10241), section 3.1.
     """
@@ -141,48 +141,49 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     duration = _durations(schedule, times)
     hop = _hop(times)
     last = schedule.stages - 1
-    place = schedule.placement
-    ended: dict[Task, float] = {}  # B ends as I, which is what the stage before waits for
+    rank_of = schedule.placement
+    ended: dict[Task, float] = {}  # a B is entered as I, the output for which the stage before waits
     waiting: dict[Task, list[int]] = {}
     clock = [0.0] * schedule.world
     events: list[list[Event]] = [[] for _ in schedule.ranks]
     ready = list(range(schedule.world))
     while ready:
         rank = ready.pop()
-        rows, mine = schedule.ranks[rank], events[rank]
-        while len(mine) < len(rows):
-            row = rows[len(mine)]
+        rows, done = schedule.ranks[rank], events[rank]
+        while len(done) < len(rows):
+            row = rows[len(done)]
             start_s = clock[rank]
             missing = None
             for need in needs(row, schedule.stages):
                 if need not in ended:
                     missing = need
                     break
-                start_s = max(start_s, ended[need] + hop(place[need.stage], rank))
+                start_s = max(start_s, ended[need] + hop(rank_of[need.stage], rank))
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             end_s = start_s + duration(row)
-            mine.append(Event(row, start_s, end_s))
+            done.append(Event(row, start_s, end_s))
             clock[rank] = end_s
+            # An output is known at the end of its row: wake the ranks that waited for it.
             for task in row.tasks:
-                end = made_by(task)
+                end = output_of(task)
                 ended[end] = end_s
                 ready += waiting.pop(end, ())
                 if times.blocking:
-                    clock[rank] += hop(rank, place[_next_stage(end, last)])
+                    clock[rank] += hop(rank, rank_of[_next_stage(end, last)])
     _refuse_unfinished(schedule, events, waiting)
     return Simulation(schedule, times, tuple(map(tuple, events)))
 
 
 def _next_stage(end: Task, last: int) -> int:
-    """The stage that gets what the task made: itself, if nobody waits for it."""
+    """The stage that receives the task's output; the task's own stage if none does."""
     step = {"F": 1, "I": -1}.get(end.op, 0)
     return min(max(end.stage + step, 0), last)
 
 
 def needs(row: Row, stages: int) -> list[Task]:
-    """What a row waits for; a whole backward ends as I."""
+    """The tasks for which a row waits; a whole backward counts as I."""
     needs = []
     for task in row.tasks:
         if task.op == "W":
@@ -230,17 +231,17 @@ def _durations(schedule: Schedule, times: Times) -> Callable[[Row], float]:
 def _levels(events: Sequence[Event], schedule: Schedule, times: Times) -> Iterator[Level]:
     freed_by_i = _per_stage("freed_by_i", times.freed_by_i, schedule)
     freed_by_w = _per_stage("freed_by_w", times.freed_by_w, schedule)
-    held = 0.0
-    yield Level(0.0, held)
+    live_units = 0.0
+    yield Level(0.0, live_units)
     for row, start_s, end_s in events:
         for op, stage, _ in row.tasks:
             if op == "F":
-                held += freed_by_i[stage] + freed_by_w[stage]
-                yield Level(start_s, held)
+                live_units += freed_by_i[stage] + freed_by_w[stage]
+                yield Level(start_s, live_units)
         for op, stage, _ in row.tasks:
             if op != "F":
-                held -= (freed_by_i[stage] if op != "W" else 0.0) + (freed_by_w[stage] if op != "I" else 0.0)
-                yield Level(end_s, held)
+                live_units -= (freed_by_i[stage] if op != "W" else 0.0) + (freed_by_w[stage] if op != "I" else 0.0)
+                yield Level(end_s, live_units)
 
 
 def _per_stage(name: str, value: PerStage, schedule: Schedule) -> tuple[float, ...]:
@@ -258,9 +259,10 @@ def _per_stage(name: str, value: PerStage, schedule: Schedule) -> tuple[float, .
 def _hop(times: Times) -> Callable[[int, int], float]:
     hop_s = times.hop_s
     if callable(hop_s):
+        # Between stages of one rank nothing is sent.
         return lambda source, target: hop_s(source, target) if source != target else 0.0
     return lambda source, target: hop_s if source != target else 0.0
 
 
-def _idle(busy_s: tuple[float, ...], whole_s: float) -> float:
-    return 1.0 - fsum(busy_s) / (whole_s * len(busy_s)) if whole_s else 0.0
+def _idle(busy_s: tuple[float, ...], step_s: float) -> float:
+    return 1.0 - fsum(busy_s) / (step_s * len(busy_s)) if step_s else 0.0

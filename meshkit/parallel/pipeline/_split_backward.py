@@ -1,7 +1,7 @@
-"""A backward in two halves: what the stage before waits for, and the weights' gradients, which nobody does.
+"""Zero-bubble backward in two halves: I, the input gradient for the stage before, and W, the weight gradients, later.
 
-Linear layers keep the pair (input, gradient of output) of their weight's gradient when told to, and the product is made
-later. Gradients of norms, biases' sums and embeddings are cheap and come with the first half.
+In an I, linear layers store (input, gradient of output) instead of multiplying them to the weight's gradient; the W runs the
+products. Gradients of norms, biases and embeddings are cheap and are computed in I.
 Source: Qi et al. 2023, zero bubble pipeline parallelism.
 """
 
@@ -14,62 +14,68 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core.patch_class import patch_class
 from meshkit.parallel.tensor.apply import inside_forward
 
 
-class Later:
-    """Gradients of weights that were put off."""
+class DeferredWeightGradients:
+    """The products of one microbatch's weight gradients, to be run in W."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
 
     def run(self) -> None:
         work, self.work = self.work, []
-        for each in work:
-            each()
+        for product in work:
+            product()
 
 
 def _accumulate(module: nn.Linear, x: Tensor, dout: Tensor) -> None:
     """weight.grad += dout' x.
 
-    Through a view of the parameter made now: the one that forward used may belong to a recomputed region.
+    Accumulates through a view of the parameter that is made now. The view of the forward may belong to a region that
+    recompute runs again, whose graph is gone by the time of W.
     """
+    # Backward may run without grad mode, but the view needs a graph that carries the gradient to the parameter.
     with torch.enable_grad():
         weight = inside_forward(module, "weight")
-    product = dout.flatten(0, -2).mT @ x.flatten(0, -2)
+    product = rearrange(dout, "... out -> (...) out").mT @ rearrange(x, "... c -> (...) c")
     torch.autograd.backward(weight, product.to(weight.dtype))
 
 
-_putting_off: list[Later] = []  # the innermost is in use; autograd's threads read it too
+# A stack, the innermost in use. Global and not a context variable: on CUDA backward runs in autograd's own threads.
+_deferring: list[DeferredWeightGradients] = []
 
 
 def weight_gradient(work: Callable[[], None]) -> None:
-    """For the backward of an autograd function: what only makes gradients of weights, now, or with W where the schedule
-    computes them apart.
+    """Run `work`, which only computes gradients of weights: in W where the schedule has one, else at once.
+
+    For the backward of your own autograd functions.
     """
-    if _putting_off:
-        _putting_off[-1].work.append(work)
+    if _deferring:
+        _deferring[-1].work.append(work)
     else:
         work()
 
 
 @contextmanager
-def put_off(later: Later) -> Iterator[None]:
-    """Inside, backwards leave the gradients of weights to `later`."""
-    _putting_off.append(later)
+def defer_weight_gradients(deferred: DeferredWeightGradients) -> Iterator[None]:
+    """Inside, backwards add their products of weight gradients to `deferred` instead of running them."""
+    _deferring.append(deferred)
     try:
         yield
     finally:
-        _putting_off.pop()
+        _deferring.pop()
 
 
 class _Linear(torch.autograd.Function):
-    """The weight is no input of this node: autograd would visit what made it, in the first half already.
+    """F.linear whose backward computes the weight's gradient by `weight_gradient`, at once or in W.
 
-    anchor requires a gradient, so that the output does even where x does not.
+    The weight is detached, so it is no differentiable input of this node: else autograd would already visit in I the node
+    that made it. `anchor` requires a gradient, so that the output does even where x does not.
     """
 
     @staticmethod
@@ -81,14 +87,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
+        # The input gradient is computed at once: the stage before waits for it.
         dx = dout @ weight if ctx.needs_input_grad[0] else None
         weight_gradient(partial(_accumulate, ctx.module, x, dout))
         return dx, None, None, None
 
 
 def split_linears(module: nn.Module) -> None:
-    """Let the linear layers' weight gradients be put off, in place."""
+    """Make the weight gradients of all plain linear layers deferrable, in place."""
     for child in module.modules():
+        # Only layers whose forward is nn.Linear's own: which products another forward makes is not known here.
         if type(child).forward is nn.Linear.forward and child.weight.requires_grad:
             patch_class(child, forward=_linear_forward)
 

@@ -1,9 +1,9 @@
-"""Which part of a model is which stage, and how one model object runs as any of them.
+"""Pipeline stages: how blocks are shared among stages, and how one model object runs as any of them.
 
-A stage runs the model's own forward with the modules of other stages replaced by stand-ins: blocks before it hand on what
-the stage received, blocks and tail after it hand on what it made, a missing embedding makes zeros of the right shape. So
-every rank computes positions and masks from the batch itself, only the hidden state travels, and the model's code needs no
-change. A rank holds one model object with the modules of all its stages under their own names.
+A stage runs the model's own forward with the modules of other stages replaced by stand-ins. Those of blocks before it pass on
+the received hidden state, those of blocks and tail after it pass on its output, and that of the embedding returns zeros of
+the right shape. So every rank computes positions and masks from the batch itself, only the hidden state travels, and the
+model's code needs no change. A rank has one model object with the modules of all its stages under their own names.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Stages:
         return {name: stage for stage in range(self.count) for name in self.modules_of(stage)}
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that holds this module, or the one that this module or tensor is inside of; None around all stages."""
+        """The stage of this module or tensor, or of the module that contains it; None for what is outside of all stages."""
         while name and name not in self._by_module:
             name = name.rpartition(".")[0]
         return self._by_module.get(name)
 
 
 def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: Sequence[int] | None = None) -> Stages:
-    """Share the blocks among `count` stages, in order, so that the dearest stage is as cheap as can be.
+    """Share the blocks among `count` stages, in order, so that the most expensive stage is as cheap as possible.
 
-    A block costs its parameters, and the tail too; an embedding costs nothing, since it is looked up. split: how many blocks
-    each stage has instead.
+    The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
+    number of blocks of each stage, in place of the costs.
     Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
     in or after the blocks.
     """
@@ -84,6 +84,7 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
 
 def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
     """Sizes of `count` runs, none empty, whose largest sum is smallest; `last` is added to the last run's."""
+    # Dynamic programming over (runs, costs taken): exact, and small enough for any number of layers.
     before = [0, *accumulate(costs)]
     # best[k][n]: (largest sum of the first n costs in k runs, where the last run begins)
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
@@ -112,7 +113,7 @@ def _cost(module: nn.Module) -> int:
 
 
 def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules that hold parameters before and after the blocks, in the order in which the model registers them."""
+    """Modules with parameters before and after the blocks, in the order in which the model registers them."""
     inside = set(blocks)
     head: list[str] = []
     tail: list[str] = []
@@ -136,17 +137,18 @@ def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tup
 
 
 class Absent(nn.Module):
-    """Hands on its first argument, for a module that another stage holds.
+    """Stand-in for a module of another stage: returns its first argument.
 
-    Never a view, such as the last tokens that models of transformers take logits of: it is what the stage returns.
+    If that is a view, it returns its base: models of transformers pass the head only the last tokens, but the stage has to
+    return all of them.
     """
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return _torch.unviewed(x)
+        return _torch.own_memory(x)
 
 
 class AbsentEmbedding(nn.Module):
-    """Zeros in the shape of an embedding that another stage holds. They take no memory."""
+    """Stand-in for the embedding of another stage: zeros of its shape, expanded from one element."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class AbsentEmbedding(nn.Module):
 
 
 class Received(nn.Module):
-    """Hands on what the stage before sent, whatever came out of the stand-ins."""
+    """Stand-in for the last block before the stage: returns the received hidden state, whatever its own input."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -178,34 +180,37 @@ def stand_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class StagedModel:
-    """A model of which this rank holds some stages, and which runs as one of them at a time."""
+    """A model of which this rank holds some stages; it runs as one stage at a time."""
 
-    def __init__(self, model: nn.Module, stages: Stages, own: Sequence[int], dtype: torch.dtype) -> None:
-        """Replaces what other ranks hold, in place."""
-        self.model, self.stages, self.own = model, stages, tuple(own)
-        held = {name for stage in own for name in stages.modules_of(stage)}
+    def __init__(self, model: nn.Module, stages: Stages, local_stages: Sequence[int], dtype: torch.dtype) -> None:
+        """Replaces modules of other ranks by stand-ins, in place."""
+        self.model, self.stages, self.local_stages = model, stages, tuple(local_stages)
+        local_modules = {name for stage in local_stages for name in stages.modules_of(stage)}
         self._absent: dict[str, nn.Module] = {}
         for stage in range(stages.count):
             for name in stages.modules_of(stage):
                 self._absent[name] = stand_in(model.get_submodule(name), dtype)
-                if name not in held:
+                if name not in local_modules:
                     _put(model, name, self._absent[name])
 
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[nn.Module]:
-        """Inside, the model is this stage; `hidden` is what it received, None for the first."""
-        shown = set(self.stages.modules_of(stage))
+        """Inside, the model is this stage. hidden: its received input, None for the first stage."""
+        present = set(self.stages.modules_of(stage))
+        # Each forward may look up a missing embedding once; a second lookup is another model than the stand-in stands for.
         for module in self._absent.values():
             if isinstance(module, AbsentEmbedding):
                 module.called = False
         swapped: dict[str, nn.Module] = {}
-        for other in self.own:
+        for other in self.local_stages:
             for name in self.stages.modules_of(other):
-                if name not in shown:
+                if name not in present:
                     swapped[name] = _put(self.model, name, self._absent[name])
         if hidden is not None:
+            # The stand-in directly before the stage yields the received input; whatever earlier ones return is dropped.
             last_before = self.stages.blocks[stage - 1][-1]
             before = _put(self.model, last_before, Received(hidden))
+            # If this rank also holds that block, it was swapped above: the module to restore is the first one.
             swapped.setdefault(last_before, before)
         try:
             yield self.model
@@ -215,10 +220,10 @@ class StagedModel:
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Replace a submodule without touching what watches assignments; returns the one that was there."""
+    """Replace a submodule in `_modules`, past any `__setattr__` of the parent; returns the old one."""
     parent, _, key = name.rpartition(".")
     owner = model.get_submodule(parent)
-    was = owner._modules[key]
-    assert was is not None
+    old = owner._modules[key]
+    assert old is not None
     owner._modules[key] = module
-    return was
+    return old

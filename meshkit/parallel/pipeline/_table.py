@@ -1,5 +1,7 @@
-"""When: a pipeline schedule is a table of rows. Generators make it, the checker refuses bad ones, the simulator prices it,
-the drawing shows it, and the runtime executes it, row by row.
+"""Pipeline schedules as data: a table of rows for each rank.
+
+Generators make tables, the checker refuses bad ones, the simulator computes their times, drawings show them, and the runtime
+executes them row by row.
 
 | op | does                                                                                         |
 |----|----------------------------------------------------------------------------------------------|
@@ -23,7 +25,7 @@ OPS: tuple[Op, ...] = ("F", "B", "I", "W", "FB")
 
 
 class Task(NamedTuple):
-    """One thing that happens to one microbatch in one stage; `op` is F, B, I or W."""
+    """One op on one microbatch in one stage; `op` is F, B, I or W."""
 
     op: str
     stage: int
@@ -84,7 +86,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Are gradients of inputs and of weights computed apart?"""
+        """Whether gradients of weights have rows of their own (W), as in zero-bubble schedules."""
         return any(row.op == "W" for row in self.rows())
 
 
@@ -100,7 +102,7 @@ def lane_name(world: int) -> Callable[[int], str]:
 
 
 def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: int = 100) -> str:
-    """The table itself, a column per cell, not in time; for a table that may not run.
+    """The table as text, one column per cell and without times, so that it also shows a table that cannot run.
 
     at: (rank, index) of the cell that gets an arrow; the columns and the four ranks to either side of it are drawn.
     """
@@ -122,29 +124,29 @@ def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: 
     return "\n".join(line.rstrip() for line in lines)
 
 
-# What goes between stages: who makes it, who needs it, and which of it crosses ranks.
+# Messages between stages: hidden states and their gradients, as far as they cross ranks.
 
 
 class Message(NamedTuple):
     """The output of F for the stage after, or of B or I for the stage before, from one rank to another."""
 
-    made: Task
-    """F or I: what the stage before waits for is made by a whole backward, too"""
+    output: Task
+    """the task whose output is sent, F or I; the input gradient that a B computes is named I too, see `output_of`"""
     source: int
     target: int
     sent_by: int
-    """index of the row on the source that makes it"""
+    """index of the row on the source that computes it"""
     needed_by: int
     """index of the row on the target that cannot start without it"""
 
 
-def made_by(task: Task) -> Task:
-    """What a task makes for others: a whole backward makes what its input gradient does."""
+def output_of(task: Task) -> Task:
+    """The name under which other stages know a task's output: the input gradient of a whole backward B is called I."""
     return task._replace(op="I") if task.op == "B" else task
 
 
 def need_of(task: Task, stages: int) -> Task | None:
-    """What a task needs of another stage."""
+    """The output of another stage that a task needs, if any."""
     if task.op == "F" and task.stage > 0:
         return task._replace(stage=task.stage - 1)
     if task.op in "BI" and task.stage + 1 < stages:
@@ -164,8 +166,8 @@ def messages(schedule: Schedule) -> Iterator[Message]:
     for source, rows in enumerate(schedule.ranks):
         for sent_by, row in enumerate(rows):
             for task in row.tasks:
-                if task.op == "W" or (made := made_by(task)) not in needed:
+                if task.op == "W" or (output := output_of(task)) not in needed:
                     continue
-                target, needed_by = needed[made]
+                target, needed_by = needed[output]
                 if target != source:
-                    yield Message(made, source, target, sent_by, needed_by)
+                    yield Message(output, source, target, sent_by, needed_by)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism (Megatron's) on one mesh axis, for any nn.Module."""
+"""Tensor parallelism (TP) and sequence parallelism, as Megatron's, on one mesh axis, for any nn.Module."""
 
 from .apply import tensor_parallel as tensor_parallel
 from .layout import TensorLayout as TensorLayout

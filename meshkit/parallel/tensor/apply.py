@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism on one mesh axis, for any nn.Module, by a table of names.
+"""Tensor parallelism (TP) and sequence parallelism on one mesh axis, for any nn.Module, by a table of names.
 
-Parameters become DTensors on the axis: names, checkpoints and FSDP see whole parameters. Activations stay plain
-tensors: inside a forward each module computes with its local shards, and hooks place the collectives of
-`meshkit.core.collectives` where a region begins and ends. So the model's own code runs unchanged on fewer heads and features.
+Parameters become DTensors on the axis: names, checkpoints and FSDP see full parameters. Activations stay plain tensors:
+inside a forward each module computes with its local shards, and hooks run the collectives of `meshkit.core.collectives` where
+a region begins and ends. So the model's own code runs unchanged on fewer heads and features.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
 from meshkit.errors import PlanError
-from meshkit.loss.linear_logits import LinearLogits, as_logits
+from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
-from meshkit.parallel.tensor.regather import Region, mark, refuse_without_sequence
+from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
@@ -46,12 +46,12 @@ def tensor_parallel(
     """Split the module over one mesh axis as `plan` says, in place.
 
     plan: module pattern -> style (`column()`, `row()`, ...); every module that holds parameters must be covered.
-    sequence: hold the residual stream sharded along dim -2 between regions. Then inputs and outputs of the module are
-    sharded that way too, unless an embedding or a head begins or ends it. Otherwise they are whole on every rank.
-    regather: with sequence=True, linear layers keep this rank's part of a region's input, which backward gathers again.
+    sequence: sequence parallelism, hold the residual stream sharded along dim -2 between regions. Then inputs and outputs of
+    the module are sharded that way too, unless an embedding or a head begins or ends it. Otherwise every rank has all tokens.
+    regather: with sequence=True, linear layers keep this rank's shard of a region's input, and backward gathers it again.
     Wire, per region and direction: one all-reduce of its input or output; with sequence=True an all-gather and a
-    reduce-scatter of the same size instead, and with regather one more all-gather in backward. Whole parameters used on parts
-    add one all-reduce of their gradient.
+    reduce-scatter of the same size instead, and with regather one more all-gather in backward. Replicated parameters that
+    compute on a shard of tokens or heads add one all-reduce of their gradient.
     Parameters keep their values, which must be the same on every rank; on meta they stay on meta.
     Raises: PlanError for a plan that does not fit the module or the axis.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
@@ -60,9 +60,8 @@ def tensor_parallel(
         raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
     refuse_without_sequence(regather=regather, sequence=sequence)
     if mesh.size() == 1:
-        match_table(
-            plan, dict(module.named_modules(remove_duplicate=False)), what="module"
-        )  # typos show on one rank too
+        # Nothing to split, but a typo in the plan shows on one rank too.
+        match_table(plan, dict(module.named_modules(remove_duplicate=False)), what="module")
         return module
     layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
     _distribute(module, mesh, layout)
@@ -74,13 +73,13 @@ def tensor_parallel(
             region = Region(SEQUENCE_DIM, mesh) if regather and call.kind == "enter" else None
             _communicate(modules[call.module], mesh, layout, call, region)
             if region is not None:
-                _keep_parts(modules, layout, call, region)
-    _repeat_own_heads(modules, layout, mesh.get_local_rank())
+                _keep_sharded_input(modules, layout, call, region)
+    _set_kv_groups(modules, layout, mesh.get_local_rank())
     return module
 
 
 class FakeAxis:
-    """An axis of which one rank is there, for tensors that have shapes and no values: nothing is sent."""
+    """Stands for a mesh axis where there is no process group, for tensors without values: nothing is sent."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -98,9 +97,10 @@ class FakeAxis:
 def shard_without_ranks(
     part: nn.Module, name: str, layout: TensorLayout, *, rank: int = 0, regather: bool = False
 ) -> nn.Module:
-    """Let a part of a model, without values and of its own, compute as that of one tensor rank, in place.
+    """Let a part of a model, on fake tensors, compute as it does on one rank of the tensor axis, in place; without ranks.
 
-    name: the part's, in the model that the layout is of. It then tells what a rank keeps and computes, without ranks.
+    part: a copy that nothing else uses. name: the part's name in the model that `layout` was made for. What it then keeps and
+    computes is what that rank keeps and computes.
     """
     axis: Any = FakeAxis(layout.size, rank)
     modules = {f"{name}.{key}" if key else name: child for key, child in part.named_modules()}
@@ -108,9 +108,9 @@ def shard_without_ranks(
         for key, param in list(child.named_parameters(recurse=False)):
             placement = layout.params[f"{prefix}.{key}"].placement
             if isinstance(placement, Shard):
-                own = chunk(param.shape[placement.dim], layout.size, rank)
+                shard = chunk(param.shape[placement.dim], layout.size, rank)
                 shape = list(param.shape)
-                shape[placement.dim] = own.stop - own.start
+                shape[placement.dim] = shard.stop - shard.start
                 child._parameters[key] = nn.Parameter(param.new_empty(shape), param.requires_grad)
         _localize(child, prefix, axis, layout)
     for call in layout.calls:
@@ -118,20 +118,20 @@ def shard_without_ranks(
             region = Region(SEQUENCE_DIM, axis) if regather and call.kind == "enter" else None
             _communicate(modules[call.module], axis, layout, call, region)
             if region is not None:
-                _keep_parts(modules, layout, call, region)
-    _repeat_own_heads(modules, layout, rank)
+                _keep_sharded_input(modules, layout, call, region)
+    _set_kv_groups(modules, layout, rank)
     return part
 
 
-def _repeat_own_heads(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
-    """Attention of transformers repeats key/value heads by a number that it keeps."""
+def _set_kv_groups(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
+    """Set the ratio of heads by which transformers' grouped-query attention repeats key/value heads to this rank's."""
     for name, heads in layout.heads.items():
         if name in modules and hasattr(modules[name], "num_key_value_groups"):
             modules[name].num_key_value_groups = heads[rank].query // heads[rank].kv  # type: ignore[assignment]
 
 
 def inside_forward(module: nn.Module, key: str) -> Tensor:
-    """What `module.<key>` is inside the module's forward: the local tensor to compute with, connected for autograd."""
+    """`module.<key>` as the module's forward reads it: the local tensor to compute with, connected for autograd."""
     if not hasattr(module, "_computing"):
         value: Tensor = getattr(module, key)
         return value
@@ -144,17 +144,17 @@ def inside_forward(module: nn.Module, key: str) -> Tensor:
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replicate) -> DTensor:
-    """This rank's part of a value that every rank has, as a DTensor. No communication; meta stays meta.
+    """A DTensor of a value that every rank has, of which this rank keeps its shard. No communication; meta stays meta.
 
-    placements: one for each axis of the mesh, different dims.
+    placements: one for each axis of the mesh; no two shard the same dim.
     """
     local = param.detach()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            part = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
-            local = local.narrow(placement.dim, part.start, part.stop - part.start)
+            shard = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(placement.dim, shard.start, shard.stop - shard.start)
     if any(isinstance(placement, Shard) for placement in placements):
-        local = local.clone()
+        local = local.clone()  # a view would keep the memory of the full parameter alive
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
     )
@@ -162,7 +162,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replic
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> None:
     """Replace every parameter by a DTensor on the axis; a tied parameter stays one parameter."""
-    made: dict[int, nn.Parameter] = {}
+    sharded: dict[int, nn.Parameter] = {}  # by id of the original, so that a tied one is made once
     owners = [
         (owner, key, f"{prefix}.{key}" if prefix else key, param)
         for prefix, owner in module.named_modules()
@@ -171,27 +171,28 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> No
     for owner, key, name, param in owners:
         if name not in layout.params:
             continue
-        if id(param) not in made:
+        if id(param) not in sharded:
             value = shard_parameter(param, mesh, layout.params[name].placement)
-            made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
-        owner._parameters[key] = made[id(param)]
+            sharded[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+        owner._parameters[key] = sharded[id(param)]
 
 
 def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayout) -> None:
-    """Inside the module's forward, `self.weight` is the local tensor to compute with, connected for autograd.
+    """Let `self.weight` be the local tensor to compute with inside the module's forward, connected for autograd.
 
     Outside of it `module.weight` stays the parameter, a DTensor, as FSDP, checkpoints and users expect.
     """
-    held = [key for key, _ in module.named_parameters(recurse=False)]
-    if not held or layout.styles[name].kind == "experts":
+    keys = [key for key, _ in module.named_parameters(recurse=False)]
+    if not keys or layout.styles[name].kind == "experts":
         return
     kind = layout.styles[name].kind
-    layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in held}
+    layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in keys}
     if isinstance(module, nn.Linear):
         module.own_columns = _own_columns(module, layouts["weight"], mesh)  # type: ignore[assignment]
         if codes_of(module) is not None and layouts["weight"].dim == 1:
-            layouts["weight"] = replace(layouts["weight"], indices=None)  # the layer picks them after it has decoded
-    views = {key: _view(key, each, mesh) for key, each in layouts.items()}
+            # Columns of a quantized weight are not columns of its bytes: the layer selects them after it has decoded.
+            layouts["weight"] = replace(layouts["weight"], indices=None)
+    views = {key: _view(each, mesh) for key, each in layouts.items()}
     if kind == "row" and "bias" in views:
         # Added after the sum: the forward's own addition would count it once per rank.
         bias = views.pop("bias")
@@ -204,24 +205,29 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
 
 
 def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:
-    """Of which features of the whole layer's input this rank's input is; None for all."""
+    """The features of the full layer's input that are this rank's input; None for all."""
     if layout.indices is not None and layout.dim == 1:
         return torch.tensor(layout.indices[mesh.get_local_rank()])
     if isinstance(layout.placement, Shard) and layout.placement.dim == 1:
-        part = chunk(linear.in_features, mesh.size(), mesh.get_local_rank())
-        return torch.arange(part.start, part.stop)
+        shard = chunk(linear.in_features, mesh.size(), mesh.get_local_rank())
+        return torch.arange(shard.start, shard.stop)
     return None
 
 
 def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None) -> None:
-    """While `module` computes, each of these attributes is what its view makes of the parameter.
+    """Inside of `module.forward`, each of these attributes reads as the view of its parameter. See [Note: local parameters].
 
-    forward: what to run instead of the class's own.
+    forward: replaces the class's own.
     """
+    # [Note: local parameters]
+    # The attribute is a property of a subclass (see `patch_class`) that returns the DTensor outside of the forward, and
+    # inside of it the local shard. A flag on the module says which; it is set here, around the forward and nothing else,
+    # since hooks (FSDP's, an optimizer's) want the parameter. Compiled code always reads the shard, and sets no flag: on 2.11
+    # a compiled recompute may not change attributes.
     forward = forward or type(module).forward
 
     def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled recompute may not change attributes on 2.11
+        if torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         self._computing = True  # type: ignore[assignment]
         try:
@@ -242,14 +248,13 @@ def _local_inside_forward(key: str, view: View) -> Any:
     return property(read)
 
 
-def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
+def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
     indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
 
     def view(param: nn.Parameter | None) -> Tensor:
         assert param is not None
-        value = (
-            _torch.local_shard(param) if isinstance(param, DTensor) else param
-        )  # a shard already: see `shard_without_ranks`
+        # No DTensor: a shard already, of `shard_without_ranks`.
+        value = _torch.local_shard(param) if isinstance(param, DTensor) else param
         if layout.gradient == "sum":
             value = copy_to_axis(value, mesh)
         return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
@@ -258,17 +263,19 @@ def _view(key: str, layout: ParamLayout, mesh: DeviceMesh) -> View:
 
 
 def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
-    part = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+    shard = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
     padding = module.padding_idx
-    own_padding = padding - part.start if padding is not None and part.start <= padding < part.stop else None
+    local_padding = padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
 
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up the ids this rank holds; zero for the others, which their owner adds."""
-        if part.start == part.stop:
-            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))  # of a row of zeros
-        outside = (ids < part.start) | (ids >= part.stop)
-        found = F.embedding((ids - part.start).masked_fill(outside, 0), self.weight, own_padding)
-        return found.masked_fill(outside.unsqueeze(-1), 0)
+        """Look up the ids of this rank's vocabulary; others are zero, and the sum over ranks adds them."""
+        if (
+            shard.start == shard.stop
+        ):  # no row to look up: padded by one of zeros, through which the gradient still flows
+            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))
+        outside = (ids < shard.start) | (ids >= shard.stop)
+        rows = F.embedding((ids - shard.start).masked_fill(outside, 0), self.weight, local_padding)
+        return rows.masked_fill(outside.unsqueeze(-1), 0)
 
     return forward
 
@@ -276,7 +283,7 @@ def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
 def _communicate(
     module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call, region: Region | None = None
 ) -> None:
-    """Hook the collectives of one call onto the module. region: enters instead of a plain all-gather."""
+    """Hook the collectives of one call onto the module. region: its `enter` is used instead of a plain all-gather."""
     sequence = layout.sequence
     if region is not None:
         _on_first_input(module, region.enter)
@@ -291,7 +298,7 @@ def _communicate(
         _on_first_input(module, lambda x: split_dim(x, SEQUENCE_DIM, mesh))
     elif call.kind in ("leave", "leave_whole"):
         scatter = sequence and call.kind == "leave"
-        # Before the hook that adds a row's bias: the sum comes first.
+        # Prepended, so that it runs before the hook of `_localize` that adds a row's bias: the bias is added to the sum.
         module.register_forward_hook(
             lambda module, args, out: (
                 scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh)
@@ -304,12 +311,12 @@ def _communicate(
             module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
 
 
-def _keep_parts(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:
-    """The linear layers that may read the input of the region keep this rank's part of it."""
+def _keep_sharded_input(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:
+    """Let the linear layers that may read the input of the region keep this rank's shard of it for backward."""
     for name in readers(modules, layout, call):
-        region.keep_part(modules[name])
+        region.keep_shard(modules[name])
     modules[call.module].register_forward_hook(lambda module, args, out: region.leave(), always_call=True)
-    mark(modules[call.module], region)
+    mark_region(modules[call.module], region)
 
 
 def _on_first_input(module: nn.Module, change: Any) -> None:
@@ -327,7 +334,7 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
 
 
 def _logits_over(out: Tensor | LinearLogits, mesh: DeviceMesh, vocabulary: int) -> DTensor | LinearLogits:
-    """What the head returns, as logits whose vocabulary is shared over the axis."""
+    """The head's output as logits whose vocabulary is sharded over the axis."""
     if isinstance(out, LinearLogits):
         return replace(out, head=out.head.over(mesh))
-    return as_logits(out, mesh, vocabulary)
+    return sharded_logits(out, mesh, vocabulary)

@@ -1,6 +1,6 @@
-"""What tensor parallelism decides, as data: where each parameter lies, which calls communicate. Needs no ranks.
+"""The layout of tensor parallelism, as data: the placement of each parameter, and the calls that communicate. Needs no ranks.
 
-`tensor_parallel` executes this, `explain` prints and prices it.
+`tensor_parallel` executes it, `explain` prints it with its bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from meshkit.core.quantized_weight import codes_of
-from meshkit.core.sharding import chunk, even_part
+from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
 from meshkit.plan import Style, match_table
 
@@ -22,8 +22,9 @@ from meshkit.plan import Style, match_table
 class ParamLayout:
     """One parameter on the tensor axis.
 
-    gradient: "own" is this rank's shard; "same" is whole and equal on every rank; "sum" is whole, each rank holding a
-    summand. indices: the rows (dim 0) or columns (dim 1) each rank computes with, where that is not its shard.
+    gradient: "own": of this rank's shard. "same": of the full parameter, equal on every rank. "sum": of the full parameter,
+    of which each rank has a summand. indices: for each rank the rows (dim 0) or columns (dim 1) that it computes with, where
+    they are not its shard.
     """
 
     placement: Shard | Replicate
@@ -34,7 +35,12 @@ class ParamLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One communicating step in the forward of a module; `width` is the size of the last dim of what is sent."""
+    """One communicating step in the forward of a module.
+
+    enter: a region begins, with an all-gather (sequence=True) or nothing, and an all-reduce in backward. leave: a region ends
+    in a reduce-scatter or an all-reduce; leave_whole: in an all-reduce always. split: the sequence is split. gather_split: it
+    is gathered around a module. gather: gathered before a module. width: the size of the last dim of what is sent.
+    """
 
     module: str
     kind: Literal["enter", "leave", "leave_whole", "split", "gather_split", "gather"]
@@ -42,7 +48,7 @@ class Call:
 
 
 class Heads(NamedTuple):
-    """The heads of one attention module that one rank computes."""
+    """The numbers of heads of one attention module that one rank computes."""
 
     query: int
     kv: int
@@ -70,13 +76,13 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
     layout = TensorLayout(size=size, sequence=sequence, styles=match_table(plan, modules, what="module"))
     for name, child in modules.items():
         _add_module(layout, name, child)
-    # Containers after all modules: what a rank stores of a projection may change once its heads are known.
+    # Containers after all modules: the heads of an attention may change the layout of its projections.
     for name, style in layout.styles.items():
         if style.kind == "split" and sequence:
             layout.calls.append(Call(module=name, kind="split", width=_width(modules[name])))
         elif style.kind in ("enter", "attention"):
             _add_container(layout, name, modules[name], style, modules)
-    # And single columns after containers: those inside of one share its entry.
+    # Columns after containers: those inside of one share its entry.
     for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
         if style.kind == "column" and not style.inner and name not in layout.shared_entry:
             layout.calls.append(
@@ -89,52 +95,53 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
 
 
 def _add_module(layout: TensorLayout, name: str, module: nn.Module) -> None:
-    """Decide what the module's own parameters are, by its style."""
+    """Decide the layout of the parameters that are the module's own, by its style."""
     style = layout.styles.get(name)
-    held = [key for key, _ in module.named_parameters(recurse=False)]
+    keys = [key for key, _ in module.named_parameters(recurse=False)]
     if style is None:
-        if held:
+        if keys:
             raise PlanError(
                 f"plan: module {name or '(the model itself)'!r} ({type(module).__name__}) holds the parameter "
-                f"{held[0]!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
+                f"{keys[0]!r}, but no pattern of the tensor plan covers it. Give it a style: column(), row(), "
                 "vocab(), sequence(), per_head() or replicate()."
             )
     elif style.kind in ("column", "row", "vocab"):
         _add_sharded(layout, name, module, style)
     elif style.kind in ("enter", "attention", "split"):
-        if held:
-            raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {held}.")
+        if keys:
+            raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {keys}.")
     elif style.kind != "experts":  # theirs is the expert view
-        _add_whole(layout, name, module, style, held)
+        _add_replicated(layout, name, module, style, keys)
 
 
-def _add_whole(layout: TensorLayout, name: str, module: nn.Module, style: Style, held: list[str]) -> None:
-    """A module that every rank holds whole. Where it computes with a part, of heads or tokens, its gradients are summands."""
+def _add_replicated(layout: TensorLayout, name: str, module: nn.Module, style: Style, keys: list[str]) -> None:
+    """A module that every rank holds in full. If it computes with a shard of heads or tokens, its gradients are summands."""
     summed = style.kind == "per_head" or (style.kind == "sequence" and layout.sequence)
-    for key in held:
+    for key in keys:
         layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
-    if style.kind == "replicate" and layout.sequence and held and not style.inner:
+    if style.kind == "replicate" and layout.sequence and keys and not style.inner:
         layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
     if style.kind == "head" and layout.sequence:
         layout.calls.append(Call(module=name, kind="gather", width=_linear(name, module, "head").in_features))
 
 
 def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
-    """For a whole model with sequence=True: something must cut the hidden states, or every rank would think its own a part.
+    """Raises: PlanError for a model whose hidden states are not split anywhere, where sequence=True is asked for.
 
-    Raises: PlanError where no embedding is split over its vocabulary, and no container is a split().
+    An embedding with vocab(), or a container with split(), splits them. Without, every rank would take all tokens for its
+    own.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     styles = match_table(plan, modules, what="module")
     for name, style in styles.items():
         if style.kind == "split" or (style.kind == "vocab" and isinstance(modules[name], nn.Embedding)):
             return
-    whole = [name for name in styles if isinstance(modules[name], nn.Embedding)]
+    embeddings = [name for name in styles if isinstance(modules[name], nn.Embedding)]
     raise PlanError(
         "sequence=True shards hidden states along the sequence, but the plan cuts them nowhere"
         + (
-            f": {whole[0]!r} is looked up whole ({styles[whole[0]]}). Give it vocab()"
-            if whole
+            f": {embeddings[0]!r} is looked up whole ({styles[embeddings[0]]}). Give it vocab()"
+            if embeddings
             else ". Give an embedding vocab()"
         )
         + ", or split() to the first module that takes them whole; or use sequence=False."
@@ -142,7 +149,7 @@ def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
 
 
 def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
-    shard: ParamLayout = ParamLayout(placement=Shard(0), gradient="own")
+    shard = ParamLayout(placement=Shard(0), gradient="own")
     weight, bias = _join(name, "weight"), _join(name, "bias")
     if style.kind == "vocab" and isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -180,7 +187,7 @@ def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, sty
 
 
 def _refuse_split_blocks(layout: TensorLayout, name: str, module: nn.Module) -> None:
-    """Rows in few bits are split between blocks, or a rank would hold codes without their scale."""
+    """Raises: PlanError where a quantized weight would be split inside of a block, whose codes share one scale."""
     codes = codes_of(module)
     if codes is None or not isinstance(module, nn.Linear):
         return
@@ -204,7 +211,7 @@ def _add_container(
     if not columns:
         raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
     layout.shared_entry.update(dict.fromkeys(columns, name))
-    # What enters is what the first linear layer reads: a projection that is whole on every rank may come before the columns.
+    # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
     inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
     first = next(child for child in inside if isinstance(modules[child], nn.Linear))
     layout.calls.append(Call(module=name, kind="enter", width=_linear(first, modules[first], "column").in_features))
@@ -215,49 +222,49 @@ def _add_container(
 def _split_heads(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
-    """Give every rank whole query heads and the key/value heads they read."""
-    query_heads, kv_heads, head_dim = whole = _whole_heads(name, module, style, modules)
+    """Give every rank full query heads and the key/value heads that they read."""
+    query_heads, kv_heads, head_dim = heads = _all_heads(name, module, style, modules)
     if layout.size > query_heads:
         raise PlanError(
             f"tp={layout.size} needs at least {layout.size} query heads, but {name!r} has {query_heads}. "
             f"Use tp of at most {query_heads}."
         )
-    layout.heads[name] = tuple(_rank_heads(whole, layout.size, rank) for rank in range(layout.size))
+    layout.heads[name] = tuple(_rank_heads(heads, layout.size, rank) for rank in range(layout.size))
     query, key, value, output = (_join(name, child) for child in style.projections)
-    own_query = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
-    own_kv = [_kv_heads(heads, query_heads // kv_heads) for heads in own_query]
+    query_of_rank = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
+    kv_of_rank = [_kv_heads(of_rank, query_heads // kv_heads) for of_rank in query_of_rank]
     if query_heads % layout.size:
-        _replicate_heads(layout, query, 0, own_query, head_dim)
-        _replicate_heads(layout, output, 1, own_query, head_dim)
+        _replicate_heads(layout, query, 0, query_of_rank, head_dim)
+        _replicate_heads(layout, output, 1, query_of_rank, head_dim)
     if query_heads % layout.size or kv_heads % layout.size:
-        _replicate_heads(layout, key, 0, own_kv, head_dim)
-        _replicate_heads(layout, value, 0, own_kv, head_dim)
+        _replicate_heads(layout, key, 0, kv_of_rank, head_dim)
+        _replicate_heads(layout, value, 0, kv_of_rank, head_dim)
 
 
 def attention_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> dict[str, tuple[Heads, ...]]:
     """The heads that each of `size` tensor ranks computes in every attention module of the plan."""
     modules = dict(module.named_modules(remove_duplicate=False))
     styles = match_table(plan, modules, what="module")
-    whole = {
-        name: _latent_heads(name, style, styles, modules) if style.query else _whole_heads(name, module, style, modules)
+    layers = {
+        name: _latent_heads(name, style, styles, modules) if style.query else _all_heads(name, module, style, modules)
         for name, module in modules.items()
         if (style := styles.get(name)) is not None and (style.kind == "attention" or style.query)
     }
-    return {name: tuple(_rank_heads(heads, size, rank) for rank in range(size)) for name, heads in whole.items()}
+    return {name: tuple(_rank_heads(heads, size, rank) for rank in range(size)) for name, heads in layers.items()}
 
 
 def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> Heads | None:
-    """The first attention module's heads on the tensor rank that has most: alike on every rank. None without attention."""
+    """The heads of the first attention module on the tensor rank that has most of them. None without attention."""
     layers = attention_heads(module, plan, size=size)
     return max(next(iter(layers.values()))) if layers else None
 
 
-def _rank_heads(whole: Heads, size: int, rank: int) -> Heads:
-    own = tuple(even_part(whole.query, size, rank))
-    return Heads(len(own), len(_kv_heads(own, whole.query // whole.kv)), whole.head_dim)
+def _rank_heads(heads: Heads, size: int, rank: int) -> Heads:
+    query = tuple(even_part(heads.query, size, rank))
+    return Heads(len(query), len(_kv_heads(query, heads.query // heads.kv)), heads.head_dim)
 
 
-def _whole_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]) -> Heads:
+def _all_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]) -> Heads:
     head_dim = getattr(module, style.head_dim, None)
     if not isinstance(head_dim, int):
         raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
@@ -272,42 +279,44 @@ def _whole_heads(name: str, module: nn.Module, style: Style, modules: dict[str, 
 
 
 def _latent_heads(name: str, style: Style, styles: Mapping[str, Style], modules: dict[str, nn.Module]) -> Heads:
-    """Of latent attention: each group of the queries is a head, with a key and a value of its own."""
+    """The heads of latent attention: each group of the queries' features is a head, with a key and a value of its own."""
     child = _join(name, style.query)
-    made = styles.get(child)
-    if child not in modules or made is None or made.kind != "column" or made.group == 1:
-        found = (
-            f"{child!r} is {made or 'not covered'} in the plan" if child in modules else f"there is no module {child!r}"
+    query = styles.get(child)
+    if child not in modules or query is None or query.kind != "column" or query.group == 1:
+        problem = (
+            f"{child!r} is {query or 'not covered'} in the plan"
+            if child in modules
+            else f"there is no module {child!r}"
         )
         raise PlanError(
-            f"plan: enter(query={style.query!r}) on {name!r} names the child that makes the queries, but {found}. Name a "
+            f"plan: enter(query={style.query!r}) on {name!r} names the child that makes the queries, but {problem}. Name a "
             "child that is column(group=...), where the group is the size of a head of q."
         )
-    heads = _linear(child, modules[child], "column").out_features // made.group
-    return Heads(heads, heads, made.group)
+    heads = _linear(child, modules[child], "column").out_features // query.group
+    return Heads(heads, heads, query.group)
 
 
 def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:
-    """Store the projection whole on every rank; each computes with its own heads."""
-    indices = tuple(tuple(h * head_dim + i for h in own for i in range(head_dim)) for own in heads)
-    whole = ParamLayout(placement=Replicate(), gradient="sum", dim=dim, indices=indices)
-    layout.params[_join(name, "weight")] = whole
+    """Replicate the projection; each rank computes with the rows or columns of its heads. heads: of each rank."""
+    indices = tuple(tuple(h * head_dim + i for h in of_rank for i in range(head_dim)) for of_rank in heads)
+    replicated = ParamLayout(placement=Replicate(), gradient="sum", dim=dim, indices=indices)
+    layout.params[_join(name, "weight")] = replicated
     if dim == 0 and _join(name, "bias") in layout.params:
-        layout.params[_join(name, "bias")] = whole
-    for child, inner in layout.styles.items():  # an adapter's, which is split as the projection
+        layout.params[_join(name, "bias")] = replicated
+    for child, inner in layout.styles.items():  # an adapter's layers are split as the projection is
         if inner.inner and child.startswith(f"{name}.") and inner.kind == ("row" if dim else "column"):
-            layout.params[_join(child, "weight")] = whole
+            layout.params[_join(child, "weight")] = replicated
 
 
 def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The key/value heads these query heads read: each once if all are read equally often, else one per query head."""
+    """The key/value heads that these query heads read: each once if all are read equally often, else one per query head."""
     read = [head // group for head in query_heads]
     once = tuple(dict.fromkeys(read))
     return once if len({read.count(head) for head in once}) == 1 else tuple(read)
 
 
 def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
-    """A parameter with several names must be laid out the same way under each."""
+    """Raises: PlanError for a tied parameter whose names have different layouts."""
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)
@@ -319,7 +328,7 @@ def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
 
 
 def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) -> list[str]:
-    """The linear layers that may read the input of a region: all inside of it but rows, which end it."""
+    """The linear layers that may read the input of a region: all inside of it except rows, which end it."""
     return [
         name
         for name, child in modules.items()
@@ -327,12 +336,6 @@ def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) 
         and isinstance(child, nn.Linear)
         and getattr(layout.styles.get(name), "kind", "row") != "row"
     ]
-
-
-def shard_sizes(size: int, parts: int) -> list[int]:
-    """Lengths of the parts of an uneven shard, as DTensor lays it out."""
-    slices = [chunk(size, parts, index) for index in range(parts)]
-    return [part.stop - part.start for part in slices]
 
 
 def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:

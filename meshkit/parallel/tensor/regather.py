@@ -1,11 +1,12 @@
-"""Sequence parallelism that keeps its inputs sharded: gathered in forward, and gathered again in backward.
+"""Sequence parallelism that keeps sharded activations: a region's input is gathered in forward and again in backward.
 
-A tensor-parallel region begins with an all-gather of its input, which its linear layers would keep for their weights'
-gradients: whole on every rank. Here they keep the rank's part, and the first that needs the whole gathers it once for all.
+A tensor-parallel region begins with an all-gather of its input, and its linear layers would keep the gathered input for the
+gradients of their weights, all tokens on every rank. Here they keep this rank's shard, and in backward the first layer that
+needs the gathered input gathers it once for all layers.
 
-Two ways lead there. In eager code a linear layer's saved input is replaced by a handle (`Region`). What runs again in
-backward, and compiled code, has no use for handles: there the gather is an operator of its own, which a policy of recompute
-leaves out of what is kept.
+There are two mechanisms. In eager code saved_tensors_hooks replace a linear layer's saved input by a handle (`Region`). For
+blocks that run again in backward, and for compiled code, the gather is an operator of its own, which the policy of selective
+recompute does not keep.
 Dims: B batch, T tokens, C features.
 Source: Korthikanti et al. 2022, section 4.2.2.
 """
@@ -29,57 +30,60 @@ from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 
 
-def _fake_gather(part: Tensor, dim: int, size: int, group_name: str) -> Tensor:
-    shape = list(part.shape)
+def _fake_gather(shard: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    shape = list(shard.shape)
     shape[dim] *= size
-    return part.new_empty(shape)
+    return shard.new_empty(shape)
 
 
 @custom_op("gather_region", fake=_fake_gather)
-def _gather_region(part: Tensor, dim: int, size: int, group_name: str) -> Tensor:
-    """Contiguous, so that linear layers read it as it is: each would make, and keep, a copy of its own."""
-    first = part.movedim(dim, 0).contiguous()
-    return _torch.all_gather_rows(first, size, group_name).movedim(0, dim).contiguous()
+def _gather_region(shard: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    """All shards joined along `dim`, contiguous: of a strided input each linear layer would make, and keep, a copy."""
+    # See [Note: collectives work on dim 0] in core/collectives.py.
+    dim_first = shard.movedim(dim, 0).contiguous()
+    return _torch.all_gather_rows(dim_first, size, group_name).movedim(0, dim).contiguous()
 
 
-# What a policy of recompute looks for.
+# The operator by which a policy of selective recompute knows the gather of a region.
 GATHER_REGION = torch.ops.meshkit.gather_region.default
 
 
-def _gather(part: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
-    whole: Tensor = _gather_region(part, dim, axis.size(), axis.get_group().group_name)
-    return whole
+def _gather(shard: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    gathered: Tensor = _gather_region(shard, dim, axis.size(), axis.get_group().group_name)
+    return gathered
 
 
-class _Kept:
-    """One input of a region, as its linear layers keep it."""
+class _ShardedInput:
+    """One input of a region, as its linear layers keep it: this rank's shard, gathered on demand."""
 
-    def __init__(self, part: Tensor, dim: int, axis: DeviceMesh) -> None:
+    def __init__(self, shard: Tensor, dim: int, axis: DeviceMesh) -> None:
         self.dim, self.axis = dim, axis
-        self._whole: Tensor | None = None
-        # Saved by a node, not held: then whoever watches what is saved, an offload for one, sees it.
-        # Its output is held, since on torch 2.11 a node lives no longer than that.
-        self._holder = _Keep.apply(part)
-        self._part = part if self._holder.grad_fn is None else None
+        self._gathered: Tensor | None = None
+        # [Note: the shard is saved by a node]
+        # An attribute would hide the shard from saved_tensors_hooks; saved by an autograd node it passes through them, so
+        # that an offload moves it and an accountant counts it. The node's output is kept, since on torch 2.11 a node lives no
+        # longer than that. Where no gradient is wanted there is no node, and the shard itself is kept.
+        self._node_output = _Save.apply(shard)
+        self._shard = shard if self._node_output.grad_fn is None else None
 
-    def whole(self) -> Tensor:
-        """[B, T, C], gathered at the first call of a backward."""
-        if self._whole is None:
-            part = self._holder.grad_fn.saved_tensors[0] if self._part is None else self._part
-            self._whole = _gather(part.detach(), self.dim, self.axis)
-        return self._whole
+    def gathered(self) -> Tensor:
+        """[B, T, C] of all ranks; gathered at the first call in a backward, kept until `free`."""
+        if self._gathered is None:
+            shard = self._node_output.grad_fn.saved_tensors[0] if self._shard is None else self._shard
+            self._gathered = _gather(shard.detach(), self.dim, self.axis)
+        return self._gathered
 
     def free(self) -> None:
-        self._whole = None
+        self._gathered = None
 
 
-class _Keep(torch.autograd.Function):
-    """A node that is in no backward, and so keeps what it saved as long as it lives."""
+class _Save(torch.autograd.Function):
+    """A node that no backward reaches. See [Note: the shard is saved by a node]."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        ctx.save_for_backward(part)
-        return part.new_empty(0)
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        ctx.save_for_backward(shard)
+        return shard.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -88,74 +92,75 @@ class _Keep(torch.autograd.Function):
 
 class _GatherRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, axis: DeviceMesh, kept: _Kept | None) -> Tensor:
-        ctx.dim, ctx.axis, ctx.kept = dim, axis, kept
-        return _gather(part, dim, axis)
+    def forward(ctx: Any, shard: Tensor, dim: int, axis: DeviceMesh, sharded: _ShardedInput | None) -> Tensor:
+        ctx.dim, ctx.axis, ctx.sharded = dim, axis, sharded
+        return _gather(shard, dim, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.kept is not None:  # every reader of the whole comes before this
-            ctx.kept.free()
+        if ctx.sharded is not None:  # autograd runs this after the backwards of all that read the gathered input
+            ctx.sharded.free()
         return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
 
 
 class Region:
-    """The entry of one region, and what its linear layers keep of it.
+    """The entry of one tensor-parallel region, and what its linear layers keep of its input.
 
-    hooked: saved inputs are replaced by handles. Off where a policy of recompute, or a full recompute, does the work.
+    hooked: replace saved inputs by handles. False where recompute, full or by a policy, keeps the shard anyway.
     """
 
     def __init__(self, dim: int, axis: DeviceMesh) -> None:
         self.dim, self.axis = dim, axis
         self.hooked = True
-        self._current: _Whole | None = None
+        self._current: _GatheredInput | None = None
 
-    def enter(self, part: Tensor) -> Tensor:
-        """This rank's part of `dim` in, the whole out. Wire: all-gather; backward all-gather and reduce-scatter."""
-        if not self._hooks(part):
-            out: Tensor = _GatherRegion.apply(part, self.dim, self.axis, None)
+    def enter(self, shard: Tensor) -> Tensor:
+        """This rank's shard of `dim` in, the gathered input out. Wire: all-gather; backward all-gather and reduce-scatter."""
+        if not self._hooks():
+            out: Tensor = _GatherRegion.apply(shard, self.dim, self.axis, None)
             return out
-        kept = _Kept(part, self.dim, self.axis)
-        out = _GatherRegion.apply(part, self.dim, self.axis, kept)
-        # Between here and `leave` layers look for this whole among their inputs. A forward that raises leaves it set; the
-        # next `enter` replaces it, and meanwhile it holds no more than a weak reference and this rank's part.
-        self._current = _Whole(out, kept)
+        sharded = _ShardedInput(shard, self.dim, self.axis)
+        out = _GatherRegion.apply(shard, self.dim, self.axis, sharded)
+        # From here to `leave`, layers look for this tensor among their inputs. A forward that raises leaves it set; the next
+        # `enter` replaces it, and until then it keeps no more than a weak reference and this rank's shard.
+        self._current = _GatheredInput(out, sharded)
         return out
 
     def leave(self) -> None:
         if not torch.compiler.is_compiling():
             self._current = None
 
-    def keep_part(self, linear: nn.Module) -> None:
-        """Let a layer inside of the region keep the part where its input is the whole, in place."""
+    def keep_shard(self, linear: nn.Module) -> None:
+        """Let a layer inside of the region keep the shard if its input is the region's, in place."""
         forward = type(linear).forward
 
-        def kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward_keeping_shard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._current is None:
                 return forward(module, *args, **kwargs)
             if not any(self._current.is_read_by(x) for x in (*args, *kwargs.values())):
                 return forward(module, *args, **kwargs)
-            # Around this layer alone: of hooks only the innermost are asked, and those of an offload around are to see what
-            # other layers save.
+            # Around this layer alone: only the innermost saved_tensors_hooks are called, and those of an offload around the
+            # block must see what other layers save.
             with saved_tensors_hooks(self._current.pack, _unpack):
                 return forward(module, *args, **kwargs)
 
-        kept_forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-        patch_class(linear, forward=kept_forward)
+        forward_keeping_shard.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        patch_class(linear, forward=forward_keeping_shard)
 
-    def _hooks(self, part: Tensor) -> bool:
+    def _hooks(self) -> bool:
         return self.hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-class _Whole:
-    """The whole input while the region computes. It is not held, but its address is not given to another either."""
+class _GatheredInput:
+    """Recognises the gathered input of a region, and views of it, while the region computes."""
 
-    def __init__(self, whole: Tensor, kept: _Kept) -> None:
-        self.kept, self.version = kept, whole._version
-        self.memory = StorageWeakRef(whole.untyped_storage())
+    def __init__(self, gathered: Tensor, sharded: _ShardedInput) -> None:
+        self.sharded, self.version = sharded, gathered._version
+        # A weak reference does not keep the memory alive, but keeps its address from being given to another storage.
+        self.memory = StorageWeakRef(gathered.untyped_storage())
 
     def is_read_by(self, tensor: Any) -> bool:
-        """Whether the tensor looks at the whole, which nobody has changed since it was gathered."""
+        """Whether the tensor is the gathered input or a view of it, not written to since it was gathered."""
         return (
             isinstance(tensor, Tensor)
             and _torch.storage_key(tensor) == self.memory.cdata
@@ -163,19 +168,20 @@ class _Whole:
         )
 
     def pack(self, tensor: Tensor) -> Any:
-        """Of what looks at the whole, remember only how."""
+        """For saved_tensors_hooks: in place of a view of the gathered input, the shard and the view's geometry."""
         if not self.is_read_by(tensor):
             return tensor
-        return self.kept, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self.sharded, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    kept, shape, stride, offset = packed
-    # The first reader in backward gathers, on every rank of the axis the same one: backward runs nodes in one order.
-    whole: Tensor = kept.whole()
-    return whole.as_strided(shape, stride, offset)
+    sharded, shape, stride, offset = packed
+    # The first reader in backward gathers. It is the same one on every rank of the axis, since autograd runs nodes in the
+    # opposite order of their creation: so all ranks issue the all-gather at the same place.
+    gathered: Tensor = sharded.gathered()
+    return gathered.as_strided(shape, stride, offset)
 
 
 def refuse_without_sequence(*, regather: bool, sequence: bool) -> None:
@@ -186,8 +192,8 @@ def refuse_without_sequence(*, regather: bool, sequence: bool) -> None:
         )
 
 
-def mark(module: nn.Module, region: Region) -> None:
-    """Let `regions` find the region that begins at the module."""
+def mark_region(module: nn.Module, region: Region) -> None:
+    """Record that the region begins at the module, for `regions`."""
     patch_class(module, _meshkit_region=region)
 
 

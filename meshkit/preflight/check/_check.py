@@ -1,4 +1,4 @@
-"""One step on a small mesh and on one device, compared."""
+"""check: one training step on a small mesh and on one device, compared (parity check, debugging of wrong gradients)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshkit.preflight.check._ranks import on_ranks
 from meshkit.preflight.check._record import (
     Facts,
     Recorder,
-    parts_of,
-    strangers_of,
+    foreign_tensors_of,
+    local_shards,
     tied_names,
     with_gradients,
     with_values_after,
@@ -58,21 +58,21 @@ def check(
     model: a module, real or on meta, or a function () that builds one: they are put on the mesh by `parallelize` with the
     strategy, or with choices by keyword. Or a function (mesh) that does it all, with communication of its own too: it is
     called once with the mesh and once with a mesh of one rank, and returns a Run, or a module together with `step`.
-    mesh: without a process group, so many ranks are forked from this process and run on CPU; in a world, its ranks run the
+    mesh: without a process group, its ranks are forked from this process and run on CPU; in a world, its ranks run the
     check together, and the mesh is all of it.
     batch: the rows of the whole step; give different rows, uneven counts, fewer rows than ranks. Floats become of the model's
     dtype.
     step(run, rows) -> loss: forward and backward of this rank's rows; default `run.forward_backward`. optimizer(run): default
     `adamw`. reference(): the plain model, where `model(mesh)` cannot be built for one rank.
-    sharded: parameter pattern -> (axis, dim), for parameters of yours that are parts and plain tensors.
-    dtype: the default dtype while models are built; of differences in fp64 none is rounding. `Precision` of `memory` is left
-    out. Dropout modules are switched off.
+    sharded: parameter pattern -> (axis, dim), for your own parameters that are shards in plain tensors.
+    dtype: the default dtype while models are built; in fp64 no difference is rounding. `Precision` of `memory` is left out.
+    Dropout modules are switched off.
     timeout_s: how long a rank may wait for another's collective.
     Wire: what the step sends; beside it a store tells ranks what the others are about to call.
     Raises: what the model raises, PlanError for what cannot be compared.
     """
     chosen = Strategy.of(strategy, choices)
-    job = Request(
+    request = Request(
         model,
         batch,
         (chosen.microbatches or 1) if microbatches is None else microbatches,
@@ -86,53 +86,54 @@ def check(
         timeout_s,
         replace(chosen, memory=replace(chosen.memory, precision=None), compile=False),
     )
-    job.refuse()
+    request.refuse()
     if dist.is_initialized():
-        return _on_rank(job, mesh if isinstance(mesh, Mesh) else init_mesh(mesh))
+        return _on_rank(request, mesh if isinstance(mesh, Mesh) else init_mesh(mesh))
     if isinstance(mesh, Mesh):
         raise MeshError("check: this mesh is of a world that is gone. Give its sizes, as dp_shard=2 tp=2.")
     spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
     spec = spec.resolve(spec.world_size)
     report: Report = on_ranks(
-        spec.world_size, lambda: _on_rank(job, init_mesh(spec, device_type="cpu")), timeout_s=10 * timeout_s
+        spec.world_size, lambda: _on_rank(request, init_mesh(spec, device_type="cpu")), timeout_s=10 * timeout_s
     )
     return report
 
 
-def _on_rank(job: Request, mesh: Mesh) -> Report:
+def _on_rank(request: Request, mesh: Mesh) -> Report:
     if len(mesh.ranks) != dist.get_world_size():
         raise MeshError(
             f"check: the mesh is on {len(mesh.ranks)} of {dist.get_world_size()} ranks. Give a mesh of all of them."
         )
     one_rank = init_mesh(MeshSpec(), ranks=[mesh.ranks[0]], device_type=mesh.device_type)
-    with default_dtype(job.dtype):
-        if job.builds_all:
-            made = job.built(job.model, mesh)
+    with default_dtype(request.dtype):
+        if request.builds_all:
+            built = request.built(request.model, mesh)
         else:
-            plain = job.plain()
+            plain = request.plain()
             different = different_first_values(plain, mesh)
             if different is not None:
                 return Report(
                     spec=mesh.spec, findings=(different,), parameters=len(list(plain.parameters())), collectives=0
                 )
             empty = any(param.is_meta for param in plain.parameters())
-            made = parallelize(plain, mesh, job.strategy)
+            built = parallelize(plain, mesh, request.strategy)
             if empty:
-                init_weights(made.model, seed=0, plan=made.plan)
-    model = model_of(made)
-    if not isinstance(made, Run) and job.given_step is None:
+                init_weights(built.model, seed=0, plan=built.plan)
+    model = model_of(built)
+    if not isinstance(built, Run) and request.given_step is None:
         raise PlanError("check: the function returns a module, not a Run. Say how a step is made of it by step=.")
     _without_dropout(model)
-    facts, stop = _step(job, mesh, made)
+    facts, stop = _step(request, mesh, built)
     if stop is not None:
         return stop
-    everyone: list[Facts | None] | None = [None] * len(mesh.ranks) if mesh.rank == 0 else None
-    dist.gather_object(facts, everyone, dst=mesh.ranks[0], group=mesh.group)
+    all_facts: list[Facts | None] | None = [None] * len(mesh.ranks) if mesh.rank == 0 else None
+    dist.gather_object(facts, all_facts, dst=mesh.ranks[0], group=mesh.group)
     answer: list[Report | Exception | None] = [None]
-    if everyone is not None:
+    if all_facts is not None:
         try:
-            answer = [_compare(job, mesh, one_rank, [each for each in everyone if each is not None], _dtype(made))]
-        except Exception as error:  # the others wait for it
+            gathered = [entry for entry in all_facts if entry is not None]
+            answer = [_compare(request, mesh, one_rank, gathered, _dtype(built))]
+        except Exception as error:  # the other ranks wait in the broadcast below, so they are told before it is raised
             answer = [error]
             dist.broadcast_object_list(
                 [CheckError(f"check: rank 0 raised {error}")], src=mesh.ranks[0], group=mesh.group
@@ -145,23 +146,23 @@ def _on_rank(job: Request, mesh: Mesh) -> Report:
     return answer[0]
 
 
-def _step(job: Request, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None, Report | None]:
-    """What the step did on this rank, or why it did not end."""
-    model = model_of(made)
-    optimizer = job.optimizer(made)
-    parts = parts_of(model, mesh, job.sharded)
-    own = job.rows_of(mesh.data_rank, mesh.data_ranks)
-    first = own.start + len(torch.arange(own.stop - own.start).tensor_split(job.microbatches)[0])
-    batch = cast(job.batch, model)
+def _step(request: Request, mesh: Mesh, built: Run | nn.Module) -> tuple[Facts | None, Report | None]:
+    """(facts of the step on this rank, None), or (None, a report) if it did not end."""
+    model = model_of(built)
+    optimizer = request.optimizer(built)
+    shards = local_shards(model, mesh, request.sharded)
+    rows = request.rows_of(mesh.data_rank, mesh.data_ranks)
+    first_end = rows.start + len(torch.arange(rows.stop - rows.start).tensor_split(request.microbatches)[0])
+    batch = cast(request.batch, model)
     recorder = Recorder(model)
-    watch = CollectiveOrder(mesh, recorder.place, job.timeout_s)
+    order = CollectiveOrder(mesh, recorder.current_module, request.timeout_s)
     outcome: Outcome = None
     raised: Exception | None = None
     loss: Any = None
     try:
-        with torch.compiler.set_stance("force_eager"), watch:  # modules inside of compiled blocks would not be seen
-            loss = job.step(made, {name: tensor[own].to(mesh.device) for name, tensor in batch.items()})
-            parts = with_gradients(parts, model, optimizer)
+        with torch.compiler.set_stance("force_eager"), order:  # modules inside of compiled blocks would not be seen
+            loss = request.step(built, {name: tensor[rows].to(mesh.device) for name, tensor in batch.items()})
+            shards = with_gradients(shards, model, optimizer)
             optimizer.step()
     except OutOfOrder as error:
         outcome = error.finding
@@ -170,10 +171,10 @@ def _step(job: Request, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None
     except Exception as error:
         outcome, raised = f"{type(error).__name__}: {error}", error
     recorder.remove()
-    ends, calls = watch.finish(outcome)
-    findings = [found for _, found in sorted(ends.items()) if isinstance(found, Finding)]
+    ends, calls = order.finish(outcome)
+    findings = [end for _, end in sorted(ends.items()) if isinstance(end, Finding)]
     if findings:
-        report = Report(spec=mesh.spec, findings=(findings[0],), parameters=len(parts), collectives=calls)
+        report = Report(spec=mesh.spec, findings=(findings[0],), parameters=len(shards), collectives=calls)
         return None, report
     if raised is not None:
         raise raised
@@ -181,49 +182,49 @@ def _step(job: Request, mesh: Mesh, made: Run | nn.Module) -> tuple[Facts | None
         if text:
             raise CheckError(f"check: rank {rank} raised {text}")
     facts = Facts(
-        place={axis: mesh.dense.get_local_rank(axis) for axis in DENSE_AXES},
-        parts=with_values_after(parts, model),
+        coordinate={axis: mesh.dense.get_local_rank(axis) for axis in DENSE_AXES},
+        shards=with_values_after(shards, model),
         tied=tied_names(model),
         outputs=recorder.outputs,
         gradients=recorder.gradients,
-        rows=(own.start, first),
+        rows=(rows.start, first_end),
         loss=as_number(loss),
-        calls=tuple(watch.calls),
-        strangers=strangers_of(model, optimizer),
+        calls=tuple(order.calls),
+        foreign_tensors=foreign_tensors_of(model, optimizer),
     )
     return facts, None
 
 
-def _compare(job: Request, mesh: Mesh, one_rank: Mesh, facts: list[Facts], compute: torch.dtype) -> Report:
-    made = job.on_one(one_rank)
-    _without_dropout(model_of(made))
-    rows = [job.rows_of(rank, mesh.data_ranks) for rank in range(mesh.data_ranks)]
-    one = OneDevice(
-        made,
-        job.step_of_one,
-        cast(job.batch, model_of(made)),
+def _compare(request: Request, mesh: Mesh, one_rank: Mesh, facts: list[Facts], compute: torch.dtype) -> Report:
+    built = request.on_one_device(one_rank)
+    _without_dropout(model_of(built))
+    rows = [request.rows_of(rank, mesh.data_ranks) for rank in range(mesh.data_ranks)]
+    reference = OneDevice(
+        built,
+        request.reference_step,
+        cast(request.batch, model_of(built)),
         rows,
-        parts=None if job.given_step is not None else (job.loss, job.count),
+        loss_and_count=None if request.given_step is not None else (request.loss, request.count),
     )
-    findings, gradient_error, loss_error = compare(facts, one, mesh.spec, compute)
+    findings, gradient_error, loss_error = compare(facts, reference, mesh.spec, compute)
     return Report(
         spec=mesh.spec,
         findings=tuple(findings),
-        parameters=len(one.shapes),
+        parameters=len(reference.shapes),
         collectives=len(facts[0].calls),
         gradient_error=gradient_error,
         loss_error=loss_error,
     )
 
 
-def _dtype(made: Run | nn.Module) -> torch.dtype:
-    """Of matrix products."""
-    precision = made.resolved.memory.precision if isinstance(made, Run) else None
-    return precision.compute if precision is not None else next(model_of(made).parameters()).dtype
+def _dtype(built: Run | nn.Module) -> torch.dtype:
+    """The dtype of matrix products."""
+    precision = built.resolved.memory.precision if isinstance(built, Run) else None
+    return precision.compute if precision is not None else next(model_of(built).parameters()).dtype
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Dropout draws other numbers on a mesh."""
+    """Switch dropout off: it draws other numbers on a mesh."""
     for module in model.modules():
         if isinstance(
             module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -1,6 +1,7 @@
-"""See that all ranks of a group call the same collective next, before they call it: a wrong order is named, and hangs nobody.
+"""Collective order check: all ranks of a group call the same collective next, or a mismatch is named instead of a hang.
 
-Every rank writes what it is about to call into the world's store, and reads what its peers are. The store needs no order.
+Before each collective every rank writes it into the store of the world, and reads what its peers wrote. The store itself
+needs no order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NAMES = {
 SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 BETWEEN_TWO = ("send", "recv", "recv_any_source_")
 WAITS = ("wait_tensor", "_wrap_tensor_autograd")
-LOOK_S = 1.0  # how often a waiting rank looks whether another one has stopped
+LOOK_S = 1.0  # between two looks of a waiting rank whether another one has stopped
 
 Outcome = Finding | str | None  # None: it ended well; a text: an error's, "" because of another rank
 
@@ -51,7 +52,7 @@ _runs = itertools.count()  # the same on every rank: all ranks check together
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of this rank. op "" is the end of the step. size: elements; where: in which module, and in which pass."""
+    """A collective of this rank; op "" is the end of the step. size: elements. where: module and pass (forward, backward)."""
 
     op: str
     axis: str = ""
@@ -72,7 +73,7 @@ class Call:
 
 
 class OutOfOrder(CheckError):
-    """Carries the finding."""
+    """A mismatch of collectives; carries the finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -80,11 +81,11 @@ class OutOfOrder(CheckError):
 
 
 class CollectiveOrder(TorchDispatchMode):
-    """place: the module that is running, and "module (pass)"."""
+    """A context that checks the order of collectives. current_module: returns the running module and "module (pass)"."""
 
-    def __init__(self, mesh: Mesh, place: Callable[[], tuple[str, str]], timeout_s: float) -> None:
+    def __init__(self, mesh: Mesh, current_module: Callable[[], tuple[str, str]], timeout_s: float) -> None:
         super().__init__()
-        self.place, self.timeout_s, self.calls = place, timeout_s, list[Call]()
+        self.current_module, self.timeout_s, self.calls = current_module, timeout_s, list[Call]()
         self._axes, self._rank, self._ranks = Axes(mesh), dist.get_rank(), mesh.ranks
         self._store: Any = PrefixStore(f"meshkit-check/{next(_runs)}", _torch.world_store())
         self._next: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class CollectiveOrder(TorchDispatchMode):
         if group.size() == 1:
             return
         tensor = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
-        module, where = self.place()
+        module, where = self.current_module()
         call = Call(
             op,
             self._axes.of(group),
@@ -116,6 +117,7 @@ class CollectiveOrder(TorchDispatchMode):
             where,
         )
         self.calls.append(call)
+        # Written before any waiting: a peer that gives up reads here what this rank is stuck in.
         self._store.set(f"at/{self._rank}", pickle.dumps(call))
         if op not in BETWEEN_TWO:
             self._meet(group, call)
@@ -127,9 +129,9 @@ class CollectiveOrder(TorchDispatchMode):
         self._store.set(f"{key}/{self._rank}", pickle.dumps(call))
         for peer in dist.get_process_group_ranks(group):
             if peer != self._rank:
-                other = self._wait(f"{key}/{peer}", call, peer)
-                if not call.agrees(other):
-                    raise OutOfOrder(_finding({self._rank: call, peer: other}))
+                peer_call = self._wait(f"{key}/{peer}", call, peer)
+                if not call.agrees(peer_call):
+                    raise OutOfOrder(_finding({self._rank: call, peer: peer_call}))
 
     def _wait(self, key: str, call: Call, peer: int) -> Call:
         until = time.monotonic() + self.timeout_s
@@ -148,14 +150,15 @@ class CollectiveOrder(TorchDispatchMode):
         return _call(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else Call("")
 
     def finish(self, outcome: Outcome) -> tuple[dict[int, Outcome], int]:
-        """Tell the others how it ended, and hear how it did for them; and the number of calls of the first rank."""
+        """Exchange how the step ended: (outcome of each rank, number of collectives of the first rank)."""
         if outcome is None:
+            # One more entry in each group says that no call follows, so that a peer with one more call does not wait in vain.
             for name in self._groups:
                 self._store.set(f"{name}/{self._next[name]}/{self._rank}", pickle.dumps(Call("")))
         else:
             self._store.set("stopped", b"1")
         self._store.set(f"end/{self._rank}", pickle.dumps((outcome, len(self.calls))))
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         calls = len(self.calls)
         until = time.monotonic() + self.timeout_s
         for rank in self._ranks:
@@ -163,11 +166,11 @@ class CollectiveOrder(TorchDispatchMode):
             try:
                 with waiting(f"the end of rank {rank}"):
                     self._store.wait([f"end/{rank}"], timedelta(seconds=left))
-                found[rank], theirs = pickle.loads(self._store.get(f"end/{rank}"))
-                calls = theirs if rank == self._ranks[0] else calls
+                outcomes[rank], peer_calls = pickle.loads(self._store.get(f"end/{rank}"))
+                calls = peer_calls if rank == self._ranks[0] else calls
             except RuntimeError:
-                found[rank] = _finding({self._rank: Call(""), rank: self._last(rank)}, stuck=True)
-        return found, calls
+                outcomes[rank] = _finding({self._rank: Call(""), rank: self._last(rank)}, stuck=True)
+        return outcomes, calls
 
 
 class Stopped(CheckError):
@@ -180,16 +183,16 @@ def _call(packed: bytes) -> Call:
 
 
 def _finding(calls: dict[int, Call], *, stuck: bool = False) -> Finding:
-    """calls: of two ranks that do not go together."""
+    """The finding about calls of two ranks that do not match, by rank."""
     first = next((call for _, call in sorted(calls.items()) if call.op), Call(""))
     axis = first.axis
-    said = "; ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
+    calls_text = "; ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
     waits = " and neither goes on" if stuck else ""
     return Finding(
         kind="collectives out of order",
         module=first.module,
         axes=(axis,) if axis else (),
-        seen=f"{said}{waits}.",
+        seen=f"{calls_text}{waits}.",
         likely="a collective is called under a condition that differs between ranks (a rank, a value, a number of rows), or "
         "in an order of its own on each (a loop over a set)",
         change="let every rank of the axis make the same calls in the same order, with zeros where it has nothing to send",

@@ -1,4 +1,4 @@
-"""From what the ranks did and what one device does to findings. Needs no ranks: all of it is tables of tensors."""
+"""Compare the facts of all ranks with one device, and list findings. It needs no ranks: the facts are tables of tensors."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from meshkit.mesh import MeshSpec
 from meshkit.preflight.check._finding import Finding
 from meshkit.preflight.check._gradients import judge_gradients
 from meshkit.preflight.check._outputs import first_wrong_output
-from meshkit.preflight.check._record import Facts, Part
+from meshkit.preflight.check._record import Facts, Shard
 from meshkit.preflight.check._reference import OneDevice, Result
 from meshkit.preflight.check._state_checks import after_the_step, first_values, optimizer, torn
 from meshkit.preflight.check._tables import Table, close, same_region
 
 
 def compare(
-    facts: Sequence[Facts], one: OneDevice, spec: MeshSpec, compute: torch.dtype
+    facts: Sequence[Facts], reference: OneDevice, spec: MeshSpec, compute: torch.dtype
 ) -> tuple[list[Finding], float | None, float | None]:
-    """(findings, largest relative error of a gradient, of the loss). The errors are None if there was no use comparing.
+    """(findings, largest relative error of a gradient, of the loss). The errors are None where nothing could be compared.
 
     compute: the dtype of matrix products.
     """
     table = Table(facts, spec, compute)
-    ties = torn(table, one)
-    _refuse_other_parameters(table, one, {name for finding in ties for name in finding.parameters})
-    findings = [*first_values(table, one), *ties, *optimizer(table)]
+    ties = torn(table, reference)
+    _refuse_other_parameters(table, reference, {name for finding in ties for name in finding.parameters})
+    findings = [*first_values(table, reference), *ties, *optimizer(table)]
     if any(finding.kind in ("different initialisation", "not initialised") for finding in findings):
         return findings, None, None
-    one.load({_aliases(name, one)[0]: _whole(table, name, one) for name in table.names})
-    expected = one.run()
-    wrong, gradient_error = judge_gradients(table, one, expected, torn=_names(ties))
+    reference.load({_aliases(name, reference)[0]: _full_value(table, name, reference) for name in table.names})
+    expected = reference.run()
+    wrong, gradient_error = judge_gradients(table, reference, expected, torn=_names(ties))
     loss_error = _loss_error(table, expected.loss)
     if wrong or (loss_error or 0.0) > table.tolerance:
-        _refuse_random(one, expected, table)
-        output = first_wrong_output(table, expected, one.rows)
+        _refuse_random(reference, expected, table)
+        output = first_wrong_output(table, expected, reference.rows)
         if output is not None:
             return [*findings, output], gradient_error, loss_error
     if not wrong and (loss_error or 0.0) > table.tolerance:
@@ -49,36 +49,42 @@ def compare(
     return findings, gradient_error, loss_error
 
 
-def _refuse_other_parameters(table: Table, one: OneDevice, torn: set[str]) -> None:
-    known = set(one.shapes)
-    strange = [name for name in table.names if name not in known]
-    missing = [names[0] for names in one.tied if math.prod(one.shapes[names[0]]) and not set(names) & set(table.names)]
+def _refuse_other_parameters(table: Table, reference: OneDevice, torn: set[str]) -> None:
+    reference_names = set(reference.shapes)
+    strange = [name for name in table.names if name not in reference_names]
+    missing = [
+        names[0]
+        for names in reference.tied
+        if math.prod(reference.shapes[names[0]]) and not set(names) & set(table.names)
+    ]
     if strange or missing:
         raise PlanError(
             f"check: the mesh has parameters {strange[:3]} that one device does not have, and lacks {missing[:3]}. Keep the "
             "names, or give the model they are of as reference=."
         )
     for name in table.names:
-        whole = one.shapes[name]
-        for _, part in table.parts(name):
-            if len(part.region) != len(whole) or any(
-                after > size for (_, after), size in zip(part.region, whole, strict=True)
+        full_shape = reference.shapes[name]
+        for _, shard in table.shards(name):
+            if len(shard.region) != len(full_shape) or any(
+                after > size for (_, after), size in zip(shard.region, full_shape, strict=True)
             ):
-                raise PlanError(f"check: {name!r} is {_shape(part)} on a rank, more than the {whole} of one device.")
-        if sum(_size(replicas[0][1]) for replicas in same_region(table.parts(name))) < math.prod(whole):
-            shape = _shape(table.parts(name)[0][1])
+                raise PlanError(
+                    f"check: {name!r} is {_shape(shard)} on a rank, more than the {full_shape} of one device."
+                )
+        if sum(_size(replicas[0][1]) for replicas in same_region(table.shards(name))) < math.prod(full_shape):
+            shape = _shape(table.shards(name)[0][1])
             raise PlanError(
-                f"check: {name!r} is {shape} on a rank, and {whole} on one device. If ranks hold parts of it, say over which "
-                f"axis and dim: sharded={{{name!r}: ('tp', 0)}}."
+                f"check: {name!r} is {shape} on a rank, and {full_shape} on one device. If ranks hold parts of it, say over "
+                f"which axis and dim: sharded={{{name!r}: ('tp', 0)}}."
             )
 
 
-def _refuse_random(one: OneDevice, first: Result, table: Table) -> None:
+def _refuse_random(reference: OneDevice, first: Result, table: Table) -> None:
     """Raises: PlanError if the step on one device is not the same twice."""
-    again = one.run()
+    again = reference.run()
     pairs = ((value, again.gradients[name]) for name, value in first.gradients.items() if value is not None)
     if first.loss != again.loss or not all(
-        other is not None and close(other, value, table.tolerance) for value, other in pairs
+        value_again is not None and close(value_again, value, table.tolerance) for value, value_again in pairs
     ):
         raise PlanError(
             f"check: two steps on one device give the losses {first.loss} and {again.loss}: the model draws random numbers "
@@ -86,16 +92,16 @@ def _refuse_random(one: OneDevice, first: Result, table: Table) -> None:
         )
 
 
-def _whole(table: Table, name: str, one: OneDevice) -> Tensor:
-    parts = [found for alias in _aliases(name, one) for found in table.parts(alias)]
-    whole = torch.empty(one.shapes[name], dtype=parts[0][1].value.dtype)
-    for _, part in parts:
-        whole[part.slices] = part.value
-    return whole
+def _full_value(table: Table, name: str, reference: OneDevice) -> Tensor:
+    shards = [entry for alias in _aliases(name, reference) for entry in table.shards(alias)]
+    full = torch.empty(reference.shapes[name], dtype=shards[0][1].value.dtype)
+    for _, shard in shards:
+        full[shard.slices] = shard.value
+    return full
 
 
-def _aliases(name: str, one: OneDevice) -> tuple[str, ...]:
-    return next(names for names in one.tied if name in names)
+def _aliases(name: str, reference: OneDevice) -> tuple[str, ...]:
+    return next(names for names in reference.tied if name in names)
 
 
 def _loss_error(table: Table, expected: float | None) -> float | None:
@@ -124,9 +130,9 @@ def _names(findings: Sequence[Finding]) -> set[str]:
     return {name for finding in findings for name in finding.parameters}
 
 
-def _shape(part: Part) -> tuple[int, ...]:
-    return tuple(part.value.shape)
+def _shape(shard: Shard) -> tuple[int, ...]:
+    return tuple(shard.value.shape)
 
 
-def _size(part: Part) -> int:
-    return part.value.numel()
+def _size(shard: Shard) -> int:
+    return shard.value.numel()

@@ -1,13 +1,13 @@
-"""What `check` found, and its printed form."""
+"""Findings of `check`, and their printed form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from meshkit.errors import CheckError
 from meshkit.mesh import MeshSpec
+from meshkit.preflight._format import format_axes
 
 Kind = Literal[
     "averaged gradient",
@@ -81,7 +81,7 @@ class Report:
             raise CheckError(str(self))
 
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={size}" for axis, size in _large(self.spec)) or "one rank"
+        axes = format_axes(self.spec.sizes() | {"ep": self.spec.ep, "etp": self.spec.etp}, omit=1) or "one rank"
         watched = f"{self.parameters} parameters, {self.collectives} collectives of rank 0"
         if self.ok:
             return f"check {axes}: no finding. {watched}; largest difference from one device: {self._errors()}"
@@ -90,12 +90,8 @@ class Report:
         return "\n\n".join([f"check {axes}: {many}. {watched}", *numbered])
 
     def _errors(self) -> str:
-        said = {"gradient": self.gradient_error, "loss": self.loss_error}
+        errors = {"gradient": self.gradient_error, "loss": self.loss_error}
         return (
-            ", ".join(f"{name} {error:.0e}" for name, error in said.items() if error is not None) or "nothing compared"
+            ", ".join(f"{name} {error:.0e}" for name, error in errors.items() if error is not None)
+            or "nothing compared"
         )
-
-
-def _large(spec: MeshSpec) -> Iterable[tuple[str, int]]:
-    sizes = spec.sizes() | {"ep": spec.ep, "etp": spec.etp}
-    return ((axis, size) for axis, size in sizes.items() if size > 1)

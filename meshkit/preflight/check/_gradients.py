@@ -1,4 +1,4 @@
-"""Whose gradient is wrong, by itself or because of what comes after it, and what it is instead."""
+"""Wrong gradients: in which module the error begins, and what it looks like (unreduced, summed twice, averaged, scaled)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from meshkit.preflight.check._finding import Finding, Kind
-from meshkit.preflight.check._outputs import compared, next_module, states
+from meshkit.preflight.check._outputs import gradient_states, next_module, paired_outputs
 from meshkit.preflight.check._reference import OneDevice, Result
-from meshkit.preflight.check._tables import Table, apart, close, differing_axes, ratio
+from meshkit.preflight.check._tables import Table, close, differing_axes, max_difference, ratio
 from meshkit.preflight.check._verdict import (
     Verdict,
     axes_by_size,
+    expected_shard,
     flat,
     gradient_in,
     judge,
     module_of,
-    part_of,
     sum_over,
 )
 
@@ -28,7 +28,7 @@ SMALL_COARSE = 0.3
 
 
 def judge_gradients(
-    table: Table, one: OneDevice, expected: Result, *, torn: set[str]
+    table: Table, reference: OneDevice, expected: Result, *, torn: set[str]
 ) -> tuple[list[Finding], float | None]:
     """(findings, largest error relative to the largest gradient)"""
     gradients = {name: expected.gradients.get(name) for name in table.names if name not in torn}
@@ -36,85 +36,97 @@ def judge_gradients(
         (float(grad.abs().max()) for grad in gradients.values() if grad is not None and grad.numel()), default=0.0
     )
     scale = largest * (SMALL if table.tolerance < 1e-2 else SMALL_COARSE)
-    uneven = one.not_a_sum()
+    # First, since a loss that is no sum makes every other comparison meaningless.
+    uneven = reference.not_a_sum()
     if uneven is not None:
         return [_average(table, uneven)], None
-    judged = {name: judge(table, one, name, gradient, scale) for name, gradient in gradients.items()}
+    judged = {name: judge(table, reference, name, gradient, scale) for name, gradient in gradients.items()}
     wrong = {name: verdict for name, verdict in judged.items() if verdict is not None}
     error = _error(table, gradients) / largest if largest else None
     if not wrong:
         return [], error
-    whole = _whole_step(table, one, gradients, scale)
-    if whole is not None:
-        return [whole], error
-    found = states(table, expected, one.rows, scale)
-    later = [name for name in wrong if found.get(module_of(name)) == "wrong"]
-    own = {name: verdict for name, verdict in wrong.items() if name not in later}
-    cause = _last_right(expected, own, found) if later else None
-    if cause is not None:  # what is wrong in the same way before it may well be its doing
-        first = next(name for name in own if module_of(name) == cause)
-        same = [name for name in own if (own[name].kind, own[name].factor) == (own[first].kind, own[first].factor)]
-        own = {
-            first: own[first],
-            **dict.fromkeys(same, own[first]),
-            **{name: own[name] for name in own if name not in same},
+    scale_finding = _scale_of_all(table, reference, gradients, scale)
+    if scale_finding is not None:
+        return [scale_finding], error
+    module_states = gradient_states(table, expected, reference.rows, scale)
+    later = [name for name in wrong if module_states.get(module_of(name)) == "wrong"]
+    by_itself = {name: verdict for name, verdict in wrong.items() if name not in later}
+    cause = _last_right(expected, by_itself, module_states) if later else None
+    if cause is not None:  # earlier gradients that are wrong in the same way are probably its consequence
+        first = next(name for name in by_itself if module_of(name) == cause)
+        same = [
+            name
+            for name in by_itself
+            if (by_itself[name].kind, by_itself[name].factor) == (by_itself[first].kind, by_itself[first].factor)
+        ]
+        by_itself = {
+            first: by_itself[first],
+            **dict.fromkeys(same, by_itself[first]),
+            **{name: by_itself[name] for name in by_itself if name not in same},
         }
-        return _own(table, own, before=later), error
-    findings = _own(table, own)
+        return _findings_of(table, by_itself, before=later), error
+    findings = _findings_of(table, by_itself)
     if later:
-        findings.append(_caused_later(table, one, expected, later, found, scale))
+        findings.append(_caused_later(table, reference, expected, later, module_states, scale))
     return findings, error
 
 
-def _last_right(expected: Result, own: dict[str, Verdict], found: dict[str, str]) -> str | None:
-    """The module nearest to the loss that gets back what is right, and has wrong gradients itself."""
-    making = {module_of(name) for name in own if found.get(module_of(name)) == "right"}
+def _last_right(expected: Result, by_itself: dict[str, Verdict], module_states: dict[str, str]) -> str | None:
+    """The module nearest to the loss whose output gradient is right while its own parameters have wrong gradients."""
+    making = {module_of(name) for name in by_itself if module_states.get(module_of(name)) == "right"}
     return next((name for name, ended in reversed(expected.order) if ended and name in making), None)
 
 
 # --------------------------------------------------------------------------------------------- one cause for all gradients
 
 
-def _whole_step(table: Table, one: OneDevice, gradients: dict[str, Tensor | None], scale: float) -> Finding | None:
-    """The loss is scaled, or averaged on each rank before it is summed: all gradients say so."""
-    known = {name: grad for name, grad in gradients.items() if grad is not None}
-    held = [(name, part) for name in known for _, part in table.parts(name) if part.trained]
-    if not held or any(part.gradient is None for _, part in held):
+def _scale_of_all(
+    table: Table, reference: OneDevice, gradients: dict[str, Tensor | None], scale: float
+) -> Finding | None:
+    """A finding if all gradients are wrong in one way: the loss is scaled, or averaged on each rank before it is summed."""
+    expected = {name: grad for name, grad in gradients.items() if grad is not None}
+    shards = [(name, shard) for name in expected for _, shard in table.shards(name) if shard.trained]
+    if not shards or any(shard.gradient is None for _, shard in shards):
         return None
 
-    def like(whole: dict[str, Tensor], factor: float) -> bool:
+    def like(totals: dict[str, Tensor], factor: float) -> bool:
         return all(
-            close(gradient_in(part), factor * part_of(part, whole[name]), table.tolerance, scale * abs(factor))
-            for name, part in held
+            close(
+                gradient_in(shard), factor * expected_shard(shard, totals[name]), table.tolerance, scale * abs(factor)
+            )
+            for name, shard in shards
         )
 
     factor = ratio(
-        torch.cat([flat(part.gradient) for _, part in held]),
-        torch.cat([part_of(part, known[name]).flatten() for name, part in held]),
+        torch.cat([flat(shard.gradient) for _, shard in shards]),
+        torch.cat([expected_shard(shard, expected[name]).flatten() for name, shard in shards]),
     )
-    if len(known) > 1 and abs(factor) > table.tolerance and like(known, factor):
+    if len(expected) > 1 and abs(factor) > table.tolerance and like(expected, factor):
         axes = axes_by_size(table, factor) or axes_by_size(table, 1 / factor)
         losses = [facts.loss for facts in table.facts]
         return Finding(
             kind="wrong loss scale",
             module="",
-            parameters=tuple(known),
+            parameters=tuple(expected),
             axes=axes,
             seen=f"every gradient is {factor:.6g} times that of one device; the step returns {losses[0]} on rank 0",
             likely=_why_scaled(factor, axes),
             change="divide the summed loss once, by the tokens of the whole step, as run.forward_backward does",
         )
-    ranks = one.of_ranks() if len(one.rows_of_ranks) > 1 else []
+    ranks = reference.of_ranks() if len(reference.rows_of_ranks) > 1 else []
     if len(ranks) < 2:
         return None
-    sums = {name: torch.stack([_or_zero(each.gradients[name], known[name]) for each in ranks]).sum(0) for name in known}
-    for count, word in ((1, "the sum"), (len(one.rows_of_ranks), "the mean"), (len(ranks), "the mean")):
+    sums = {
+        name: torch.stack([_or_zero(rank.gradients[name], expected[name]) for rank in ranks]).sum(0)
+        for name in expected
+    }
+    for count, word in ((1, "the sum"), (len(reference.rows_of_ranks), "the mean"), (len(ranks), "the mean")):
         if like({name: total / count for name, total in sums.items()}, 1.0):
             over = ", ".join(table.token_axes)
             return Finding(
                 kind="wrong loss scale",
                 module="",
-                parameters=tuple(known),
+                parameters=tuple(expected),
                 axes=table.token_axes,
                 seen=f"every gradient is {word} of what ranks along {over} have for their own rows alone",
                 likely="the loss is averaged over a rank's own tokens before it is summed over ranks: a token counts for "
@@ -147,8 +159,8 @@ def _average(table: Table, seen: str) -> Finding:
 # ----------------------------------------------------------------------------------------------------------- findings
 
 
-def _own(table: Table, wrong: dict[str, Verdict], *, before: Sequence[str] = ()) -> list[Finding]:
-    """before: parameters that are wrong because of the first."""
+def _findings_of(table: Table, wrong: dict[str, Verdict], *, before: Sequence[str] = ()) -> list[Finding]:
+    """One finding for all parameters with the same verdict. before: parameters that are wrong because of the first."""
     groups: dict[Verdict, list[str]] = {}
     for name, verdict in wrong.items():
         rounded = None if verdict.factor is None else round(verdict.factor, 6)
@@ -221,15 +233,15 @@ _WHY_UNREDUCED = {
 
 
 def _caused_later(
-    table: Table, one: OneDevice, expected: Result, names: list[str], found: dict[str, str], scale: float
+    table: Table, reference: OneDevice, expected: Result, names: list[str], module_states: dict[str, str], scale: float
 ) -> Finding:
-    """The gradient is wrong already when it comes back to these modules: the mistake is in what follows the last of them."""
-    ends = [name for name, ended in expected.order if ended and found.get(name) == "wrong"]
+    """The finding for gradients that arrive wrong at these modules: the mistake is in the module after the last of them."""
+    ends = [name for name, ended in expected.order if ended and module_states.get(name) == "wrong"]
     last = ends[-1]
-    module = next_module(expected.order, last, found, {module_of(name) for name in one.shapes})
-    pairs = compared(table, last, "gradients", expected.output_gradients, one.rows)
+    module = next_module(expected.order, last, module_states, {module_of(name) for name in reference.shapes})
+    pairs = paired_outputs(table, last, "gradients", expected.output_gradients, reference.rows)
     facts, value, want = pairs[0]
-    same = [(others, other) for others, other, _ in pairs if others.rows == facts.rows]
+    same = [(other_facts, replica) for other_facts, replica, _ in pairs if other_facts.rows == facts.rows]
     axes = differing_axes(table, same, scale)
     if axes and close(sum_over(table, same, axes), want, table.tolerance, scale):
         kind: Kind = "unreduced gradient"
@@ -269,10 +281,10 @@ def _caused_later(
 def _error(table: Table, gradients: dict[str, Tensor | None]) -> float:
     return max(
         (
-            apart(part.gradient, part_of(part, expected))
+            max_difference(shard.gradient, expected_shard(shard, expected))
             for name, expected in gradients.items()
-            for _, part in table.parts(name)
-            if expected is not None and part.gradient is not None
+            for _, shard in table.shards(name)
+            if expected is not None and shard.gradient is not None
         ),
         default=0.0,
     )

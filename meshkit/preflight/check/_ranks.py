@@ -1,4 +1,4 @@
-"""A few ranks of this process's own, on CPU, for a check from a plain script or a notebook."""
+"""Forked ranks: a small gloo world on CPU for a check from a plain script or a notebook."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from meshkit.errors import CheckError
 
 
 def on_ranks(size: int, function: Callable[[], Any], timeout_s: float) -> Any:
-    """What `function` returns on rank 0 of a gloo world of `size` ranks.
+    """Call `function` on every rank of a forked gloo world, and return the result of rank 0.
 
-    Ranks are forked: they start at once, know what this process knows, a notebook's functions too, and see no accelerator.
-    Raises: what a rank raised; CheckError if one died or said nothing for so long.
+    Forked ranks start at once, know all that this process knows (functions of a notebook too), and see no accelerator.
+    Raises: what a rank raised; CheckError if one died or did not answer within `timeout_s`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="meshkit-check-") as folder:
         ranks: list[tuple[Connection, Any]] = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, folder, there, function, timeout_s), daemon=True)
+            connection, child_connection = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, folder, child_connection, function, timeout_s), daemon=True
+            )
             process.start()
-            there.close()
-            ranks.append((here, process))
+            child_connection.close()
+            ranks.append((connection, process))
         try:
             return _collect([connection for connection, _ in ranks], timeout_s)
         finally:
@@ -78,7 +80,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> Any:
 def _serve(
     rank: int, size: int, folder: str, connection: Connection, function: Callable[[], Any], timeout_s: float
 ) -> None:
-    torch.set_num_threads(1)  # threads of a pool that was not forked would be waited for
+    torch.set_num_threads(1)  # fork copies no threads: an operator would wait for the parent's thread pool for ever
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     try:
         store = _store(rank, size, Path(folder) / "port", timedelta(seconds=timeout_s))

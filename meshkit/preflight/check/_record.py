@@ -1,4 +1,4 @@
-"""What one rank holds and computes in a step, as plain tensors that can be compared somewhere else."""
+"""Facts of one rank: its shards, outputs and gradients in a step, as plain tensors that another rank can compare."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from meshkit.plan import match_table
 from meshkit.preflight.check._collective_order import Call
 
 Region = tuple[tuple[int, int], ...]  # (first, after) of each dim
-Sharded = Mapping[str, tuple[str, int]]  # parameter pattern -> (axis, dim), for parts that are plain tensors
+Sharded = Mapping[str, tuple[str, int]]  # parameter pattern -> (axis, dim), for shards that are plain tensors
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank holds of a parameter. after: the value after the optimizer's step. stepped: the optimizer has it."""
+class Shard:
+    """The shard of a parameter on one rank. after: its value after the optimizer step. stepped: the optimizer holds it."""
 
     region: Region
     value: Tensor
@@ -40,31 +40,31 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole."""
+        """The region in the full tensor."""
         return tuple(slice(first, after) for first, after in self.region)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of one rank. place: on the dense axes. parts: by single-device name. tied: names that share a parameter.
+    """Facts of one rank. coordinate: on the dense axes. shards: by single-device name. tied: names that share a parameter.
 
     outputs, gradients: of modules, for the rows [first, after) of the batch. calls: collectives of the step.
-    strangers: tensors the optimizer holds that are no parameters of the model.
+    foreign_tensors: number of tensors in the optimizer that are not parameters of the model.
     """
 
-    place: dict[str, int]
-    parts: dict[str, Part]
+    coordinate: dict[str, int]
+    shards: dict[str, Shard]
     tied: tuple[tuple[str, ...], ...]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     rows: tuple[int, int]
     loss: float | None
     calls: tuple[Call, ...]
-    strangers: int
+    foreign_tensors: int
 
 
 class Recorder:
-    """Hooks on every module: what its first forward gives, the gradient that comes back to it, and where we are."""
+    """Hooks on every module that record its first output, the gradient of that output, and which module runs now."""
 
     def __init__(self, model: nn.Module) -> None:
         self.outputs: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ class Recorder:
                 module.register_forward_hook(partial(self._end, name)),
             ]
 
-    def place(self) -> tuple[str, str]:
+    def current_module(self) -> tuple[str, str]:
         """(module, "module (pass)") that runs now."""
         module, phase = (self._running[-1], "forward") if self._running else (self._going_back, "backward")
         return module, f"{module or 'the model'} ({phase})"
@@ -102,7 +102,7 @@ class Recorder:
         tensor = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), None)
         if tensor is None or isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return
-        self.outputs[name] = tensor.detach().cpu().clone()
+        self.outputs[name] = tensor.detach().cpu().clone()  # clone: the module may change it in place later
         if tensor.requires_grad:
             tensor.register_hook(partial(self._arrive, name))
 
@@ -112,17 +112,17 @@ class Recorder:
             self.gradients[name] = gradient.detach().cpu().clone()
 
 
-def parts_of(model: nn.Module, mesh: Mesh, sharded: Sharded) -> dict[str, Part]:
-    """What this rank holds. Wire: with `sharded`, an all-gather of sizes for each parameter that it names."""
+def local_shards(model: nn.Module, mesh: Mesh, sharded: Sharded) -> dict[str, Shard]:
+    """The shards of this rank. Wire: with `sharded`, an all-gather of sizes for each parameter that it names."""
     copies, named = copies_of(model), dict(model.named_parameters())
     split = match_table(sharded, named, what="parameter") if sharded else {}
-    parts = {}
+    shards = {}
     for name, param in named.items():
-        region = tuple((part.start, part.stop) for part in local_slices(param))
+        region = tuple((dim_slice.start, dim_slice.stop) for dim_slice in local_slices(param))
         if name in split:
             region = _region(name, param, mesh, *split[name])
-        parts[copies.get(name, name)] = Part(region, local_tensor(param).cpu().clone(), param.requires_grad)
-    return parts
+        shards[copies.get(name, name)] = Shard(region, local_tensor(param).cpu().clone(), param.requires_grad)
+    return shards
 
 
 def _region(name: str, param: Tensor, mesh: Mesh, axis: str, dim: int) -> Region:
@@ -140,32 +140,33 @@ def _region(name: str, param: Tensor, mesh: Mesh, axis: str, dim: int) -> Region
     return tuple(region)
 
 
-def with_gradients(parts: dict[str, Part], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-    """The parts with their gradients, in the layout of the values, and whether the optimizer has them."""
-    copies, held = copies_of(model), {id(param) for group in optimizer.param_groups for param in group["params"]}
-    found = dict(parts)
+def with_gradients(shards: dict[str, Shard], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+    """The shards with their gradients, in the layout of the values, and whether the optimizer holds them."""
+    copies, optimized = copies_of(model), {id(param) for group in optimizer.param_groups for param in group["params"]}
+    updated = dict(shards)
     for name, param in model.named_parameters():
         gradient, name = gradient_of(param), copies.get(name, name)
         if isinstance(gradient, DTensor) and isinstance(param, DTensor) and gradient.placements != param.placements:
+            # A gradient may still be partial, or replicated, where its parameter is sharded.
             gradient = gradient.redistribute(placements=param.placements)
-        if name in found:
+        if name in updated:
             local = None if gradient is None else local_tensor(gradient).cpu().clone()
-            found[name] = replace(found[name], gradient=local, stepped=id(param) in held)
-    return found
+            updated[name] = replace(updated[name], gradient=local, stepped=id(param) in optimized)
+    return updated
 
 
-def with_values_after(parts: dict[str, Part], model: nn.Module) -> dict[str, Part]:
-    copies, found = copies_of(model), dict(parts)
+def with_values_after(shards: dict[str, Shard], model: nn.Module) -> dict[str, Shard]:
+    copies, updated = copies_of(model), dict(shards)
     for name, param in model.named_parameters():
         name = copies.get(name, name)
-        if name in found:
-            found[name] = replace(found[name], after=local_tensor(param).cpu().clone())
-    return found
+        if name in updated:
+            updated[name] = replace(updated[name], after=local_tensor(param).cpu().clone())
+    return updated
 
 
-def strangers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    own = {id(param) for param in model.parameters()}
-    return sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
+def foreign_tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    of_model = {id(param) for param in model.parameters()}
+    return sum(id(param) not in of_model for group in optimizer.param_groups for param in group["params"])
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

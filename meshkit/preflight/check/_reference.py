@@ -1,4 +1,4 @@
-"""The same step on one device: what everything is compared with."""
+"""Reference: the same step on one device, with which all ranks are compared."""
 
 from __future__ import annotations
 
@@ -32,23 +32,29 @@ class Result:
 
 
 class OneDevice:
-    """made: a Run on a mesh of one rank, or a plain module. parts: the loss and count that the step is made of, if known."""
+    """The model on one device. built: a Run on a mesh of one rank, or a plain module. loss_and_count: None if not known."""
 
     def __init__(
         self,
-        made: Run | nn.Module,
+        built: Run | nn.Module,
         step: Step,
         batch: Mapping[str, Tensor],
         rows_of_ranks: list[slice],
         *,
-        parts: tuple[Loss, Count] | None,
+        loss_and_count: tuple[Loss, Count] | None,
     ) -> None:
-        self.made, self.step, self.batch, self.rows_of_ranks, self.parts = made, step, batch, rows_of_ranks, parts
-        self.model = model_of(made)
+        self.built, self.step, self.batch, self.rows_of_ranks, self.loss_and_count = (
+            built,
+            step,
+            batch,
+            rows_of_ranks,
+            loss_and_count,
+        )
+        self.model = model_of(built)
         self.tied = tied_names(self.model)
         self.rows = next(iter(batch.values())).shape[0]
         self.shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters(remove_duplicate=False)}
-        self.first = {
+        self.first_values = {
             name: local_tensor(param).cpu().clone()
             for name, param in self.model.named_parameters()
             if not param.is_meta
@@ -58,15 +64,15 @@ class OneDevice:
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 if param.numel():
-                    local_tensor(param).copy_(values[name])  # of one rank: the whole
+                    local_tensor(param).copy_(values[name])  # on one rank a shard is the full tensor
 
     def run(self, rows: slice = slice(None)) -> Result:
         """Loss and gradients of these rows as a step of their own."""
         recorder = Recorder(self.model)
         self.model.zero_grad()
         try:
-            with torch.compiler.set_stance("force_eager"), _Alone():
-                loss = self.step(self.made, self._rows(rows))
+            with torch.compiler.set_stance("force_eager"), _NoCollectives():
+                loss = self.step(self.built, self._rows(rows))
         finally:
             recorder.remove()
         grads = {
@@ -76,34 +82,34 @@ class OneDevice:
         return Result(as_number(loss), grads, recorder.outputs, recorder.gradients, recorder.order)
 
     def of_ranks(self) -> list[Result]:
-        """The rows of each data rank that has some, as steps of their own."""
+        """Results of the rows of each data rank that has some, each as a step of its own."""
         return [self.run(rows) for rows in self.rows_of_ranks if rows.start < rows.stop]
 
     @torch.no_grad()
     def not_a_sum(self) -> str | None:
-        """What shows that the loss, or the count, is not a sum over rows."""
-        if self.parts is None or self.rows < 2:
+        """Evidence, as a sentence, that the loss or the count is not a sum over rows; None if it is one."""
+        if self.loss_and_count is None or self.rows < 2:
             return None
         halves = [slice(0, self.rows // 2), slice(self.rows // 2, self.rows)]
-        loss, count = self.parts
-        found = None
-        for what, function in (("loss", lambda part: loss(self.model, part)), ("count", count)):
-            whole, first, second = (float(function(self._rows(rows))) for rows in (slice(None), *halves))
-            if abs(whole - first - second) > 1e-2 * max(abs(whole), abs(first) + abs(second)):
-                found = (
-                    f"the {what} of all rows is {whole:.6g}, of their halves {first:.6g} and {second:.6g}: it is no sum"
+        loss, count = self.loss_and_count
+        evidence = None
+        for name, function in (("loss", lambda batch: loss(self.model, batch)), ("count", count)):
+            total, first, second = (float(function(self._rows(rows))) for rows in (slice(None), *halves))
+            if abs(total - first - second) > 1e-2 * max(abs(total), abs(first) + abs(second)):
+                evidence = (
+                    f"the {name} of all rows is {total:.6g}, of their halves {first:.6g} and {second:.6g}: it is no sum"
                 )
                 break
         after_inference(self.model)
-        return found
+        return evidence
 
     def _rows(self, rows: slice) -> dict[str, Tensor]:
         device = next(self.model.parameters()).device
         return {name: tensor[rows].to(device) for name, tensor in self.batch.items()}
 
 
-class _Alone(TorchDispatchMode):
-    """Refuse to wait for ranks that are not there."""
+class _NoCollectives(TorchDispatchMode):
+    """Refuses collectives over several ranks: the others do not take part, and the step would hang."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
@@ -117,8 +123,8 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def model_of(made: Run | nn.Module) -> nn.Module:
-    return made.model if isinstance(made, Run) else made
+def model_of(built: Run | nn.Module) -> nn.Module:
+    return built.model if isinstance(built, Run) else built
 
 
 def as_number(loss: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""What a check was asked for: the model, and a step of it, on a mesh and on one device."""
+"""Request: the arguments of a check, and how model and step are built from them, on a mesh and on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `check`, and what is made of them on a rank."""
+    """The arguments of `check`. random: the RNG state with which every building of the model begins."""
 
     model: Any
     batch: Batch
@@ -38,17 +38,17 @@ class Request:
     dtype: torch.dtype
     timeout_s: float
     strategy: Strategy
-    random: torch.Tensor = field(default_factory=torch.get_rng_state)  # where every building begins to draw
+    random: torch.Tensor = field(default_factory=torch.get_rng_state)
 
     @property
     def builds_all(self) -> bool:
         return not isinstance(self.model, nn.Module) and bool(inspect.signature(self.model).parameters)
 
     def refuse(self) -> None:
-        given = list(self.strategy.changes)
-        if self.builds_all and given:
+        choices = list(self.strategy.changes)
+        if self.builds_all and choices:
             raise PlanError(
-                f"check: a function of the mesh makes its own choices, but got {', '.join(given)} as well. Leave them out."
+                f"check: a function of the mesh makes its own choices, but got {', '.join(choices)} as well. Leave them out."
             )
         if self.given_step is not None and self.microbatches > 1:
             raise PlanError("check: microbatches are what the default step makes; with step=, make them there.")
@@ -58,7 +58,7 @@ class Request:
             )
 
     def built(self, make: Callable[..., Any], *args: Any) -> Any:
-        """make(*args), drawing the same numbers in every call: a class of modules seeds nothing by itself."""
+        """make(*args) with the same random numbers in every call: a constructor of modules seeds nothing by itself."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.random)
             return make(*args)
@@ -68,41 +68,41 @@ class Request:
         model: nn.Module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.built(self.model)
         return model.to(self.dtype)
 
-    def on_one(self, mesh: Mesh) -> Run | nn.Module:
+    def on_one_device(self, mesh: Mesh) -> Run | nn.Module:
         """The model of one device. mesh: of this rank alone."""
-        made: Run | nn.Module
+        built_model: Run | nn.Module
         with default_dtype(self.dtype):
             if self.builds_all and self.reference is None:
-                made = self.built(self.model, mesh)
+                built_model = self.built(self.model, mesh)
             else:
-                made = self.plain() if self.reference is None else self.built(self.reference).to(self.dtype)
-                if any(param.is_meta for param in made.parameters()) or self.given_step is not None:
-                    made = parallelize(made, mesh, plan=self.strategy.plan)
-        return made
+                built_model = self.plain() if self.reference is None else self.built(self.reference).to(self.dtype)
+                if any(param.is_meta for param in built_model.parameters()) or self.given_step is not None:
+                    built_model = parallelize(built_model, mesh, plan=self.strategy.plan)
+        return built_model
 
-    def step(self, made: Run | nn.Module, rows: Batch) -> Any:
+    def step(self, built_run: Run | nn.Module, rows: Batch) -> Any:
         if self.given_step is not None:
-            return self.given_step(made, rows)
-        assert isinstance(made, Run)
-        return made.forward_backward(rows, microbatches=self.microbatches, loss=self.loss, count=self.count)
+            return self.given_step(built_run, rows)
+        assert isinstance(built_run, Run)
+        return built_run.forward_backward(rows, microbatches=self.microbatches, loss=self.loss, count=self.count)
 
-    def step_of_one(self, made: Run | nn.Module, rows: Batch) -> Any:
-        """Written out again, so that it is not the step under test."""
+    def reference_step(self, built_run: Run | nn.Module, rows: Batch) -> Any:
+        """The step on one device. Written out again, so that the reference is not the code under test."""
         if self.given_step is not None:
-            return self.given_step(made, rows)
-        with collect() as found:
-            total = self.loss(model_of(made), rows)
+            return self.given_step(built_run, rows)
+        with collect() as auxiliary:
+            total = self.loss(model_of(built_run), rows)
         tokens = self.count(rows).clamp(min=1)
-        ((total + found.total()) / tokens).backward()
+        ((total + auxiliary.total()) / tokens).backward()
         return total.detach() / tokens
 
-    def optimizer(self, made: Run | nn.Module) -> torch.optim.Optimizer:
-        return adamw(made, lr=1e-3) if self.given_optimizer is None else self.given_optimizer(made)
+    def optimizer(self, built_run: Run | nn.Module) -> torch.optim.Optimizer:
+        return adamw(built_run, lr=1e-3) if self.given_optimizer is None else self.given_optimizer(built_run)
 
     def rows_of(self, data_rank: int, ranks: int) -> slice:
         total = next(iter(self.batch.values())).shape[0]
         parts = torch.arange(total).tensor_split(ranks)
-        first = sum(len(part) for part in parts[:data_rank])
+        first = sum(len(rows_of_rank) for rows_of_rank in parts[:data_rank])
         return slice(first, first + len(parts[data_rank]))
 
 

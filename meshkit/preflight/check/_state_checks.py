@@ -1,4 +1,4 @@
-"""What can be wrong besides the gradients: first values, ties, the optimizer and its step."""
+"""State checks besides gradients: initial values, tied weights, the optimizer and its step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from meshkit.mesh import Mesh
 from meshkit.preflight.check._finding import Finding
 from meshkit.preflight.check._reference import OneDevice
-from meshkit.preflight.check._tables import Table, apart, close, differing_axes, same_region
+from meshkit.preflight.check._tables import Table, close, differing_axes, max_difference, same_region
 from meshkit.preflight.check._verdict import module_of
 
 
 def different_first_values(model: nn.Module, mesh: Mesh) -> Finding | None:
-    """Whether ranks built different models. Wire: an all-gather of a sum for each parameter, as objects."""
+    """A finding if ranks built models with different values. Wire: an all-gather of a sum for each parameter, as objects."""
     real = {name: param.detach() for name, param in model.named_parameters() if not param.is_meta}
     sums = {name: float(param.double().abs().sum()) for name, param in real.items()}
     everyone: list[dict[str, float]] = [sums] * len(mesh.ranks)
     dist.all_gather_object(everyone, sums, group=mesh.group)
-    wrong = [name for name in sums if any(other.get(name) != everyone[0].get(name) for other in everyone)]
+    wrong = [name for name in sums if any(sums_of_rank.get(name) != everyone[0].get(name) for sums_of_rank in everyone)]
     if not wrong:
         return None
-    values = ", ".join(f"{other[wrong[0]]:.6g}" for other in everyone[:8])
+    values = ", ".join(f"{sums_of_rank[wrong[0]]:.6g}" for sums_of_rank in everyone[:8])
     return Finding(
         kind="different initialisation",
         module=module_of(wrong[0]),
@@ -33,8 +33,8 @@ def different_first_values(model: nn.Module, mesh: Mesh) -> Finding | None:
     )
 
 
-def first_values(table: Table, one: OneDevice) -> list[Finding]:
-    empty = [name for name in table.names if any(bool(part.value.isnan().any()) for _, part in table.parts(name))]
+def first_values(table: Table, reference: OneDevice) -> list[Finding]:
+    empty = [name for name in table.names if any(bool(shard.value.isnan().any()) for _, shard in table.shards(name))]
     if empty:
         return [
             Finding(
@@ -49,16 +49,18 @@ def first_values(table: Table, one: OneDevice) -> list[Finding]:
     axes: set[str] = set()
     different = []
     for name in table.names:
-        for replicas in same_region(table.parts(name)):
-            found = differing_axes(table, [(facts, part.value) for facts, part in replicas])
-            axes |= set(found)
-            different += [name] * bool(found)
+        for replicas in same_region(table.shards(name)):
+            axes_found = differing_axes(table, [(facts, shard.value) for facts, shard in replicas])
+            axes |= set(axes_found)
+            different += [name] * bool(axes_found)
     if different:
         return [_different(table, list(dict.fromkeys(different)), tuple(axis for axis in table.axes if axis in axes))]
     moved = [
         name
         for name in table.names
-        if name in one.first and not bool(one.first[name].isnan().any()) and not _equals_first(table, name, one)
+        if name in reference.first_values
+        and not bool(reference.first_values[name].isnan().any())
+        and not _equals_first(table, name, reference)
     ]
     if moved:
         repeated = _repeats(table, moved[0])
@@ -81,10 +83,10 @@ def first_values(table: Table, one: OneDevice) -> list[Finding]:
 
 def _different(table: Table, names: list[str], axes: tuple[str, ...]) -> Finding:
     largest = max(
-        apart(part.value, replicas[0][1].value)
+        max_difference(shard.value, replicas[0][1].value)
         for name in names
-        for replicas in same_region(table.parts(name))
-        for _, part in replicas
+        for replicas in same_region(table.shards(name))
+        for _, shard in replicas
     )
     return Finding(
         kind="different initialisation",
@@ -97,41 +99,45 @@ def _different(table: Table, names: list[str], axes: tuple[str, ...]) -> Finding
     )
 
 
-def _equals_first(table: Table, name: str, one: OneDevice) -> bool:
-    return all(close(part.value, one.first[name][part.slices], table.tolerance) for _, part in table.parts(name))
+def _equals_first(table: Table, name: str, reference: OneDevice) -> bool:
+    return all(
+        close(shard.value, reference.first_values[name][shard.slices], table.tolerance)
+        for _, shard in table.shards(name)
+    )
 
 
 def _repeats(table: Table, name: str) -> tuple[str, ...]:
-    """Axes along which different parts have the same values."""
-    parts = [(facts, part) for facts, part in table.parts(name) if part.value.numel() > 1]
-    found = []
+    """Axes along which different shards have the same values."""
+    shards = [(facts, shard) for facts, shard in table.shards(name) if shard.value.numel() > 1]
+    repeated = []
     for axis in table.axes:
         pairs = [
-            (one, other)
-            for facts, one in parts
-            for others, other in parts
-            if table.differ_only_in(axis, facts, others) and one.region != other.region
+            (shard, other_shard)
+            for facts, shard in shards
+            for other_facts, other_shard in shards
+            if table.differ_only_in(axis, facts, other_facts) and shard.region != other_shard.region
         ]
         if pairs and all(
-            one.value.shape == other.value.shape and close(one.value, other.value, 0.0) for one, other in pairs
+            shard.value.shape == other_shard.value.shape and close(shard.value, other_shard.value, 0.0)
+            for shard, other_shard in pairs
         ):
-            found.append(axis)
-    return tuple(found)
+            repeated.append(axis)
+    return tuple(repeated)
 
 
-def torn(table: Table, one: OneDevice) -> list[Finding]:
+def torn(table: Table, reference: OneDevice) -> list[Finding]:
     findings = []
-    for names in (group for group in one.tied if len(group) > 1):
+    for names in (group for group in reference.tied if len(group) > 1):
         for facts in table.facts:
-            here = [group for group in facts.tied if set(group) & set(names)]
-            if len(here) > 1:
-                apart_ = tuple(group[0] for group in here)
+            groups = [group for group in facts.tied if set(group) & set(names)]
+            if len(groups) > 1:
+                roots = tuple(group[0] for group in groups)
                 findings.append(
                     Finding(
                         kind="tied weights torn",
-                        module=module_of(apart_[-1]),
-                        parameters=tuple(dict.fromkeys([*apart_[1:], apart_[0]])),
-                        seen=f"{' and '.join(names)} are one parameter on one device, and {len(here)} on the mesh",
+                        module=module_of(roots[-1]),
+                        parameters=tuple(dict.fromkeys([*roots[1:], roots[0]])),
+                        seen=f"{' and '.join(names)} are one parameter on one device, and {len(groups)} on the mesh",
                         likely="a parameter was replaced after the tie was made (a copy, to_empty, load with assign=True), "
                         "so each name has a part of the gradient and is stepped on its own",
                         change=f"tie again, before parallelize: model.{names[1]} = model.{names[0]}",
@@ -142,10 +148,12 @@ def torn(table: Table, one: OneDevice) -> list[Finding]:
 
 
 def optimizer(table: Table) -> list[Finding]:
-    unseen = [name for name in table.names if any(part.trained and not part.stepped for _, part in table.parts(name))]
+    unseen = [
+        name for name in table.names if any(shard.trained and not shard.stepped for _, shard in table.shards(name))
+    ]
     if not unseen:
         return []
-    strangers = max(facts.strangers for facts in table.facts)
+    strangers = max(facts.foreign_tensors for facts in table.facts)
     likely = (
         "it is in no param_group: a filter by name or shape left it out, or it was added after the optimizer was made"
     )
@@ -167,16 +175,18 @@ def after_the_step(table: Table, gradients: dict[str, Tensor | None]) -> list[Fi
     findings: list[Finding] = []
     still, drifting, axes = [], [], set[str]()
     for name in table.names:
-        parts = [(facts, part) for facts, part in table.parts(name) if part.after is not None]
-        moving = [part for _, part in parts if part.stepped and part.gradient is not None and bool(part.gradient.any())]
-        if moving and all(part.after is not None and torch.equal(part.after, part.value) for part in moving):
+        shards = [(facts, shard) for facts, shard in table.shards(name) if shard.after is not None]
+        moving = [
+            shard for _, shard in shards if shard.stepped and shard.gradient is not None and bool(shard.gradient.any())
+        ]
+        if moving and all(shard.after is not None and torch.equal(shard.after, shard.value) for shard in moving):
             still.append(name)
-        for replicas in same_region(parts):
-            moves = [(facts, part.after - part.value) for facts, part in replicas if part.after is not None]
-            found = differing_axes(table, moves)
-            if found:
+        for replicas in same_region(shards):
+            moves = [(facts, shard.after - shard.value) for facts, shard in replicas if shard.after is not None]
+            axes_found = differing_axes(table, moves)
+            if axes_found:
                 drifting.append(name)
-                axes |= set(found)
+                axes |= set(axes_found)
     if still:
         findings.append(
             Finding(

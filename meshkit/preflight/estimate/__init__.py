@@ -1,7 +1,7 @@
-"""Say before a run how much memory each of its ranks will need, and what for.
+"""Memory estimation before a run: bytes of each rank by kind, and the peak.
 
-The model is built, parallelized and stepped by the same code as in the run, in a world that sends nothing and on tensors
-without values; see `estimate`.
+The model is built, parallelized and stepped by the same code as in the run, in a fake world that sends nothing, on tensors
+without memory; see `estimate`.
 """
 
 from ._drawing import COLOURS as COLOURS
@@ -9,17 +9,15 @@ from ._drawing import svg as svg
 from ._estimate import Build as Build
 from ._estimate import Kernels as Kernels
 from ._estimate import MakeOptimizer as MakeOptimizer
-from ._estimate import built_by as built_by
+from ._estimate import builder_of as builder_of
 from ._estimate import estimate as estimate
 from ._estimate import measure as measure
-from ._estimate import place_of as place_of
-from ._estimate import pretended_mesh as pretended_mesh
-from ._estimate import sized as sized
+from ._estimate import coordinate_of as coordinate_of
+from ._estimate import fake_mesh as fake_mesh
+from ._estimate import resolve_spec as resolve_spec
 from ._recipe import Recipe as Recipe
 from ._recipe import load_script as load_script
 from ._result import Estimate as Estimate
-from ._result import axes_said as axes_said
-from ._result import said as said
 from ._tracker import GROUPS as GROUPS
 from ._tracker import HOST as HOST
 from ._tracker import Tracker as Tracker

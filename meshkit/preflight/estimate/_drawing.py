@@ -1,4 +1,4 @@
-"""A step's memory in time, stacked by what it is for: SVG, one panel for each estimate, all to one scale."""
+"""Drawing of memory over time (SVG): a step's bytes stacked by kind, one panel for each estimate, all to one scale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby, pairwise
 
-from meshkit.preflight.estimate._result import Estimate, said
+from meshkit.preflight._format import format_bytes
+from meshkit.preflight.estimate._result import Estimate
 from meshkit.preflight.estimate._tracker import GROUPS, HOST, Point
 
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
@@ -32,11 +33,11 @@ LEFT, RIGHT, TOP, WIDTH, PANEL, GAP = 76, 16, 62, 720, 150, 52
 
 def svg(estimates: Mapping[str, Estimate]) -> str:
     """estimates: by the title of each panel. From left to right are allocations, not seconds."""
-    highest = max(one.peak_bytes for one in estimates.values())
+    highest = max(estimate.peak_bytes for estimate in estimates.values())
     shown = [
         group
         for index, group in enumerate(GROUPS)
-        if index != HOST and any(one.most[group] >= highest / 200 for one in estimates.values())
+        if index != HOST and any(estimate.most[group] >= highest / 200 for estimate in estimates.values())
     ]
     width, height = LEFT + WIDTH + RIGHT, TOP + len(estimates) * (PANEL + GAP)
     parts = [
@@ -46,8 +47,8 @@ def svg(estimates: Mapping[str, Estimate]) -> str:
         f'<rect class="page" width="{width}" height="{height}" fill="#ffffff"/>',
         *_legend(shown),
     ]
-    for index, (title, one) in enumerate(estimates.items()):
-        parts += _panel(title, one, TOP + index * (PANEL + GAP) + 24, highest)
+    for index, (title, estimate) in enumerate(estimates.items()):
+        parts += _panel(title, estimate, TOP + index * (PANEL + GAP) + 24, highest)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -58,15 +59,15 @@ def _legend(groups: Sequence[str]) -> list[str]:
         if x + step > LEFT + WIDTH:
             x, y = LEFT, y + 18
         parts.append(f'<rect x="{x:.0f}" y="{y}" width="10" height="10" fill="{COLOURS[group]}"/>')
-        parts.append(_words(x + 14, y + 9, group, size=11))
+        parts.append(_text(x + 14, y + 9, group, size=11))
         x += int(step)
     return parts
 
 
-def _panel(title: str, one: Estimate, top: float, highest: int) -> list[str]:
-    points = thin(one.points, WIDTH)
+def _panel(title: str, estimate: Estimate, top: float, highest: int) -> list[str]:
+    points = thin(estimate.points, WIDTH)
     per_point, scale = WIDTH / max(1, len(points)), PANEL / highest
-    parts = [_words(LEFT, top - 8, title, size=12, weight=600)]
+    parts = [_text(LEFT, top - 8, title, size=12, weight=600)]
     below = [0] * len(points)
     for index, group in enumerate(GROUPS):
         if index == HOST:
@@ -78,12 +79,12 @@ def _panel(title: str, one: Estimate, top: float, highest: int) -> list[str]:
     for share in (0.5, 1.0):
         y = top + PANEL * (1 - share)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}" y2="{y}" stroke="#d0d7de"/>')
-        parts.append(_words(LEFT - 6, y + 4, said(int(highest * share)), size=10, anchor="end", css="faint"))
-    peak = max(range(len(points)), key=lambda at: points[at].device_bytes)
-    x, y = LEFT + (peak + 0.5) * per_point, top + PANEL - one.peak_bytes * scale
+        parts.append(_text(LEFT - 6, y + 4, format_bytes(int(highest * share)), size=10, anchor="end", css="faint"))
+    peak = max(range(len(points)), key=lambda index: points[index].device_bytes)
+    x, y = LEFT + (peak + 0.5) * per_point, top + PANEL - estimate.peak_bytes * scale
     parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="none" class="ink" stroke="#24292f"/>')
-    text = f"peak {said(one.peak_bytes)} in the {one.where.removeprefix('the ')}"
-    parts.append(_words(LEFT + WIDTH, top - 8, text, size=11, anchor="end", css="faint"))
+    text = f"peak {format_bytes(estimate.peak_bytes)} in the {estimate.where.removeprefix('the ')}"
+    parts.append(_text(LEFT + WIDTH, top - 8, text, size=11, anchor="end", css="faint"))
     parts += _phases(points, per_point, top + PANEL)
     return parts
 
@@ -93,8 +94,8 @@ def _area(
 ) -> str:
     def corners(values: Sequence[int]) -> list[str]:
         return [
-            f"{LEFT + (at + side) * per_point:.1f},{floor - value * scale:.1f}"
-            for at, value in enumerate(values)
+            f"{LEFT + (index + side) * per_point:.1f},{floor - value * scale:.1f}"
+            for index, value in enumerate(values)
             for side in (0, 1)
         ]
 
@@ -103,16 +104,16 @@ def _area(
 
 
 def _phases(points: Sequence[Point], per_point: float, y: float) -> list[str]:
-    """Where forwards, backwards and the optimizer's step are."""
-    parts, at = [], 0
+    """Names and bounds of forwards, backwards and the optimizer step, under the panel."""
+    parts, start = [], 0
     for phase, run in groupby(points, key=lambda point: _phase(point.where)):
         length = len(list(run))
-        middle, wide = LEFT + (at + length / 2) * per_point, length * per_point
+        middle, wide = LEFT + (start + length / 2) * per_point, length * per_point
         if wide > 6.5 * len(phase):
-            parts.append(_words(middle, y + 13, phase, size=10, anchor="middle", css="faint"))
-        x = LEFT + at * per_point
+            parts.append(_text(middle, y + 13, phase, size=10, anchor="middle", css="faint"))
+        x = LEFT + start * per_point
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 5}" stroke="#d0d7de"/>')
-        at += length
+        start += length
     return parts
 
 
@@ -123,14 +124,14 @@ def _phase(where: str) -> str:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many points, each the fullest of its share: peaks stay."""
+    """At most `most` points, each the one with most bytes of its share, so peaks stay."""
     if len(points) <= most:
         return list(points)
     edges = [round(index * len(points) / most) for index in range(most + 1)]
     return [max(points[first:after], key=lambda point: point.device_bytes) for first, after in pairwise(edges)]
 
 
-def _words(
+def _text(
     x: float, y: float, text: str, *, size: int, anchor: str = "start", css: str = "ink", weight: int = 400
 ) -> str:
     fill = "#24292f" if css == "ink" else "#57606a"

@@ -1,4 +1,4 @@
-"""Run a step of the real model, on a world and tensors that are not there, and count its bytes."""
+"""Memory estimation: run a step of the real model in a fake world on fake tensors, and count its bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def estimate(
     loss: Loss = next_token_loss,
     **choices: Any,
 ) -> Estimate:
-    """The bytes one rank will hold in an optimizer step, before anything runs: by kind, and the peak and where it is.
+    """Estimate the memory of one rank in an optimizer step, before anything runs: bytes by kind, the peak and where it is.
 
     model: what `parallelize` gets, on meta; or a function (mesh) -> Run that calls `parallelize` itself, and then neither a
     strategy nor choices. spec: default, the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes
@@ -55,40 +55,40 @@ def estimate(
     about 1 GiB for Llama-3-8B on any number of ranks.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
     it is run in; default: the strategy's, or 1.
-    world_size: default what `spec` needs. coordinate: the rank's place on each dense axis, default 0 everywhere; stages
-    differ. optimizer: what makes it of the run, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
+    world_size: default what `spec` needs. coordinate: the rank's index on each dense axis, default 0; stages differ.
+    optimizer: (run) -> optimizer, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
-    does; "cpu" counts what a run on CPU holds. Not in it: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
-    Compiled blocks are counted as if they were not. Tokens choose experts all alike.
+    does; "cpu" counts what a run on CPU holds. Not counted: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
+    Compiled blocks are counted as in eager mode. Tokens choose all experts equally often.
     Raises: MeshError and PlanError as the real run would, and PlanError for a model whose step depends on its values.
     """
-    build = built_by(model, strategy, choices, asked="estimate")
+    build = builder_of(model, strategy, choices, verb="estimate")
     chosen = Strategy.of(strategy, choices)
     if kernels not in ("cuda", "cpu"):
         raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
-    resolved = sized(spec, chosen, world_size)
-    place = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
+    resolved = resolve_spec(spec, chosen, world_size)
+    full_coordinate = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
     began = time.monotonic()
-    with pretended_mesh(resolved, place, kernels=kernels) as mesh:
+    with fake_mesh(resolved, full_coordinate, kernels=kernels) as mesh:
         run = build(mesh)
         batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
         tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
         with tracker:
             count_parameters(tracker, run.model)
-            made = (optimizer or adamw_of)(run)
-            for _ in range(2):  # the first makes the optimizer's state
+            built_optimizer = (optimizer or adamw_of)(run)
+            for _ in range(2):  # the first step makes the optimizer state; the second is measured
                 tracker.forget_points()
-                tracked_step(tracker, run, made, batch, microbatches, loss)
-        return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+                tracked_step(tracker, run, built_optimizer, batch, microbatches, loss)
+        return result(tracker, run, full_coordinate, kernels=kernels, took_s=time.monotonic() - began)
 
 
-def built_by(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, asked: str) -> Build:
-    """What makes the run on a mesh. Raises: PlanError for choices beside a function, which makes its own."""
+def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:
+    """(mesh) -> Run for a module or a function. verb: for errors. Raises: PlanError for choices beside a function."""
     if not isinstance(model, nn.Module):
-        given = (["strategy"] if strategy is not None else []) + list(choices)
-        if given:
+        given_choices = (["strategy"] if strategy is not None else []) + list(choices)
+        if given_choices:
             raise PlanError(
-                f"{asked}: a function that builds the run makes its own choices, but got {', '.join(given)} as well."
+                f"{verb}: a function that builds the run makes its own choices, but got {', '.join(given_choices)} as well."
             )
         return model
     chosen = Strategy.of(strategy, choices)
@@ -99,8 +99,8 @@ def built_by(model: nn.Module | Build, strategy: Strategy | None, choices: dict[
     return build
 
 
-def sized(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | None) -> MeshSpec:
-    """The mesh without a -1. spec: None is the strategy's."""
+def resolve_spec(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | None) -> MeshSpec:
+    """The mesh sizes, without a -1. spec: None is the strategy's."""
     if spec is None:
         return strategy.mesh_for(world_size)
     wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
@@ -108,13 +108,14 @@ def sized(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | Non
 
 
 @contextmanager
-def pretended_mesh(spec: MeshSpec, place: dict[str, int], *, kernels: Kernels) -> Iterator[Mesh]:
-    """The mesh in a world that sends nothing, seen from one place; what is built on it has shapes and no values."""
-    with fake_world(spec.world_size, rank_at(spec, place)), ExitStack() as stack:
+def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -> Iterator[Mesh]:
+    """A mesh in a fake world that sends nothing, as one rank sees it. What is built on it has shapes and no values."""
+    with fake_world(spec.world_size, rank_at(spec, coordinate)), ExitStack() as stack:
         mesh = init_mesh(spec, device_type="cpu")
+        # Dispatch modes and module hooks do not reach into compiled blocks.
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
-        stack.enter_context(_torch.propagating_separately())
+        stack.enter_context(_torch.hiding_shape_propagation())
         stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
         if kernels == "cuda":
@@ -126,27 +127,27 @@ def adamw_of(run: Run) -> torch.optim.Optimizer:
     return adamw(run, lr=1e-3)
 
 
-def rank_at(spec: MeshSpec, place: dict[str, int]) -> int:
-    """The rank at these places on the dense axes."""
+def rank_at(spec: MeshSpec, coordinate: dict[str, int]) -> int:
+    """The rank with these indices on the dense axes."""
     rank = 0
     for axis in DENSE_AXES:
-        size, at = getattr(spec, axis), place[axis]
-        if not 0 <= at < size:
-            raise PlanError(f"estimate: coordinate {axis}={at}, but {axis} has the places 0 to {size - 1}.")
-        rank = rank * size + at
+        size, index = getattr(spec, axis), coordinate[axis]
+        if not 0 <= index < size:
+            raise PlanError(f"estimate: coordinate {axis}={index}, but {axis} has the places 0 to {size - 1}.")
+        rank = rank * size + index
     return rank
 
 
-def place_of(spec: MeshSpec, rank: int) -> dict[str, int]:
-    """The places of a rank on the dense axes; the last varies fastest."""
-    place = {}
+def coordinate_of(spec: MeshSpec, rank: int) -> dict[str, int]:
+    """The indices of a rank on the dense axes; the last axis varies fastest."""
+    coordinate = {}
     for axis in reversed(DENSE_AXES):
-        rank, place[axis] = divmod(rank, getattr(spec, axis))
-    return place
+        rank, coordinate[axis] = divmod(rank, getattr(spec, axis))
+    return coordinate
 
 
 def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
-    """What counts the bytes of the run's steps, real ones too."""
+    """A tracker of the run's steps, real ones or fake ones."""
     units = run.resolved.units_of(run.mesh["pp"].get_local_rank())
     return Tracker(
         run.model,
@@ -169,7 +170,7 @@ def tracked_step(
     microbatches: int | None,
     loss: Loss = next_token_loss,
 ) -> None:
-    """One optimizer step, and where in it we are."""
+    """One optimizer step; tells the tracker which phase of it runs."""
     tracker.start(FORWARD_BACKWARD)
     run.forward_backward(batch, microbatches=microbatches, loss=loss, step=0)
     tracker.start(CLIP)
@@ -182,13 +183,13 @@ def tracked_step(
     optimizer.zero_grad()
 
 
-def result(tracker: Tracker, run: Run, place: dict[str, int], *, kernels: str, took_s: float = 0.0) -> Estimate:
-    """What a tracker of this rank has counted since `forget_points`."""
+def result(tracker: Tracker, run: Run, coordinate: dict[str, int], *, kernels: str, took_s: float = 0.0) -> Estimate:
+    """The estimate of what the tracker has counted since `forget_points`."""
     peak = max(tracker.points, key=lambda point: point.device_bytes)
     most = {group: max(point.totals[index] for point in tracker.points) for index, group in enumerate(GROUPS)}
     return Estimate(
         spec=run.mesh.spec,
-        coordinate=place,
+        coordinate=coordinate,
         kernels=kernels,
         most=most,
         activations=dict(tracker.kept),
@@ -199,7 +200,7 @@ def result(tracker: Tracker, run: Run, place: dict[str, int], *, kernels: str, t
     )
 
 
-# What a real run takes, to stand beside what was said.
+# Measured memory of a real run, to compare with the estimate.
 
 
 def measure(run: Run, optimizer: torch.optim.Optimizer, *, rows: int, seq_len: int, microbatches: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Run the operators that a GPU would run, where they keep other tensors than those of a CPU.
+"""Fake CUDA kernels: on a CPU, allocate and save what the CUDA kernels of RMSNorm and attention would.
 
 RMSNorm is one kernel on CUDA, which keeps its input and one number a row, and many small ones on a CPU. Attention keeps its
 input, output and one number a row and head on both, but those numbers in another layout.
@@ -19,10 +19,10 @@ _aten = torch.ops.aten
 
 @contextmanager
 def cuda_kernels(*, attention: bool) -> Iterator[None]:
-    """Inside, on tensors without values, RMSNorm and with `attention` plain attention in 16 bits are CUDA's kernels.
+    """Context in which fake tensors use CUDA's RMSNorm and, with `attention`, CUDA's plain attention in 16 bits.
 
-    By their names in torch.nn.functional, which modules call: a mode for functions is off where a backward runs a forward
-    again (2.11, 2.15).
+    It replaces the names in torch.nn.functional that modules call. A TorchFunctionMode would not do: it is off where a
+    backward runs a forward again (2.11, 2.15).
     """
     attend = F.scaled_dot_product_attention
     names = {"rms_norm": _rms_norm_or(F.rms_norm)}
@@ -39,7 +39,7 @@ def cuda_kernels(*, attention: bool) -> Iterator[None]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What CUDA's `_fused_rms_norm` allocates and keeps: on other devices the operator falls apart into small ones."""
+    """Allocates and saves what CUDA's `_fused_rms_norm` does; on other devices the operator decomposes into small ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""A training script as something that can be estimated.
+"""Recipe: a training script and its flags, as estimate and explain take them.
 
-Two names make it one: a dataclass `Config` of its flags, and `build(config, mesh) -> Run`, which it calls itself. Of the
-config, `mesh`, `seq_len`, `global_batch` and `microbatches` say the rest; `build_optimizer(config, run)` if there is one, and
-`estimated_loss(model, batch)` where the model makes no logits.
+The script needs two names: a dataclass `Config` of its flags, and `build(config, mesh) -> Run`, which it calls itself. The
+config has `mesh`, `seq_len`, `global_batch` and `microbatches`. Used if there: `build_optimizer(config, run)`, and
+`estimated_loss(model, batch)` for a model that makes no logits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import tyro
 
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh, MeshSpec
@@ -48,6 +50,12 @@ class Recipe:
 
     module: ModuleType
     config: Any
+
+    @staticmethod
+    def read(module: ModuleType, args: list[str], *, script: Path) -> Recipe:
+        """With the flags of a command line: by `Config.parse` where there is one, as in meshkit's recipes, else by tyro."""
+        parse = getattr(module.Config, "parse", None) or partial(tyro.cli, module.Config)
+        return Recipe(module, parse(args=args, prog=f"... {script}", description=""))
 
     @property
     def microbatches(self) -> int:
@@ -84,16 +92,16 @@ class Recipe:
         return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, **self.step(spec))
 
 
-def load_script(path: Path, *, asked: str = "estimate") -> ModuleType:
-    """The script as a module, without running its main. asked: the command, for errors.
+def load_script(path: Path, *, verb: str = "estimate") -> ModuleType:
+    """The script as a module, without running its main. verb: the command, for errors.
 
     Raises: PlanError for a file that is not there, and for one without `Config` and `build`.
     """
     if not path.is_file():
-        raise PlanError(f"{asked}: there is no file {path}. Give the path of a training script.")
+        raise PlanError(f"{verb}: there is no file {path}. Give the path of a training script.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise PlanError(f"{asked}: {path} is not a Python file. Give the path of a training script.")
+        raise PlanError(f"{verb}: {path} is not a Python file. Give the path of a training script.")
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses look their annotations up there
@@ -106,10 +114,10 @@ def load_script(path: Path, *, asked: str = "estimate") -> ModuleType:
             sys.modules[path.stem] = before
     missing = [name for name in ("Config", "build") if not hasattr(module, name)]
     if missing:
-        raise PlanError(f"{asked}: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
+        raise PlanError(f"{verb}: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
     fields = {field.name for field in dataclasses.fields(module.Config)} if _is_config(module) else set()
     if lacking := [name for name in NEEDED if name not in fields]:
-        raise PlanError(f"{asked}: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
+        raise PlanError(f"{verb}: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
     return module
 
 

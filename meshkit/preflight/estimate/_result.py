@@ -1,15 +1,15 @@
-"""What `estimate` found, and its printed form."""
+"""Estimate: the memory estimate of one rank, and its printed form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from meshkit.mesh import MeshSpec
+from meshkit.preflight._format import format_axes, format_bytes, table_lines
 from meshkit.preflight.estimate._tracker import GROUPS, HOST, Point
 
-GIB, MIB = 2**30, 2**20
 BAR = 40  # characters of the longest bar
+NUMBERS = (1, 2)  # columns of tables that are aligned to the right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Estimate:
 
     most: of each group, the most at any moment. at_peak: of each group when the sum was greatest. activations: by module,
     what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
-    measured_bytes: what a real run took, if `beside` was told.
+    measured_bytes: the peak of a real run, where `beside` was given it.
     """
 
     spec: MeshSpec
@@ -39,7 +39,7 @@ class Estimate:
 
     @property
     def where(self) -> str:
-        """What was running then."""
+        """The part of the step that ran at the peak."""
         return self.peak.where
 
     @property
@@ -72,7 +72,7 @@ class Estimate:
         return self.most["on the host"]
 
     def beside(self, measured_bytes: int) -> Estimate:
-        """The same with what a run measured: `Meter`'s peak_allocated_bytes, torch.cuda.max_memory_allocated()."""
+        """The estimate beside the peak that a run measured: `Meter`'s peak_allocated_bytes, CUDA's max_memory_allocated()."""
         return replace(self, measured_bytes=measured_bytes)
 
     def fits(self, device_bytes: int) -> bool:
@@ -82,26 +82,14 @@ class Estimate:
         return "\n".join([*_heading(self), "", *_groups(self), "", *_blocks(self), *_end(self)])
 
 
-def said(size: int) -> str:
-    """4096 as 4.00 KiB."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} B"
-
-
-def axes_said(sizes: dict[str, int], plain: int) -> str:
-    """dp_shard=2 tp=2, of the axes whose number is another than `plain`."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != plain)
-
-
 def _heading(estimate: Estimate) -> list[str]:
     spec = estimate.spec
     sizes = {**spec.sizes(), "ep": spec.ep, "etp": spec.etp}
-    place = axes_said(estimate.coordinate, 0)
+    axes = format_axes(sizes, omit=1) or "one device"
+    coordinate = format_axes(estimate.coordinate, omit=0) or "0 on every axis"
     return [
-        f"{spec.world_size} ranks, {axes_said(sizes, 1) or 'one device'}; the rank at {place or '0 on every axis'}",
-        f"peak {said(estimate.peak_bytes)} in the {estimate.where.removeprefix('the ')}",
+        f"{spec.world_size} ranks, {axes}; the rank at {coordinate}",
+        f"peak {format_bytes(estimate.peak_bytes)} in the {estimate.where.removeprefix('the ')}",
     ]
 
 
@@ -111,14 +99,14 @@ def _groups(estimate: Estimate) -> list[str]:
     rows = [("", "at the peak", "at most", "")]
     for index, group in enumerate(GROUPS):
         if most[group] and index != HOST:
-            rows.append((group, said(at_peak[group]), said(most[group]), bar(at_peak[group], longest)))
-    rows.append(("all on the device", said(estimate.peak_bytes), "", ""))
+            rows.append((group, format_bytes(at_peak[group]), format_bytes(most[group]), bar(at_peak[group], longest)))
+    rows.append(("all on the device", format_bytes(estimate.peak_bytes), "", ""))
     if estimate.host_bytes:
-        rows.append(("on the host", said(at_peak["on the host"]), said(estimate.host_bytes), ""))
+        rows.append(("on the host", format_bytes(at_peak["on the host"]), format_bytes(estimate.host_bytes), ""))
     if estimate.measured_bytes is not None:
         off = estimate.peak_bytes / estimate.measured_bytes - 1
-        rows.append(("measured", said(estimate.measured_bytes), "", f"the estimate is {off:+.1%} off"))
-    return table(rows)
+        rows.append(("measured", format_bytes(estimate.measured_bytes), "", f"the estimate is {off:+.1%} off"))
+    return table_lines(rows, right=NUMBERS)
 
 
 def _blocks(estimate: Estimate) -> list[str]:
@@ -131,8 +119,8 @@ def _blocks(estimate: Estimate) -> list[str]:
             runs.append((name, name, size, 1))
     rows = [("kept for backward by", "each", "all, of one microbatch")]
     for first, last, size, count in runs:
-        rows.append((first if count == 1 else f"{first} to {last}", said(size), said(size * count)))
-    return table(rows) if runs else []
+        rows.append((first if count == 1 else f"{first} to {last}", format_bytes(size), format_bytes(size * count)))
+    return table_lines(rows, right=NUMBERS) if runs else []
 
 
 def _end(estimate: Estimate) -> list[str]:
@@ -152,17 +140,3 @@ def _end(estimate: Estimate) -> list[str]:
 def bar(size: int, longest: int) -> str:
     eighths = round(8 * BAR * size / longest)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, numbers to the right."""
-    rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 0 < column < 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -1,7 +1,7 @@
-"""Compute shapes, not values: floating tensors and bytes have no memory, whole numbers are real.
+"""Fake tensors for estimates: floating tensors and bytes have shapes and no memory, whole numbers are real.
 
-So what depends on whole numbers is what it would be: which tokens a rank of cp gets, where documents end. What depends on
-floating values cannot be known, and is refused. Bytes are the codes of floating values and the memory of others.
+What depends on whole numbers is therefore exact: which tokens a rank of cp gets, where documents end. What depends on
+floating values is unknown, and refused. Bytes are codes of floating values, or memory that other tensors view.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PLAIN = {"empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"}
 
 
 class Shapes(TorchDispatchMode):
-    """Inside, floating tensors and bytes that are made have no values, and neither has what is computed from them.
+    """Context in which new floating tensors and bytes are fake, and so is what is computed from them.
 
-    Raises: PlanError where Python asks for one of their values. A yes or no is answered with no, since what is asked so is
-    whether something is wrong.
+    Raises: PlanError where Python reads one of their values. A bool reads as False: code that reads one asks whether
+    something is wrong (an overflow, a misfit).
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Shapes(TorchDispatchMode):
                 return func(*args, **kwargs)
             except DynamicOutputShapeException as error:
                 raise PlanError(_UNKNOWN.format(what=f"{func} makes a tensor whose size depends on values")) from error
-        if _makes_valueless(func, args, kwargs):
+        if _makes_fake(func, args, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -60,7 +60,7 @@ def _read(tensor: Tensor) -> bool:
     raise PlanError(_UNKNOWN.format(what=f"the step reads a value of a {tensor.dtype} tensor (item, tolist or if)"))
 
 
-def _makes_valueless(func: Any, args: Any, kwargs: Any) -> bool:
+def _makes_fake(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.name().partition("::")[2].partition(".")[0]
     if name in _LIKE | _NEW:
         dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device

@@ -1,7 +1,7 @@
-"""Count the bytes of every storage that is alive, by what it is for.
+"""Memory tracker: counts the bytes of every live storage by kind (parameters, gradients, activations, ...).
 
-A storage is counted once, however many tensors look at it, from the operator that makes it until it dies. What it is for
-follows from where it is made: in whose forward, in a backward, in a step of the optimizer, in FSDP's messages.
+A storage is counted once, however many tensors view it, from the operator that makes it until it is freed. Its kind follows
+from where it is made: in a module's forward, in a backward, in the optimizer step, in a collective of FSDP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Totals = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """One moment: bytes by group, and where the step was."""
+    """One moment of the step: bytes by group, and what was running."""
 
     totals: Totals
     where: str
@@ -58,6 +58,8 @@ class Point:
 
 @dataclass
 class _Storage:
+    """A live storage. group: index in GROUPS; block: whose activation it is, "" for none."""
+
     bytes: int
     group: int
     block: str
@@ -65,10 +67,10 @@ class _Storage:
 
 
 class Tracker:
-    """Inside, storages of `model`'s steps are counted; works on real tensors and on those without values.
+    """A context that counts the storages of `model`'s steps, of real tensors and of fake ones.
 
-    blocks: names of modules whose activations are told apart (blocks and further units). head: the one of them that makes
-    logits. device: tensors elsewhere are on the host. granule: what the allocator rounds sizes up to, in bytes.
+    blocks: names of modules (blocks and further units) whose activations are counted one by one. head: the one that makes
+    logits. device: tensors elsewhere are on the host. granule: bytes to a multiple of which the allocator rounds up.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Tracker:
         self.phase = ""
         self._model, self._head, self._device, self._granule = model, head, device, granule
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._apart = set(blocks)
+        self._tracked_blocks = set(blocks)
         self._storages: dict[int, _Storage] = {}
         self._totals = [0] * len(GROUPS)
         self._by_block: defaultdict[str, int] = defaultdict(int)
@@ -89,7 +91,7 @@ class Tracker:
         self._backward_of = ""
         self._model_has_run = False
         self._forced: str | None = None
-        self._around = ExitStack()
+        self._active = ExitStack()
         self._mode = _Mode(self)
 
     # ------------------------------------------------------------------------------------------------ being active
@@ -106,22 +108,22 @@ class Tracker:
                 ),
             ):
                 stack.callback(hook.remove)
-            stack.enter_context(_torch.propagating_separately())
-            stack.enter_context(_torch.while_resizing(self._resized))
+            stack.enter_context(_torch.hiding_shape_propagation())
+            stack.enter_context(_torch.reporting_resizes(self._resized))
             stack.enter_context(
-                _torch.while_sharding(
+                _torch.around_fsdp(
                     lambda: self._for("gathered parameters"), lambda: self._for("gradients in reduction"), self._reduced
                 )
             )
             stack.enter_context(self._mode)
-            self._around = stack.pop_all()
+            self._active = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._around.close()
+        self._active.close()
 
     def saw(self, out: Any) -> None:
-        """An operator has returned this."""
+        """Count the storages of what an operator returned."""
         for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(value, Tensor):
                 self._see(value)
@@ -137,18 +139,18 @@ class Tracker:
     # --------------------------------------------------------------------------------------------------- counting
 
     def count_as(self, tensors: Iterable[Tensor], group: str) -> None:
-        """Whatever these were counted as, now they are this."""
+        """Move the storages of these tensors to a group, whatever they were counted as."""
         for tensor in tensors:
             local = local_tensor(tensor)
             self._see(local, group)
             self._move(local, group)
 
     def start(self, phase: str) -> None:
-        """What follows is this part of the step."""
+        """Say which part of the step begins."""
         self.phase = phase
 
     def forget_points(self) -> None:
-        """Begin to look for a peak now."""
+        """Begin to look for a peak now, with what is alive."""
         self.points.clear()
         self.kept.clear()
         self._point()
@@ -157,22 +159,26 @@ class Tracker:
         return tuple(self._totals)
 
     def _see(self, tensor: Tensor, group: str | None = None) -> None:
+        """Count the storage of a tensor, once. group: its kind, where the caller knows better than `_purpose`."""
         if tensor.is_meta and not _torch.is_fake(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
             return
+        # There is no hook between forward and backward, so the first storage made in a backward marks the end of forward.
         if self._model_has_run and _torch.in_backward():
             self._note_end_of_forward()
         name, block = (group, "") if group is not None else self._purpose()
         index = _INDEX[name]
         if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
             index, block = HOST, ""
-        held = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
-        self._storages[key] = held
-        self._set_bytes(held, storage.nbytes())
+        entry = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
+        # The key is the address of the storage, which may be used again once the storage is freed: _died removes it first.
+        self._storages[key] = entry
+        self._set_bytes(entry, storage.nbytes())
 
+    # The weak reference has a callback on the tracker, so the callback must not keep the tracker (and all it holds) alive.
     def _died(self, key: int) -> Callable[[Any], None]:
         this = weakref.ref(self)
 
@@ -183,39 +189,39 @@ class Tracker:
 
         return died
 
-    def _set_bytes(self, held: _Storage, size: int) -> None:
+    def _set_bytes(self, entry: _Storage, size: int) -> None:
         size = -(-size // self._granule) * self._granule
-        grown = size - held.bytes
-        held.bytes = size
-        self._totals[held.group] += grown
-        if held.block:
-            self._by_block[held.block] += grown
+        grown = size - entry.bytes
+        entry.bytes = size
+        self._totals[entry.group] += grown
+        if entry.block:
+            self._by_block[entry.block] += grown
         if grown > 0:
             self._point()
 
     def _resized(self, storage: UntypedStorage) -> None:
-        held = self._storages.get(storage._cdata)
-        if held is not None and self._forced == "gathered parameters":
-            self._regroup(held, self._forced)
-        if held is not None:
-            self._set_bytes(held, storage.nbytes())
+        entry = self._storages.get(storage._cdata)
+        if entry is not None and self._forced == "gathered parameters":
+            self._regroup(entry, self._forced)
+        if entry is not None:
+            self._set_bytes(entry, storage.nbytes())
 
     def _move(self, tensor: Tensor, group: str) -> None:
-        held = self._storages.get(tensor.untyped_storage()._cdata)
-        if held is not None and held.group != HOST:
-            self._regroup(held, group)
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        if entry is not None and entry.group != HOST:
+            self._regroup(entry, group)
 
-    def _regroup(self, held: _Storage, group: str) -> None:
-        self._totals[held.group] -= held.bytes
-        if held.block:
-            self._by_block[held.block] -= held.bytes
-        held.group, held.block = _INDEX[group], ""
-        self._totals[held.group] += held.bytes
+    def _regroup(self, entry: _Storage, group: str) -> None:
+        self._totals[entry.group] -= entry.bytes
+        if entry.block:
+            self._by_block[entry.block] -= entry.bytes
+        entry.group, entry.block = _INDEX[group], ""
+        self._totals[entry.group] += entry.bytes
 
     def _point(self) -> None:
         self.points.append(Point(tuple(self._totals), self.where))
 
-    # ----------------------------------------------------------------------------------------------- what it is for
+    # ----------------------------------------------------------------------------------------------- kinds
 
     @property
     def where(self) -> str:
@@ -229,13 +235,13 @@ class Tracker:
         return self.phase
 
     def _purpose(self) -> tuple[str, str]:
-        """(group, block) of what is made now."""
+        """(group, block) of a storage that is made now."""
         if self._forced is not None:
             return self._forced, ""
         if _torch.in_backward():
             return ("recomputed activations" if self._stack else "work of backward"), ""
         if self._stack:
-            name = next((name for name in reversed(self._stack) if name in self._apart), "")
+            name = next((name for name in reversed(self._stack) if name in self._tracked_blocks), "")
             return ("logits and loss", "") if name and name == self._head else ("activations", name or "around blocks")
         if self.phase == FORWARD_BACKWARD and self._model_has_run:
             return "logits and loss", ""
@@ -255,11 +261,12 @@ class Tracker:
         before = self._before.pop()
         if _torch.in_backward():
             return
-        if name in self._apart and name != self._head:
+        if name in self._tracked_blocks and name != self._head:
             self.kept[name] = self._by_block[name] - before
         if not name:
             self._model_has_run, self._backward_of = True, ""
         for value in tree_leaves(out):
+            # A hook on the output: backward of the module begins when its gradient arrives.
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda grad: self._note_backward(name))
                 break
@@ -268,7 +275,7 @@ class Tracker:
         self._backward_of = name
 
     def _note_end_of_forward(self) -> None:
-        """The first operator of a backward: nothing of the forward has been freed, and its own variables are gone."""
+        """At the first operator of a backward: all saved tensors are alive, and local variables of the forward are gone."""
         self.after_forward, self._model_has_run = self.now(), False
         for name, size in self.kept.items():
             # A block's output was still alive when it ended, kept or not. With many microbatches in flight this is more.

@@ -1,4 +1,4 @@
-"""`python -m meshkit estimate`: a script's flags in, its bytes out."""
+"""`python -m meshkit estimate`: memory of a training script from its flags, and flags that would make it fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError, MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.preflight._format import format_bytes, table_lines
 from meshkit.preflight.estimate._drawing import svg
-from meshkit.preflight.estimate._estimate import Kernels, place_of
+from meshkit.preflight.estimate._estimate import Kernels, coordinate_of
 from meshkit.preflight.estimate._recipe import Recipe, load_script
-from meshkit.preflight.estimate._result import Estimate, said, table
+from meshkit.preflight.estimate._result import NUMBERS, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,47 +47,54 @@ def command(args: list[str]) -> None:
     options, rest = tyro.cli(Memory, args=args, prog="python -m meshkit estimate", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
     module = load_script(options.script)
-    recipe = Recipe(module, tyro.cli(module.Config, args=rest, prog=f"... {options.script}", description=""))
+    recipe = Recipe.read(module, rest, script=options.script)
     spec = recipe.spec(options.world)
-    places = _places(spec, options.rank)
-    found = [recipe.estimate(spec, place, options.kernels) for place in places]
-    worst = max(found, key=lambda one: one.peak_bytes)
+    coordinates = _coordinates(spec, options.rank)
+    estimates = [recipe.estimate(spec, coordinate, options.kernels) for coordinate in coordinates]
+    worst = max(estimates, key=lambda estimate: estimate.peak_bytes)
     print(worst)
-    if len(found) > 1:
-        print("\n" + "\n".join(_stages(found)))
+    if len(estimates) > 1:
+        print("\n" + "\n".join(_stages(estimates)))
     if options.svg is not None:
         options.svg.write_text(svg({" ".join(args[1:]): worst}), encoding="utf-8")
         print(f"wrote {options.svg}")
     if device_bytes is not None:
-        _say_whether_it_fits(recipe, spec, worst, device_bytes, options.kernels)
+        _print_fit(recipe, spec, worst, device_bytes, options.kernels)
 
 
-def _places(spec: MeshSpec, rank: int | None) -> list[dict[str, int]]:
+def _coordinates(spec: MeshSpec, rank: int | None) -> list[dict[str, int]]:
     if rank is None:
         return [{"pp": stage} for stage in range(spec.pp)]
     if not 0 <= rank < spec.world_size:
         raise MeshError(f"--rank {rank}: the ranks of this world are 0 to {spec.world_size - 1}.")
-    return [place_of(spec, rank)]
+    return [coordinate_of(spec, rank)]
 
 
-def _stages(found: list[Estimate]) -> list[str]:
+def _stages(estimates: list[Estimate]) -> list[str]:
     rows = [("rank of pp", "peak", "in the")]
-    rows += [(str(one.coordinate["pp"]), said(one.peak_bytes), one.where.removeprefix("the ")) for one in found]
-    return table(rows)
+    rows += [
+        (str(estimate.coordinate["pp"]), format_bytes(estimate.peak_bytes), estimate.where.removeprefix("the "))
+        for estimate in estimates
+    ]
+    return table_lines(rows, right=NUMBERS)
 
 
-def _say_whether_it_fits(recipe: Recipe, spec: MeshSpec, worst: Estimate, device_bytes: int, kernels: Kernels) -> None:
+def _print_fit(recipe: Recipe, spec: MeshSpec, worst: Estimate, device_bytes: int, kernels: Kernels) -> None:
     room = device_bytes - worst.peak_bytes
     if room >= 0:
-        print(f"\nfits: {said(room)} of {said(device_bytes)} are left for workspaces, NCCL and fragmentation")
+        print(
+            f"\nfits: {format_bytes(room)} of {format_bytes(device_bytes)} are left for workspaces, NCCL and fragmentation"
+        )
         return
-    print(f"\ndoes not fit: {said(-room)} more than {said(device_bytes)}. What would change it, estimated:")
-    place = worst.coordinate
-    tried = advise(
-        recipe, recipe.rows(spec), worst, device_bytes, lambda changed: changed.estimate(spec, place, kernels)
+    print(
+        f"\ndoes not fit: {format_bytes(-room)} more than {format_bytes(device_bytes)}. What would change it, estimated:"
     )
-    for one in tried:
-        flags, peak, verdict = one.line(device_bytes)
+    coordinate = worst.coordinate
+    tried = advise(
+        recipe, recipe.rows(spec), worst, device_bytes, lambda changed: changed.estimate(spec, coordinate, kernels)
+    )
+    for attempt in tried:
+        flags, peak, verdict = attempt.line(device_bytes)
         print(f"  {flags:32} {peak:>10}  {verdict}")
         sys.stdout.flush()
 
@@ -100,7 +108,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2].upper()])
 
 
-# Which flags would make a run fit: a short list, each of them estimated.
+# Advice: flags that would make a run fit, each of them estimated.
 
 # What to try, cheapest in time first. A flag that the recipe does not have is left out, and so is a value it has already.
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -118,20 +126,24 @@ CHANGES: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Tried:
-    """Flags beyond those given, and the estimate with them; None where the run refuses them, and why."""
+    """Changed flags and the estimate with them; None where the run refuses them, and the refusal."""
 
     flags: dict[str, Any]
     estimate: Estimate | None
     refusal: str = ""
 
     def line(self, device_bytes: int) -> tuple[str, str, str]:
-        said_of = {name: f"--{name.replace('_', '-')}" for name in self.flags}
+        flag_of = {name: f"--{name.replace('_', '-')}" for name in self.flags}
         flags = " ".join(
-            said_of[name] if value is True else f"{said_of[name]} {value}" for name, value in self.flags.items()
+            flag_of[name] if value is True else f"{flag_of[name]} {value}" for name, value in self.flags.items()
         )
         if self.estimate is None:
             return flags, "", self.refusal
-        return flags, said(self.estimate.peak_bytes), "fits" if self.estimate.fits(device_bytes) else "does not fit"
+        return (
+            flags,
+            format_bytes(self.estimate.peak_bytes),
+            "fits" if self.estimate.fits(device_bytes) else "does not fit",
+        )
 
 
 def advise(
@@ -163,10 +175,10 @@ def _try(recipe: Recipe, flags: dict[str, Any], again: Callable[[Recipe], Estima
 
 
 def _changes(recipe: Recipe, rows: int) -> Iterator[tuple[str, Any]]:
-    known = {field.name for field in fields(recipe.config)}
+    flags = {field.name for field in fields(recipe.config)}
     for name, value in CHANGES:
         value = rows if name == "microbatches" else value
-        if name not in known or getattr(recipe.config, name) == value:
+        if name not in flags or getattr(recipe.config, name) == value:
             continue
         if name == "recompute" and getattr(recipe.config, name) == "full":
             continue

@@ -1,4 +1,4 @@
-"""Put together what one rank holds and sends."""
+"""explain: parameters and collective traffic (communication volume) of one rank, before anything runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape, choose_for_rows, model_window
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
-from meshkit.preflight.explain._rank import Part, RankModel, part_masks
+from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
 from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars
 from meshkit.preflight.explain._traffic_experts import add_balance, add_experts, expert_notes
 from meshkit.preflight.explain._traffic_tensor import add_tensor
@@ -39,14 +39,13 @@ def explain(
 ) -> Explanation:
     """What `parallelize(model, mesh, strategy)` will hold and send, for one optimizer step of one rank.
 
-    model: whole, as `parallelize` gets it; on meta is enough. Or a `Run`, which has its mesh and its strategy. spec: default,
-    the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes them.
+    model: the full model as `parallelize` gets it, on meta is enough; or a `Run`, which has its mesh and its strategy.
+    spec: default, the strategy's mesh. strategy, or its choices by keyword: as `parallelize` takes them.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
     it is run in; default: the strategy's, or 1.
-    mask: who sees whom, one for all rows or one for each, on which depends what context parallelism sends; default: causal.
-    coordinate: the rank's place on each axis (stages differ between ranks, and so do sizes where shards are uneven);
-    default 0 everywhere.
-    device: where it will run, "cuda" or "cpu", whose kernels a `Budget` asks; default: a GPU where there is one.
+    mask: who sees whom, one for all rows or one for each; default: causal. What context parallelism sends depends on it.
+    coordinate: the rank's index on each axis, default 0; stages differ between ranks, and so do uneven shards.
+    device: where it will run, "cuda" or "cpu": a `Budget` counts that device's kernels. Default: a GPU where there is one.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does, with the same text.
     """
@@ -63,7 +62,7 @@ def explain(
 
 
 def default_device() -> str:
-    """Where a run would be: a GPU where there is one."""
+    """The device type that a run here would use: "cuda" where there is a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -83,70 +82,73 @@ def explain_resolved(
     mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
-    """`explain` of what was resolved before: `run.resolved`, for one."""
-    held = RankModel(resolved=resolved, place=coordinate or {})
-    spec, cut, at = resolved.spec, resolved.cut, held.at("pp")
-    ledger = TrafficLog()
-    parts = [
-        _part(held, Part(max(1, len(part)), seq_len, part_masks(mask, part.tolist(), tokens=seq_len)))
-        for part in torch.arange(rows).tensor_split(microbatches)
+    """`explain` of a strategy that is resolved already, such as `run.resolved`."""
+    rank_model = RankModel(resolved=resolved, coordinate=coordinate or {})
+    spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
+    log = TrafficLog()
+    batches = [
+        _local_batch(
+            rank_model,
+            LocalBatch(max(1, len(row_ids)), seq_len, microbatch_mask(mask, row_ids.tolist(), tokens=seq_len)),
+        )
+        for row_ids in torch.arange(rows).tensor_split(microbatches)
     ]
-    notes = list(dict.fromkeys(part.note for part in parts if part.note))
-    for part in parts:
+    notes = list(dict.fromkeys(batch.note for batch in batches if batch.note))
+    for batch in batches:
         if spec.cp > 1:
-            add_context(ledger, held, part)
+            add_context(log, rank_model, batch)
         if resolved.layout is not None:
-            add_tensor(ledger, held, resolved.layout, part)
-        add_experts(ledger, held, part)
-    add_balance(ledger, held, parts)
-    if (choice := resolved.choice_of(at)) is not None:
+            add_tensor(log, rank_model, resolved.layout, batch)
+        add_experts(log, rank_model, batch)
+    add_balance(log, rank_model, batches)
+    if (choice := resolved.choice_of(stage_rank)) is not None:
         notes.append(str(choice))
-    if held.experts:
-        notes += expert_notes(held, resolved.strategy.experts)
-    add_data(ledger, held, microbatches)
+    if rank_model.experts:
+        notes += expert_notes(rank_model, resolved.strategy.experts)
+    add_data(log, rank_model, microbatches)
     checked = None if cut is None else check(cut.generate(spec.pp, microbatches))
     if cut is not None and checked is not None:
-        add_pipeline(ledger, held, cut, checked, parts)
-        notes.append(_pipeline_note(cut, checked, at))
-    add_scalars(ledger, held)
-    table = [held.row(name) for name in held.params]
+        add_pipeline(log, rank_model, cut, checked, batches)
+        notes.append(_pipeline_note(cut, checked, stage_rank))
+    add_scalars(log, rank_model)
+    table = [rank_model.row(name) for name in rank_model.params]
     return Explanation(
         spec=spec,
         params=table,
-        messages=ledger.messages,
-        reasons=ledger.reasons,
+        messages=log.messages,
+        reasons=log.reasons,
         notes=notes,
         schedule=None if checked is None else checked.schedule,
     )
 
 
-def _part(held: RankModel, part: Part) -> Part:
-    """The part of the microbatch that this rank of `cp` holds."""
-    spec = held.spec
+def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
+    """The tokens of the microbatch that this rank holds under context parallelism, and how attention is computed."""
+    spec = rank_model.spec
     if spec.cp == 1:
-        return part
-    config = getattr(held.model, "config", None)
-    mask = part.mask if part.mask is not None else Mask.causal(part.tokens)
-    choice, alike = choose_for_rows(
+        return batch
+    config = getattr(rank_model.model, "config", None)
+    mask = batch.mask if batch.mask is not None else Mask.causal(batch.tokens)
+    choice, rows = choose_for_rows(
         mask.windowed(model_window(config)),
-        part.rows,
-        part.tokens,
+        batch.rows,
+        batch.tokens,
         spec.cp,
-        held.context,
-        attention_shape(config, held.resolved.heads, held.compute),
-        multiple=held.resolved.sequence_multiple,
+        rank_model.context,
+        attention_shape(config, rank_model.resolved.heads, rank_model.compute),
+        multiple=rank_model.resolved.sequence_multiple,
     )
     layout = choice.layout
-    return Part(alike, layout.lengths[held.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")
+    return LocalBatch(rows, layout.lengths[rank_model.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")
 
 
 def _pipeline_note(cut: Cut, checked: Checked, rank: int) -> str:
     table = checked.schedule
     blocks = " ".join(str(len(stage)) for stage in cut.stages.blocks)
-    own = ", ".join(map(str, cut.stages_of(rank)))
+    stages = ", ".join(map(str, cut.stages_of(rank)))
     simulation = simulate(table)
     return (
-        f"pp={table.world}: {table.name}, stages of {blocks} blocks, this rank has {own}; at equal times bubble rate "
+        f"pp={table.world}: {table.name}, stages of {blocks} blocks, this rank has {stages}; at equal times bubble rate "
         f"{simulation.bubble_rate:.3f}; at most {checked.peak_live[rank]} microbatches live here (rank by rank "
         f"{' '.join(map(str, checked.peak_live))})"
     )

@@ -1,4 +1,4 @@
-"""What `explain` found, and its printed form."""
+"""Explanation: the result of `explain`, and its printed form."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule
+from meshkit.preflight._format import table_lines
 
 PHASES = ("forward", "recompute", "backward", "step")
 """when something is sent; `step` is once per optimizer step: the loss, counts, the norm of the gradients"""
@@ -94,7 +95,7 @@ class Explanation:
                 calls=calls[axis, op],
                 bytes=sizes[axis, op],
                 phases=_phases(self.reasons[axis, op]),
-                purpose=_said(self.reasons[axis, op]),
+                purpose=_format_reasons(self.reasons[axis, op]),
             )
             for axis, op in sorted(calls)
         ]
@@ -109,10 +110,10 @@ def general_name(name: str) -> str:
 
 
 def _phases(reasons: Mapping[str, int]) -> dict[str, int]:
-    found = dict.fromkeys(PHASES, 0)
+    sizes = dict.fromkeys(PHASES, 0)
     for reason, size in reasons.items():
-        found[reason.partition(", ")[2] or "step"] += size
-    return found
+        sizes[reason.partition(", ")[2] or "step"] += size
+    return sizes
 
 
 def _parameter_lines(explanation: Explanation) -> list[str]:
@@ -125,18 +126,18 @@ def _parameter_lines(explanation: Explanation) -> list[str]:
         shape, dtype = "×".join(map(str, row.shape)), str(row.dtype).removeprefix("torch.")
         table.append((row.name, shape, dtype, where, f"{row.rank_bytes:,}", str(group.count)))
     total = f"parameters: {explanation.parameter_bytes:,} bytes on this rank; AdamW holds 2x more, gradients 1x"
-    return [*_table([header, *table]), total]
+    return [*table_lines([header, *table]), total]
 
 
 def _message_lines(explanation: Explanation) -> list[str]:
     header = ("axis", "collective", "calls/step", "bytes/step", "for")
-    table = [(one.axis, one.op, str(one.calls), f"{one.bytes:,}", one.purpose) for one in explanation.traffic]
+    table = [(row.axis, row.op, str(row.calls), f"{row.bytes:,}", row.purpose) for row in explanation.traffic]
     if not table:
         return ["one rank: nothing is sent"]
-    return _table([header, *table])
+    return table_lines([header, *table])
 
 
-def _said(reasons: Iterable[str]) -> str:
+def _format_reasons(reasons: Iterable[str]) -> str:
     """`activations, forward` and `activations, backward` as `activations (forward, backward)`."""
     phases: dict[str, list[str]] = {}
     for reason in reasons:
@@ -145,15 +146,9 @@ def _said(reasons: Iterable[str]) -> str:
     return ", ".join(f"{what} ({', '.join(when)})" if when else what for what, when in phases.items())
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-# What is counted.
-
-
 class TrafficLog:
+    """Collectives counted so far, and what they are for."""
+
     def __init__(self) -> None:
         self.messages: Counter[Message] = Counter()
         self.reasons: dict[tuple[str, str], Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds and runs: its stages, its parts of their parameters, its part of each microbatch."""
+"""One rank of a mesh: its pipeline stages, its shards of their parameters, and where gradients flow in its modules."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from meshkit.strategy import ContextPolicy, MemoryPolicy
 
 
 @dataclass(frozen=True)
-class Local:
-    """A parameter as one tensor rank holds it, before fully_shard."""
+class LocalParam:
+    """A parameter as one rank holds it after tensor and expert parallelism, and before fully_shard."""
 
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
     expert: bool = False
-    """of experts that have ranks of their own"""
+    """a parameter of routed experts, which are split over ep and etp"""
     dims: dict[str, int] = field(default_factory=dict)
-    """axis of the expert view -> the dim it splits"""
+    """axis of the expert mesh -> the tensor dim that it splits"""
 
     @property
     def numel(self) -> int:
@@ -44,8 +44,8 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A microbatch as one rank runs it."""
+class LocalBatch:
+    """A microbatch as one rank runs it: rows, tokens of each row on this rank of `cp`, and who sees whom."""
 
     rows: int
     tokens: int
@@ -56,10 +56,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """One rank of the mesh. place: on each axis, 0 where it is not named."""
+    """The model as one rank holds it. coordinate: the rank's index on each axis, 0 where it is not named."""
 
     resolved: Resolved
-    place: dict[str, int]
+    coordinate: dict[str, int]
 
     @property
     def model(self) -> nn.Module:
@@ -110,12 +110,12 @@ class RankModel:
         return self.resolved.experts
 
     @property
-    def treated(self) -> Mapping[str, Treatment]:
+    def treatments(self) -> Mapping[str, Treatment]:
         return self.resolved.treatments
 
     @property
-    def tiled(self) -> Sequence[str]:
-        """Feed-forwards that run in parts."""
+    def chunked_mlps(self) -> Sequence[str]:
+        """Feed-forwards (MLPs) that run in chunks of tokens."""
         return self.resolved.mlps if self.memory.mlp_chunks > 1 else ()
 
     @property
@@ -123,48 +123,48 @@ class RankModel:
         return self.resolved.compute
 
     def treatment(self, module: str) -> Treatment:
-        """What is kept of the module, by the block it lies in: nothing of a block without gradients is run again."""
-        around = next((block for block in self.treated if module.startswith(f"{block}.")), "")
-        if around and not self.flow.leaves(around):
+        """The activation checkpointing of the block that holds the module. A block without gradients recomputes nothing."""
+        owner = next((block for block in self.treatments if module.startswith(f"{block}.")), "")
+        if owner and not self.flow.leaves(owner):
             return Treatment()
-        return self.treated.get(around, Treatment(regather=self.memory.regather))
+        return self.treatments.get(owner, Treatment(regather=self.memory.regather))
 
     @cached_property
     def flow(self) -> Flow:
         stage_of = self.cut.stages.stage_of if self.cut is not None else None
-        return Flow(self.model, self.plan, blocks=list(self.treated), stage_of=stage_of)
+        return Flow(self.model, self.plan, blocks=list(self.treatments), stage_of=stage_of)
 
     @cached_property
-    def params(self) -> dict[str, Local]:
-        return held_params(self)
+    def params(self) -> dict[str, LocalParam]:
+        return local_params(self)
 
     def at(self, axis: str) -> int:
-        return self.place.get(axis, 0)
+        return self.coordinate.get(axis, 0)
 
     def runs(self, module: str) -> bool:
-        """Does this rank run the module, which may lie inside of a stage's, or around them?"""
+        """Whether this rank runs the module or something inside of it."""
         return self.cut is None or self.cut.runs(module, self.at("pp"))
 
     def sharded_over(self, name: str) -> tuple[str, int, int]:
-        """(axis, ranks, place of this rank on it) over which fully_shard shards the parameter."""
+        """(axis, its size, this rank's index on it) over which fully_shard shards the parameter."""
         spec = self.spec
         if not self.params[name].expert:
-            return shard_axis(spec), spec.dp_shard * spec.cp, self._folded // spec.tp
-        return "edp", spec.edp, self._folded // (spec.ep * spec.etp)
+            return shard_axis(spec), spec.dp_shard * spec.cp, self._inner_index // spec.tp
+        return "edp", spec.edp, self._inner_index // (spec.ep * spec.etp)
 
     @property
-    def expert_place(self) -> tuple[int, int]:
-        """Places on (ep, etp)."""
+    def expert_coordinate(self) -> tuple[int, int]:
+        """Indices on (ep, etp)."""
         spec = self.spec
-        return divmod(self._folded % (spec.ep * spec.etp), spec.etp)
+        return divmod(self._inner_index % (spec.ep * spec.etp), spec.etp)
 
     @property
-    def _folded(self) -> int:
-        """Place on dp_shard x cp x tp as one axis."""
+    def _inner_index(self) -> int:
+        """Index on dp_shard x cp x tp as one axis: the expert mesh is made of the same ranks."""
         return (self.at("dp_shard") * self.spec.cp + self.at("cp")) * self.spec.tp + self.at("tp")
 
     def row(self, name: str) -> ParamRow:
-        """Where the parameter lies, and what of it this rank keeps."""
+        """The parameter as it is printed: placement on each axis, and the bytes that this rank keeps."""
         param, spec = self.params[name], self.spec
         placements: dict[str, str] = {}
         shape = list(param.shape)
@@ -175,49 +175,52 @@ class RankModel:
         axis, shards, index = self.sharded_over(name)
         if shards > 1:
             placements[axis] = "Shard(0)"
-            part = chunk(shape[0], shards, index) if shape else slice(0, 1)
-            shape[:1] = [part.stop - part.start]
+            rows = chunk(shape[0], shards, index) if shape else slice(0, 1)
+            shape[:1] = [rows.stop - rows.start]
         if param.dims:
             placements |= {axis: f"Shard({dim})" for axis, dim in param.dims.items()}
         elif self.layout is not None and name in self.layout.params:
             placement = self.layout.params[name].placement
             placements["tp"] = f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
-        return ParamRow(name, param.whole, param.dtype, placements, prod(shape) * param.dtype.itemsize)
+        return ParamRow(name, param.full_shape, param.dtype, placements, prod(shape) * param.dtype.itemsize)
 
 
-def held_params(held: RankModel) -> dict[str, Local]:
-    """The parameters this rank holds, each once, by their names on this rank."""
-    params: dict[str, Local] = {}
+def local_params(rank_model: RankModel) -> dict[str, LocalParam]:
+    """The parameters that this rank holds, by name; a tied one under its first name only."""
+    params: dict[str, LocalParam] = {}
     seen: set[int] = set()
-    for name, param in _own(held.model, held.cut, held.at("pp")):
+    for name, param in _stage_params(rank_model.model, rank_model.cut, rank_model.at("pp")):
         if id(param) in seen:
             continue
         seen.add(id(param))
         owner, _, key = name.rpartition(".")
-        if owner in held.experts and in_expert_view(held.spec):
-            params[name] = _expert(held, held.experts[owner].dims[key], param)
+        if owner in rank_model.experts and in_expert_view(rank_model.spec):
+            params[name] = _local_expert(rank_model, rank_model.experts[owner].dims[key], param)
             continue
         shape = list(param.shape)
-        placement = held.layout.params[name].placement if held.layout is not None else None
+        placement = rank_model.layout.params[name].placement if rank_model.layout is not None else None
         if isinstance(placement, Shard):
-            part = chunk(shape[placement.dim], held.spec.tp, held.at("tp"))
-            shape[placement.dim] = part.stop - part.start
-        params[name] = Local(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad)
+            local = chunk(shape[placement.dim], rank_model.spec.tp, rank_model.at("tp"))
+            shape[placement.dim] = local.stop - local.start
+        params[name] = LocalParam(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad)
     return params
 
 
-def _expert(held: RankModel, feature_dim: int, param: Tensor) -> Local:
+def _local_expert(rank_model: RankModel, feature_dim: int, param: Tensor) -> LocalParam:
     shape = list(param.shape)
     dims: dict[str, int] = {}
-    for axis, dim, place in (("ep", 0, held.expert_place[0]), ("etp", feature_dim, held.expert_place[1])):
-        if (ranks := getattr(held.spec, axis)) > 1:
-            part = chunk(shape[dim], ranks, place)
-            shape[dim] = part.stop - part.start
+    for axis, dim, index in (
+        ("ep", 0, rank_model.expert_coordinate[0]),
+        ("etp", feature_dim, rank_model.expert_coordinate[1]),
+    ):
+        if (ranks := getattr(rank_model.spec, axis)) > 1:
+            local = chunk(shape[dim], ranks, index)
+            shape[dim] = local.stop - local.start
             dims[axis] = dim
-    return Local(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad, True, dims)
+    return LocalParam(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad, True, dims)
 
 
-def _own(model: nn.Module, cut: Cut | None, rank: int) -> Iterable[tuple[str, Tensor]]:
+def _stage_params(model: nn.Module, cut: Cut | None, rank: int) -> Iterable[tuple[str, Tensor]]:
     named = model.named_parameters(remove_duplicate=False)
     return named if cut is None else ((name, param) for name, param in named if cut.runs(name, rank))
 
@@ -227,14 +230,14 @@ def shard_axis(spec: MeshSpec) -> str:
     return "_".join(axis for axis in ("dp_shard", "cp") if getattr(spec, axis) > 1)
 
 
-def part_masks(mask: Mask | Sequence[Mask] | None, rows: list[int], *, tokens: int) -> Mask | None:
-    """Of a microbatch. One without rows is run as a row of zeros, where no token sees another: see `Run.parts`."""
+def microbatch_mask(mask: Mask | Sequence[Mask] | None, rows: list[int], *, tokens: int) -> Mask | None:
+    """The mask of these rows. A microbatch without rows runs a row of zeros, where no token sees another: see `Run.parts`."""
     if mask is None or isinstance(mask, Mask):
         return mask
     return Mask.joined([mask[row] for row in rows]) if rows else Mask.documents([1] * tokens)
 
 
-# Where gradients flow: autograd goes back to the first parameter that trains, and what lies before sends nothing then.
+# Where gradients flow. Autograd goes back to the first parameter that trains, so modules before it send nothing in backward.
 
 
 class Flow:
@@ -255,40 +258,40 @@ class Flow:
     ) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         styles = match_table(plan.tensor, modules, what="module")
-        around = set(blocks)
-        self._place = {name: place for place, name in enumerate(modules)}
+        block_names = set(blocks)
+        self._order = {name: index for index, name in enumerate(modules)}
         for name, style in styles.items():
             parent = name.rpartition(".")[0]
-            if style.kind == "sequence" and parent in around:
-                self._place[name] = self._place[parent]
+            if style.kind == "sequence" and parent in block_names:
+                self._order[name] = self._order[parent]
         self._trained = [name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad]
-        places = [self._place[name.rpartition(".")[0]] for name in self._trained]
-        self._first = min(places, default=len(modules))
+        trained_at = [self._order[name.rpartition(".")[0]] for name in self._trained]
+        self._first = min(trained_at, default=len(modules))
         self._rows = {name for name, style in styles.items() if style.kind == "row"}
         self._stage_of = stage_of
 
     def enters(self, module: str) -> bool:
-        """Has the module's input a gradient?"""
+        """Whether the module's input has a gradient."""
         received = self._stage_of is not None and bool(self._stage_of(module))
-        return received or self._first < self._place[module]
+        return received or self._first < self._order[module]
 
     def leaves(self, module: str) -> bool:
-        """Has the module's output a gradient? That of a row() is looked at before its bias is added."""
+        """Whether the module's output has a gradient; for a row(), its output before the bias is added."""
         bias = f"{module}.bias" if module in self._rows else None
         return self.enters(module) or any(name != bias for name in self._inside(module))
 
     def last_without_gradient(self, modules: Sequence[str]) -> str | None:
-        """The last to run of those whose output has no gradient."""
-        silent = [name for name in modules if not self.leaves(name)]
-        return max(silent, key=self._place.__getitem__, default=None)
+        """Of the modules whose output has no gradient, the last one to run."""
+        without_gradient = [name for name in modules if not self.leaves(name)]
+        return max(without_gradient, key=self._order.__getitem__, default=None)
 
     def attends(self, module: str) -> bool:
-        """Has what goes into an attention, before the row() that ends its module, a gradient?"""
+        """Whether q, k or v has a gradient: something trains before the row() that ends the attention module."""
         if self.enters(module):
             return True
         after = tuple(f"{row}." for row in self._rows if row.startswith(f"{module}."))
         return any(not name.startswith(after) for name in self._inside(module))
 
     def _inside(self, module: str) -> Iterator[str]:
-        """The parameters in it that train."""
+        """The trained parameters inside the module."""
         return (name for name in self._trained if not module or name.startswith(f"{module}."))

@@ -1,4 +1,7 @@
-"""The collectives of one optimizer step on one rank, read from the same tables that `parallelize` executes."""
+"""Communication volume of one optimizer step: collectives of data, context and pipeline parallelism on one rank.
+
+It is read from the same tables that `parallelize` executes.
+"""
 
 from __future__ import annotations
 
@@ -16,130 +19,141 @@ from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
 from meshkit.parallel.tensor.layout import attention_heads
 from meshkit.preflight.explain._explanation import TrafficLog
-from meshkit.preflight.explain._rank import Local, Part, RankModel
+from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 
 
-def add_context(ledger: TrafficLog, held: RankModel, part: Part) -> None:
+def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
     """The cp axis in the forward and backward of one microbatch."""
-    assert part.layout is not None
-    ledger.add("cp", "all_reduce", 16, "batches compared, forward")
-    layers = attention_heads(held.model, held.plan.tensor, size=held.spec.tp)
+    assert batch.layout is not None
+    log.add("cp", "all_reduce", 16, "batches compared, forward")
+    layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
     if not layers:
         raise PlanError(
             "explain: the plan names no attention() modules, so what they send on cp is not known. Give them the style "
             "attention() in the plan's tensor table, with the names of their projections, or enter(query=...) where keys and "
             "values come out of a latent."
         )
-    windows = layer_windows(getattr(held.model, "config", None), len(layers))
+    windows = layer_windows(getattr(rank_model.model, "config", None), len(layers))
     for (module, heads), window in zip(layers.items(), windows, strict=True):
-        if not held.runs(module):
+        if not rank_model.runs(module):
             continue
-        shape = replace(attention_shape(None, heads[held.at("tp")], held.compute), rows=part.rows)
-        forward, backward = traffic(part.layout.windowed(window), held.at("cp"), shape)
-        chosen = held.treatment(module).recompute
-        again = not (chosen.keeps("attention") or chosen.keeps("collective"))
+        shape = replace(attention_shape(None, heads[rank_model.at("tp")], rank_model.compute), rows=batch.rows)
+        forward, backward = traffic(batch.layout.windowed(window), rank_model.at("cp"), shape)
+        recompute = rank_model.treatment(module).recompute
+        again = not (recompute.keeps("attention") or recompute.keeps("collective"))
         for (op, size), count in forward.items():
-            ledger.add("cp", op, size, "attention, forward", count)
-            ledger.add("cp", op, size, "attention, recompute", count * again)
+            log.add("cp", op, size, "attention, forward", count)
+            log.add("cp", op, size, "attention, recompute", count * again)
         for (op, size), count in backward.items():
-            ledger.add("cp", op, size, "attention, backward", count * held.flow.attends(module))
+            log.add("cp", op, size, "attention, backward", count * rank_model.flow.attends(module))
 
 
-def add_data(ledger: TrafficLog, held: RankModel, microbatches: int) -> None:
-    """Parameters gathered, gradients reduced."""
-    names = {name: param for name, param in held.model.named_parameters(remove_duplicate=False) if held.runs(name)}
-    units = shard_units(names, [*held.blocks, *held.units])
-    apart = [name for name in held.experts if held.runs(name) and in_expert_view(held.spec)]
-    head = None if held.memory.loss is None else head_of(held.model, held.plan)
-    kept = kept_units(held.blocks, held.units, head)
-    # FSDP gathers a unit ahead in backward. The last before the first gradient is not used there: it stays for the next
-    # microbatch's forward, so that there is one gather more in all.
-    ahead = held.flow.last_without_gradient([*held.blocks, *held.units])
-    for unit, own in _unit_params(held.params, [*apart, *units]):
-        if own:
-            around = next((block for block in held.blocks if unit.startswith(f"{block}.")), unit)
-            freed = bool(unit) and around not in kept
-            flows = held.flow.leaves(around)
-            again = microbatches if flows else int(unit == ahead)
-            _add_unit(ledger, held, own, microbatches, again=again * freed)
+def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
+    """ZeRO (FSDP) and replicas: all-gathers of parameters, reduce-scatters and all-reduces of gradients."""
+    names = {
+        name: param
+        for name, param in rank_model.model.named_parameters(remove_duplicate=False)
+        if rank_model.runs(name)
+    }
+    units = shard_units(names, [*rank_model.blocks, *rank_model.units])
+    expert_units = [name for name in rank_model.experts if rank_model.runs(name) and in_expert_view(rank_model.spec)]
+    head = None if rank_model.memory.loss is None else head_of(rank_model.model, rank_model.plan)
+    keep_gathered = kept_units(rank_model.blocks, rank_model.units, head)
+    # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
+    # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
+    prefetched = rank_model.flow.last_without_gradient([*rank_model.blocks, *rank_model.units])
+    for unit, params in _unit_params(rank_model.params, [*expert_units, *units]):
+        if params:
+            owner = next((block for block in rank_model.blocks if unit.startswith(f"{block}.")), unit)
+            resharded = bool(unit) and owner not in keep_gathered
+            flows = rank_model.flow.leaves(owner)
+            again = microbatches if flows else int(unit == prefetched)
+            _add_unit(log, rank_model, params, microbatches, again=again * resharded)
 
 
-def _add_unit(ledger: TrafficLog, held: RankModel, own: dict[str, Local], microbatches: int, *, again: int) -> None:
-    """One unit. again: how often its parameters are gathered in backwards, if the ZeRO stage frees any."""
-    zero = Zero(held.zero)
-    axis, shards, _ = held.sharded_over(next(iter(own)))
-    gathered = sum(_padded(param, shards) * _gathered(held, param).itemsize for param in own.values())
-    reduced = sum(_padded(param, shards) * _reduced(held, param).itemsize for param in own.values() if param.trains)
+def _add_unit(
+    log: TrafficLog, rank_model: RankModel, params: dict[str, LocalParam], microbatches: int, *, again: int
+) -> None:
+    """One FSDP unit. again: how often backward gathers its parameters, if the ZeRO stage reshards them after forward."""
+    zero = Zero(rank_model.zero)
+    axis, shards, _ = rank_model.sharded_over(next(iter(params)))
+    gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params.values())
+    reduced = sum(
+        _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params.values() if param.trains
+    )
     gathers = microbatches if zero.reshard_between_microbatches else 1
     reductions = microbatches if zero.reduce_every_microbatch else 1
     if shards > 1:
-        ledger.add(axis, "all_gather", gathered, "parameters, forward", gathers)
-        ledger.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward)
-        ledger.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
-    if held.spec.dp_replicate > 1:
-        ledger.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
+        log.add(axis, "all_gather", gathered, "parameters, forward", gathers)
+        log.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward)
+        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
+    if rank_model.spec.dp_replicate > 1:
+        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
 
 
-def _gathered(held: RankModel, param: Local) -> torch.dtype:
-    """Codes of weights in few bits travel as they are."""
-    precision = held.memory.precision
+def _gathered_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
+    """The dtype in which a parameter is gathered. Codes of low-bit weights are sent as they are."""
+    precision = rank_model.memory.precision
     return precision.compute if precision is not None and param.dtype.is_floating_point else param.dtype
 
 
-def _reduced(held: RankModel, param: Local) -> torch.dtype:
-    return reduction_dtype(torch.empty(0, dtype=param.dtype), held.memory.precision)
+def _reduced_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
+    return reduction_dtype(torch.empty(0, dtype=param.dtype), rank_model.memory.precision)
 
 
-def _unit_params(params: Mapping[str, Local], units: list[str]) -> Iterator[tuple[str, dict[str, Local]]]:
+def _unit_params(params: Mapping[str, LocalParam], units: list[str]) -> Iterator[tuple[str, dict[str, LocalParam]]]:
+    """(unit, its parameters); last, under "", those of the root."""
     rest = dict(params)
     for unit in units:
-        own = [name for name in rest if name.startswith(f"{unit}.")]
-        yield unit, {name: rest.pop(name) for name in own}
+        names = [name for name in rest if name.startswith(f"{unit}.")]
+        yield unit, {name: rest.pop(name) for name in names}
     yield "", rest
 
 
-def _padded(param: Local, shards: int) -> int:
+def _padded(param: LocalParam, shards: int) -> int:
     """Elements of the parameter with its first dim padded to a multiple of the shards, as FSDP2 sends it."""
     rows = param.shape[0] if param.shape else 1
     return -(-rows // shards) * shards * prod(param.shape[1:])
 
 
-def add_pipeline(ledger: TrafficLog, held: RankModel, cut: Cut, checked: Checked, parts: list[Part]) -> None:
-    """The hidden states and their gradients that this rank sends, and what the ranks of pp sum up."""
-    rank = held.at("pp")
-    shared = held.spec.tp if held.sequence else 1
+def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Checked, batches: list[LocalBatch]) -> None:
+    """Pipeline parallelism: hidden states and their gradients that this rank sends, and sums over the ranks of pp."""
+    rank = rank_model.at("pp")
+    token_shards = rank_model.spec.tp if rank_model.sequence else 1
     for message in checked.sends[rank]:
-        part = parts[message.made.microbatch]
-        size = part.rows * (part.tokens // shared) * cut.width * held.compute.itemsize
-        why = "hidden states, forward" if message.made.op == "F" else "hidden states, backward"
-        ledger.add("pp", "send", size, why)
+        batch = batches[message.output.microbatch]
+        size = batch.rows * (batch.tokens // token_shards) * cut.width * rank_model.compute.itemsize
+        why = "hidden states, forward" if message.output.op == "F" else "hidden states, backward"
+        log.add("pp", "send", size, why)
     if rank in cut.ends:
         for names in cut.copied:
-            row = held.row(names[0] if rank == cut.ends[0] else names[1])
-            ledger.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
-    ledger.add("pp", "all_reduce", 8, "loss")
-    ledger.add("pp", "all_reduce", 8, "gradient norm")
+            row = rank_model.row(names[0] if rank == cut.ends[0] else names[1])
+            log.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
+    log.add("pp", "all_reduce", 8, "loss")
+    log.add("pp", "all_reduce", 8, "gradient norm")
 
 
-def add_scalars(ledger: TrafficLog, held: RankModel) -> None:
-    spec = held.spec
+def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
+    """All-reduces of numbers: loss, token count, gradient norm."""
+    spec = rank_model.spec
     large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(spec, axis) > 1]
     if large:
-        ledger.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
-    # clip_grad_norm: sums of squares by the axes that shard them, one all-reduce per axis of those still to be summed.
-    copies = held.cut.copies(held.at("pp")) if held.cut is not None else {}
-    counted = {name: param for name, param in held.params.items() if param.trains and name not in copies}
-    sums = {frozenset(_axes(held, name, param)) for name, param in counted.items()}
+        log.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
+    # clip_grad_norm adds squares in one number per set of axes that shard the parameters. It reduces axis by axis, all
+    # numbers that still need that axis in one all-reduce; sets that become equal are added up and travel as one.
+    copies = rank_model.cut.copies(rank_model.at("pp")) if rank_model.cut is not None else {}
+    normed = {name: param for name, param in rank_model.params.items() if param.trains and name not in copies}
+    sums = {frozenset(_axes(rank_model, name, param)) for name, param in normed.items()}
     for axis in sorted({axis for axes in sums for axis in axes}):
-        over = [axes for axes in sums if axis in axes]
+        summed = [axes for axes in sums if axis in axes]
         sums = {axes - {axis} for axes in sums}
-        ledger.add(axis, "all_reduce", 8 * len(over), "gradient norm")
+        log.add(axis, "all_reduce", 8 * len(summed), "gradient norm")
 
 
-def _axes(held: RankModel, name: str, param: Local) -> set[str]:
+def _axes(rank_model: RankModel, name: str, param: LocalParam) -> set[str]:
     """The axes that split the parameter."""
-    axis, shards, _ = held.sharded_over(name)
+    axis, shards, _ = rank_model.sharded_over(name)
     axes = {axis} if shards > 1 else set()
     if param.expert:
         return axes | set(param.dims)
-    return axes | ({"tp"} if param.shape != param.whole else set())
+    return axes | ({"tp"} if param.shape != param.full_shape else set())

@@ -1,4 +1,4 @@
-"""What one microbatch sends on the tensor axis."""
+"""Communication volume of tensor and sequence parallelism in one microbatch."""
 
 from __future__ import annotations
 
@@ -9,77 +9,83 @@ from meshkit.loss.linear_logits import head_of
 from meshkit.memory import part_sizes
 from meshkit.parallel.tensor.layout import Call, TensorLayout, readers
 from meshkit.preflight.explain._explanation import TrafficLog
-from meshkit.preflight.explain._rank import Part, RankModel
+from meshkit.preflight.explain._rank import LocalBatch, RankModel
 from meshkit.preflight.explain._traffic_experts import overlaps
 
 
-def add_tensor(ledger: TrafficLog, held: RankModel, layout: TensorLayout, part: Part) -> None:
-    """The tensor axis in the forward and backward of one microbatch."""
-    tokens = part.rows * part.tokens
+def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, batch: LocalBatch) -> None:
+    """Collectives on `tp` in the forward, recompute and backward of one microbatch."""
+    tokens = batch.rows * batch.tokens
     for call in layout.calls:
-        if not held.runs(call.module):
+        if not rank_model.runs(call.module):
             continue
-        size = tokens * call.width * held.compute.itemsize
+        size = tokens * call.width * rank_model.compute.itemsize
         forward, backward = _call_ops(call, layout.sequence)
-        backward = backward if _goes_back(held, call) else []
-        again = not held.treatment(call.module).recompute.keeps("collective") and _repeated(call, layout, held)
-        if _is_tiled(held, call.module):
-            _add_tiles(ledger, held, call, part, forward, backward)
+        backward = backward if _goes_back(rank_model, call) else []
+        again = not rank_model.treatment(call.module).recompute.keeps("collective") and _repeated(
+            call, layout, rank_model
+        )
+        if _is_in_chunked_mlp(rank_model, call.module):
+            _add_chunked_mlp(log, rank_model, call, batch, forward, backward)
             continue
         for op in forward:
-            ledger.add("tp", op, size, "activations, forward", 1)
-            ledger.add("tp", op, size, "activations, recompute", int(again))
+            log.add("tp", op, size, "activations, forward", 1)
+            log.add("tp", op, size, "activations, recompute", int(again))
         for op in backward:
-            ledger.add("tp", op, size, "activations, backward", 1)
-        if call.kind == "enter" and layout.sequence and not again and _gathered_again(held, layout, call):
-            ledger.add("tp", "all_gather", size, "activations gathered again, backward")
-    parts = len(_tile_tokens(held, part))
-    for name, param in held.params.items():
+            log.add("tp", op, size, "activations, backward", 1)
+        if call.kind == "enter" and layout.sequence and not again and _gathered_again(rank_model, layout, call):
+            log.add("tp", "all_gather", size, "activations gathered again, backward")
+    chunks = len(_chunk_tokens(rank_model, batch))
+    for name, param in rank_model.params.items():
         if not param.expert and layout.params[name].gradient == "sum" and param.trains:
-            size, tiled = param.numel * held.compute.itemsize, _is_tiled(held, name)
-            ledger.add("tp", "all_reduce", size, "gradients of whole parameters, backward", parts if tiled else 1)
-    modules = dict(held.model.named_modules())
-    heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and held.runs(name)]
+            size, in_chunks = param.numel * rank_model.compute.itemsize, _is_in_chunked_mlp(rank_model, name)
+            log.add("tp", "all_reduce", size, "gradients of whole parameters, backward", chunks if in_chunks else 1)
+    modules = dict(rank_model.model.named_modules())
+    heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and rank_model.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
-        width = 8 if held.compute == torch.float64 else 4
-        size = tokens if held.memory.loss is None else held.memory.loss.tokens
+        width = 8 if rank_model.compute == torch.float64 else 4
+        size = tokens if rank_model.memory.loss is None else rank_model.memory.loss.tokens
         for start in range(0, tokens, size):
             chunk = min(size, tokens - start)
-            ledger.add("tp", "all_reduce", chunk * width, "loss: maximum, forward")
-            ledger.add("tp", "all_reduce", 2 * chunk * width, "loss: sums, forward")
+            log.add("tp", "all_reduce", chunk * width, "loss: maximum, forward")
+            log.add("tp", "all_reduce", 2 * chunk * width, "loss: sums, forward")
 
 
-def _is_tiled(held: RankModel, name: str) -> bool:
-    return any(_is_in(name, mlp) for mlp in held.tiled)
+def _is_in_chunked_mlp(rank_model: RankModel, name: str) -> bool:
+    return any(_is_in(name, mlp) for mlp in rank_model.chunked_mlps)
 
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _tile_tokens(held: RankModel, part: Part) -> list[int]:
-    """Tokens of a row in each part of a feed-forward, those of all ranks of tp together."""
-    ranks = held.spec.tp if held.sequence else 1
-    return [own * ranks for own in part_sizes(part.tokens // ranks, held.memory.mlp_chunks)]
+def _chunk_tokens(rank_model: RankModel, batch: LocalBatch) -> list[int]:
+    """Tokens of a row in each chunk of a feed-forward, those of all ranks of tp together."""
+    ranks = rank_model.spec.tp if rank_model.sequence else 1
+    return [tokens * ranks for tokens in part_sizes(batch.tokens // ranks, rank_model.memory.mlp_chunks)]
 
 
-def _add_tiles(
-    ledger: TrafficLog, held: RankModel, call: Call, part: Part, forward: list[str], backward: list[str]
+def _add_chunked_mlp(
+    log: TrafficLog, rank_model: RankModel, call: Call, batch: LocalBatch, forward: list[str], backward: list[str]
 ) -> None:
-    """A call inside of a feed-forward in parts: each runs again in backward, up to the sum that it ends with."""
-    full = held.treatment(call.module).recompute.mode == "full"
-    part_again = held.flow.leaves(next(mlp for mlp in held.tiled if _is_in(call.module, mlp)))
-    sizes = [part.rows * tokens * call.width * held.compute.itemsize for tokens in _tile_tokens(held, part)]
-    # Shared experts run while rows travel, so what the routed ones save comes after.
-    followed = any(overlaps(held, name) and _is_in(call.module, name.rpartition(".")[0]) for name in held.experts)
+    """A call inside of a feed-forward in chunks: backward runs each chunk again, up to the sum that it ends with."""
+    full = rank_model.treatment(call.module).recompute.mode == "full"
+    chunk_again = rank_model.flow.leaves(next(mlp for mlp in rank_model.chunked_mlps if _is_in(call.module, mlp)))
+    sizes = [
+        batch.rows * tokens * call.width * rank_model.compute.itemsize for tokens in _chunk_tokens(rank_model, batch)
+    ]
+    # Shared experts run during the all-to-all, so the tensors that the routed ones save come after theirs.
+    followed = any(
+        overlaps(rank_model, name) and _is_in(call.module, name.rpartition(".")[0]) for name in rank_model.experts
+    )
     for index, size in enumerate(sizes):
-        # A block that runs again stops at the last that it saved: the input of the last part.
+        # Recompute of a block stops at the last tensor that it saved: the input of the last chunk.
         block_again = full and (followed or index < len(sizes) - 1)
         for op in forward:
-            ledger.add("tp", op, size, "activations, forward", 1)
-            ledger.add("tp", op, size, "activations, recompute", block_again + (part_again and call.kind != "leave"))
+            log.add("tp", op, size, "activations, forward", 1)
+            log.add("tp", op, size, "activations, recompute", block_again + (chunk_again and call.kind != "leave"))
         for op in backward:
-            ledger.add("tp", op, size, "activations, backward", 1)
+            log.add("tp", op, size, "activations, backward", 1)
 
 
 def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
@@ -97,34 +103,36 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
     return ["all_gather"], ["all_gather"]  # gather_split: the input forward, the output's gradient backward
 
 
-def _goes_back(held: RankModel, call: Call) -> bool:
-    """Is there a gradient for what the call sends in backward?"""
+def _goes_back(rank_model: RankModel, call: Call) -> bool:
+    """Whether the call sends a gradient in backward."""
     if call.kind in ("enter", "split"):
-        return held.flow.enters(call.module)
-    return held.flow.leaves(call.module)
+        return rank_model.flow.enters(call.module)
+    return rank_model.flow.leaves(call.module)
 
 
-def _gathered_again(held: RankModel, layout: TensorLayout, call: Call) -> bool:
-    """Does a region that keeps its input sharded need the whole in backward? Weights that do not train do not, nor does the
-    head of a chunked loss, which has made its gradients by then.
+def _gathered_again(rank_model: RankModel, layout: TensorLayout, call: Call) -> bool:
+    """Whether backward gathers an input that was kept sharded. Frozen weights do not need it, nor does the head of a chunked
+    loss, which has computed its gradients in forward.
     """
-    treatment = held.treatment(call.module)
-    modules = dict(held.model.named_modules())
+    treatment = rank_model.treatment(call.module)
+    modules = dict(rank_model.model.named_modules())
     names = readers(modules, layout, call)
-    if held.memory.loss is not None and head_of(held.model, held.plan) in names:
+    if rank_model.memory.loss is not None and head_of(rank_model.model, rank_model.plan) in names:
         return False
     trains = any(modules[name].weight.requires_grad for name in names)
     return treatment.regather and (trains or treatment.recompute.mode == "selective")
 
 
-def _repeated(call: Call, layout: TensorLayout, held: RankModel) -> bool:
-    """Does full recompute run this call again? Recompute stops at the last saved tensor, so not what a block ends with."""
-    block = next((block for block in held.blocks if call.module.startswith(f"{block}.")), None)
+def _repeated(call: Call, layout: TensorLayout, rank_model: RankModel) -> bool:
+    """Whether full recompute runs this call again. It stops at the last saved tensor, so the last call of a block is not."""
+    block = next((block for block in rank_model.blocks if call.module.startswith(f"{block}.")), None)
     if block is None:
         return False
     leaves = [other for other in layout.calls if other.kind == "leave" and other.module.startswith(f"{block}.")]
     if not leaves or call is not leaves[-1]:
         return True
-    experts = [name for name in held.experts if name.startswith(f"{block}.")]
+    experts = [name for name in rank_model.experts if name.startswith(f"{block}.")]
     # Do experts come after it?
-    return any(overlaps(held, name) or not call.module.startswith(f"{name.rpartition('.')[0]}.") for name in experts)
+    return any(
+        overlaps(rank_model, name) or not call.module.startswith(f"{name.rpartition('.')[0]}.") for name in experts
+    )

@@ -1,4 +1,4 @@
-"""The page as one file: its order from top to bottom, its style and its script."""
+"""The page as one HTML file: sections from top to bottom, style sheet and script, and nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshkit.parallel.pipeline import simulate
 from meshkit.parallel.pipeline.drawing import svg
-from meshkit.preflight.estimate import said
+from meshkit.preflight._format import format_bytes
 from meshkit.preflight.page._sections import (
     axis_table,
     chip,
@@ -27,9 +27,9 @@ from meshkit.preflight.page._sections import (
 )
 
 if TYPE_CHECKING:
-    from meshkit.preflight.page._page import Alike, Page
+    from meshkit.preflight.page._page import Page, RankGroup
 
-# Nothing may be loaded, from nowhere: the browser enforces it.
+# Content-Security-Policy: the browser refuses to load anything from anywhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 TIMES = "At equal times of forward, input gradient and weight gradient, and messages that take none."
 
@@ -52,7 +52,7 @@ def html(page: Page) -> str:
         _section("notes", "Notes", _each(page, notes)),
     ]
     axes = {axis: {"colour": colour(axis), "groups": groups} for axis, groups in page.axes.items()}
-    data = {"axes": axes, "alike": page.of_rank}
+    data = {"axes": axes, "alike": page.group_of_rank}
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -82,15 +82,17 @@ def _file(name: str) -> str:
 def _header(page: Page) -> str:
     tiles = [
         ("ranks", str(page.spec.world_size), page.axes_text),
-        ("parameters", short(page.parameters), f"{page.parameters:,}"),
+        ("parameters", short_count(page.parameters), f"{page.parameters:,}"),
         ("tokens of a rank in a step", f"{page.rows * page.seq_len:,}", _rows(page)),
     ]
     fullest = page.fullest
     if fullest is not None and fullest.estimate is not None:
         peak = fullest.estimate.peak_bytes
-        tiles.append((f"peak, on rank {fullest.ranks[0]}", said(peak), _fit(page, peak)))
-    loudest = max(page.alike, key=lambda one: one.sent_bytes)
-    tiles.append((f"messages of rank {loudest.ranks[0]}", said(loudest.sent_bytes), "in a step, the most of any"))
+        tiles.append((f"peak, on rank {fullest.ranks[0]}", format_bytes(peak), _fit(page, peak)))
+    loudest = max(page.rank_groups, key=lambda rank_group: rank_group.sent_bytes)
+    tiles.append(
+        (f"messages of rank {loudest.ranks[0]}", format_bytes(loudest.sent_bytes), "in a step, the most of any")
+    )
     if page.schedule is not None:
         bubble = simulate(page.schedule).bubble_rate
         tiles.append(("pipeline bubble", f"{100 * bubble:.1f} %", f"{page.schedule.name}, at equal times"))
@@ -110,7 +112,7 @@ def _rows(page: Page) -> str:
 def _fit(page: Page, peak: int) -> str:
     if page.device_bytes is None:
         return "the fullest"
-    return f"{'fits' if peak <= page.device_bytes else 'does not fit'} in {said(page.device_bytes)}"
+    return f"{'fits' if peak <= page.device_bytes else 'does not fit'} in {format_bytes(page.device_bytes)}"
 
 
 def _memory(page: Page) -> str:
@@ -131,15 +133,16 @@ def _section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{title}</h2>{body}</section>\n'
 
 
-def _each(page: Page, draw: Callable[[Page, Alike], str]) -> str:
-    """One copy for all ranks that are alike; the script shows that of the chosen rank."""
+def _each(page: Page, draw: Callable[[Page, RankGroup], str]) -> str:
+    """One copy for each group of equal ranks; the script shows that of the chosen rank."""
+    shown = page.group_of_rank[0]
     return "".join(
-        f'<div class="alike" data-alike="{index}"{" hidden" * (index != page.of_rank[0])}>{draw(page, one)}</div>'
-        for index, one in enumerate(page.alike)
+        f'<div class="alike" data-alike="{index}"{" hidden" * (index != shown)}>{draw(page, rank_group)}</div>'
+        for index, rank_group in enumerate(page.rank_groups)
     )
 
 
-def short(count: int) -> str:
+def short_count(count: int) -> str:
     """8030261248 as 8.03 B."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:

@@ -1,4 +1,4 @@
-"""`python -m meshkit explain`: a script's flags in, what its ranks hold and send out, as text and as a page."""
+"""`python -m meshkit explain`: parameters, placements and traffic of a training script, as text and as a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
-from meshkit.preflight.estimate import Kernels, Recipe, load_script, place_of
+from meshkit.preflight.estimate import Kernels, Recipe, coordinate_of, load_script
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.explain import explain_resolved
 from meshkit.preflight.page._html import save_html
@@ -43,15 +43,15 @@ def command(args: list[str]) -> None:
     """args: what follows `explain`."""
     options, rest = tyro.cli(Explain, args=args, prog="python -m meshkit explain", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
-    module = load_script(options.script, asked="explain")
-    recipe = Recipe(module, tyro.cli(module.Config, args=rest, prog=f"... {options.script}", description=""))
+    module = load_script(options.script, verb="explain")
+    recipe = Recipe.read(module, rest, script=options.script)
     spec = recipe.spec(options.world)
     if not 0 <= options.rank < spec.world_size:
         raise MeshError(f"--rank {options.rank}: the ranks of this world are 0 to {spec.world_size - 1}.")
     step = recipe.step(spec)
     with resolved_run(recipe.build, spec, None, {}, kernels=options.kernels) as resolved:
         sizes = {name: step[name] for name in ("rows", "seq_len", "microbatches")}
-        print(explain_resolved(resolved, coordinate=place_of(spec, options.rank), **sizes))
+        print(explain_resolved(resolved, coordinate=coordinate_of(spec, options.rank), **sizes))
     if options.html is not None:
         page = explain_page(
             recipe.build,

@@ -22,7 +22,7 @@ from meshkit.algos.rollout._sampler import choose
 from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.core.sharding import chunk
 from meshkit.loss import token_log_probs
-from meshkit.loss.linear_logits import as_logits
+from meshkit.loss.linear_logits import sharded_logits
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
 from tests.laws.parity.cases import Cell, Moe, build, start
@@ -254,7 +254,7 @@ def filtered_over_ranks(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     part = chunk(4, 3, axis.get_local_rank())
     rows, streams = torch.arange(5).repeat(40), torch.arange(200) * 31
     sampling = Sampling(max_new_tokens=1, **options)
-    found = choose(as_logits(logits[:, part].contiguous(), axis, 4), rows, streams, sampling)
+    found = choose(sharded_logits(logits[:, part].contiguous(), axis, 4), rows, streams, sampling)
     expected = choose(logits, rows, streams, sampling)
     assert (found[1] - expected[1]).abs().max() <= TOL_FP64
     return found[0].tolist(), expected[0].tolist()
@@ -308,7 +308,7 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     step = scheduler.next_step()
     assert [begin.group.prompt for begin in step.begins] == [1]  # what two have given back is enough
     scheduler.end(list(scheduler.growing))
-    assert scheduler.done and pages.used == 0 and pages.ever == 8
+    assert scheduler.done and pages.used == 0 and pages.allocated == 8
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,4 @@ def test_what_it_cannot_do_is_refused() -> None:
     ((plain, double, adapters),) = pool(1).run(refused)
     assert ("not installed. `pip install vllm`" in plain) == (find_spec("vllm") is None)
     assert "float32, bfloat16, float16, not in torch.float64. Use generate()" in double
-    assert "is not a plain model" in adapters and "merge_lora" in adapters
+    assert "is not a plain model" in adapters and "mk.lora.merge" in adapters

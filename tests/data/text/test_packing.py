@@ -36,7 +36,7 @@ def walked(documents: list[list[int]], index: int, seq_len: int, *, apart: bool)
 
 
 @settings(deadline=None)
-@given(documents=DOCUMENTS, seq_len=st.integers(1, 12), ignored=st.booleans())
+@given(documents=DOCUMENTS, seq_len=st.integers(1, 12), apart=st.booleans())
 def test_every_sample_equals_a_walk_over_the_documents(
     make_tokens: Callable[..., Tokens], documents: list[list[int]], seq_len: int, apart: bool
 ) -> None:
@@ -44,7 +44,7 @@ def test_every_sample_equals_a_walk_over_the_documents(
     for index in range(sample_count(tokens, seq_len, last="pad") + 1):
         sample = pack_sample(tokens, index, seq_len=seq_len, documents=apart)
         assert {name: value.tolist() for name, value in sample.items()} == walked(
-            documents, index, seq_len, ignored=apart
+            documents, index, seq_len, apart=apart
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import meshkit as mk
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama import LLAMA_PLAN
-from meshkit.parallel.expert import AllToAll, Sent, dispatch_traffic
+from meshkit.parallel.expert import AllToAll, DispatchPlan, dispatch_traffic
 from meshkit.preflight.explain import Message, explain
 from meshkit.preflight.observe import observe
 from meshkit.strategy import ExpertPolicy
@@ -153,9 +153,9 @@ EXPERT_CELLS = [
 class Noting(AllToAll):
     """Also keeps what every call sent."""
 
-    plans: list[Sent] = field(default_factory=list)
+    plans: list[DispatchPlan] = field(default_factory=list)
 
-    def plan(self, counts_E: Tensor) -> Sent:
+    def plan(self, counts_E: Tensor) -> DispatchPlan:
         self.plans.append(super().plan(counts_E))
         return self.plans[-1]
 

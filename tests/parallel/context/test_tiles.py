@@ -14,7 +14,7 @@ from torch import Tensor
 from meshkit.mask import Mask
 from meshkit.parallel.context import Layout
 from meshkit.parallel.context._assign import contiguous, zigzag
-from meshkit.parallel.context._layout import KV_EXCHANGES, KVExchange, layout_of, plan, whole_plan
+from meshkit.parallel.context._layout import KV_EXCHANGES, KVExchange, gathered_tiles, layout_of, plan
 from meshkit.parallel.context._tiles import ANTI, CAUSAL, FULL, Tile, tiles
 from tests.test_mask import grids, masks
 
@@ -127,7 +127,7 @@ def test_the_plans_of_all_groups_compute_each_visible_pair_once(exchange: KVExch
         queries = tokens_of(layout, group)
         if layout.exchange == "all_gather":
             canvas = torch.zeros(len(queries), layout.mask.tokens, dtype=torch.int64)
-            paint(whole_plan(layout, group), canvas)
+            paint(gathered_tiles(layout, group), canvas)
             add_by_token(total, canvas, queries, everybody)
             continue
         steps = plan(layout, group).steps
@@ -181,4 +181,4 @@ def test_contiguous_tokens_of_a_causal_document_are_one_call_or_none(ranks: int,
 def test_zigzag_over_gathered_keys_is_two_calls_a_chunk(ranks: int) -> None:
     tokens = 2 * ranks * 4
     layout = Layout(Mask.causal(tokens), tuple(zigzag(tokens, ranks)), (8,) * ranks, "all_gather")
-    assert max(len(whole_plan(layout, group)) for group in range(ranks)) <= 4
+    assert max(len(gathered_tiles(layout, group)) for group in range(ranks)) <= 4

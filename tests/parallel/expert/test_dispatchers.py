@@ -18,7 +18,7 @@ from meshkit.core.sharding import chunk
 from meshkit.moe.routing import Routing
 from meshkit.parallel.expert import AllToAll, Dispatcher, OneRank, _exchange
 from meshkit.parallel.expert._dispatch import keep_within
-from meshkit.parallel.expert.conformance import FEATURES, Held, check_dispatcher
+from meshkit.parallel.expert.conformance import FEATURES, ExpertShard, check_dispatcher
 from meshkit.strategy import Capacity, ExpertPolicy
 from tests.laws.parity.cases import Cell, Moe, batches, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
@@ -30,9 +30,9 @@ def all_to_all(mesh: mk.Mesh, experts: int) -> AllToAll:
     return AllToAll.on(experts, mesh["ep", "etp"])
 
 
-def held_on(mesh: mk.Mesh, experts: int) -> Held:
+def held_on(mesh: mk.Mesh, experts: int) -> ExpertShard:
     own = chunk(experts, mesh.spec.ep, mesh["ep"].get_local_rank())
-    return Held(range(own.start, own.stop), chunk(FEATURES, mesh.spec.etp, mesh["etp"].get_local_rank()))
+    return ExpertShard(range(own.start, own.stop), chunk(FEATURES, mesh.spec.etp, mesh["etp"].get_local_rank()))
 
 
 def conform(spec: str, change: Callable[[Dispatcher], Dispatcher] | None = None) -> int:
@@ -48,7 +48,7 @@ def conform(spec: str, change: Callable[[Dispatcher], Dispatcher] | None = None)
 def one_rank_conforms() -> int:
     group = dist.group.WORLD
     assert group is not None
-    return check_dispatcher(OneRank, lambda experts: Held(range(experts)), group, device=CPU)
+    return check_dispatcher(OneRank, lambda experts: ExpertShard(range(experts)), group, device=CPU)
 
 
 def test_one_rank_conforms() -> None:
@@ -183,24 +183,27 @@ def order_of_events() -> list[str]:
     run = start(Cell(mesh="dp_shard=2 ep=2", moe=Moe(shared=24)))
     layer = run.model.layers[1].mlp
     events: list[str] = []
-    depart, arrive = _exchange._Way.depart, _exchange._Way.arrive
+    start_rows, wait_rows = _exchange._AllToAllPair.start, _exchange._AllToAllPair.wait
 
-    def departing(self: Any, *args: Any) -> Tensor:
-        events.append("depart")
-        return depart(self, *args)
+    def starting(self: Any, *args: Any) -> Tensor:
+        events.append("start")
+        return start_rows(self, *args)
 
-    def arriving(self: Any) -> None:
-        events.append("arrive")
-        arrive(self)
+    def waiting(self: Any) -> None:
+        events.append("wait")
+        wait_rows(self)
 
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
     layer.shared_experts.up_proj.register_full_backward_hook(lambda *_: events.append("shared"))
-    with patch.object(_exchange._Way, "depart", departing), patch.object(_exchange._Way, "arrive", arriving):
+    with (
+        patch.object(_exchange._AllToAllPair, "start", starting),
+        patch.object(_exchange._AllToAllPair, "wait", waiting),
+    ):
         run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
     return events
 
 
 def test_shared_experts_run_while_rows_travel_forward_and_backward() -> None:
-    there, back = ["depart", "shared", "arrive"], ["depart", "arrive"]
+    there, back = ["start", "shared", "wait"], ["start", "wait"]
     for events in pool(2).run(order_of_events):
         assert events == [*there, *back, *back, *there]

@@ -18,7 +18,7 @@ from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.moe import routing
 from meshkit.parallel.expert import OneRank
-from meshkit.parallel.expert._hot_experts import hot_of
+from meshkit.parallel.expert._hot_experts import hot_experts_of
 from meshkit.preflight.explain import Message
 from meshkit.preflight.observe import observe
 from meshkit.strategy import Capacity, ExpertPolicy
@@ -130,7 +130,7 @@ def test_copies_of_busy_experts_change_nothing(ranks: int, cell: Cell) -> None:
 def copied(cell: Cell) -> tuple[list[list[int]], list[int], Counter[Message]]:
     """(experts copied in each of three steps, counts of the first, what the third sends)."""
     run = start(cell)
-    hot = hot_of(run.model.get_submodule("layers.1.mlp.experts"))
+    hot = hot_experts_of(run.model.get_submodule("layers.1.mlp.experts"))
     assert hot is not None
     chosen: list[list[int]] = []
     first: list[int] = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline import Row, Schedule, check, made_by, simulate
+from meshkit.parallel.pipeline import Row, Schedule, check, output_of, simulate
 from meshkit.parallel.pipeline.schedules import NAMES, gpipe, named, one_f_one_b, zb_h1, zbv
 
 draws = settings(max_examples=40, deadline=None)  # a busy machine
@@ -244,11 +244,11 @@ def test_every_message_is_sent_and_received_once_by_neighbouring_stages(
     assert len(sends) == len(set(sends)) == 2 * microbatches * hops
     assert sorted(sends) == sorted(receives)
     for message in sends:
-        stage = message.made.stage + (1 if message.made.op == "F" else -1)
-        assert message.made in map(made_by, schedule.ranks[message.source][message.sent_by].tasks)
+        stage = message.output.stage + (1 if message.output.op == "F" else -1)
+        assert message.output in map(output_of, schedule.ranks[message.source][message.sent_by].tasks)
         needing = schedule.ranks[message.target][message.needed_by].tasks
-        assert any(task.stage == stage and task.microbatch == message.made.microbatch for task in needing)
-        assert (message.source, message.target) == (schedule.placement[message.made.stage], schedule.placement[stage])
+        assert any(task.stage == stage and task.microbatch == message.output.microbatch for task in needing)
+        assert (message.source, message.target) == (schedule.placement[message.output.stage], schedule.placement[stage])
     for rank in range(ranks):
         assert [message.sent_by for message in checked.sends[rank]] == sorted(m.sent_by for m in checked.sends[rank])
         needs = [message.needed_by for message in checked.receives[rank]]

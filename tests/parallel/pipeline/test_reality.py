@@ -107,7 +107,12 @@ def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.5)
-        run = mk.parallelize(model, mesh_for(f"pp={RANKS}"), plan=mk.Plan(blocks=("blocks.*",)), schedule=name)
+        run = mk.parallelize(
+            model,
+            mesh_for(f"pp={RANKS}"),
+            plan=mk.Plan(blocks=("blocks.*",)),
+            pipeline=mk.strategy.PipelinePolicy(schedule=name),
+        )
         batch = {"input_ids": torch.ones(MICROBATCHES, 2, dtype=torch.long)}
         step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
         step(microbatches=1)  # connections are made now
@@ -208,7 +213,12 @@ def test_bytes_alive_in_a_real_model_are_those_of_the_simulator(schedule: str) -
 
 def times_and_shares() -> tuple[float, float]:
     model = Sleepers(2)
-    run = mk.parallelize(model, mesh_for("pp=2"), plan=mk.Plan(blocks=("blocks.*",)), schedule="1f1b")
+    run = mk.parallelize(
+        model,
+        mesh_for("pp=2"),
+        plan=mk.Plan(blocks=("blocks.*",)),
+        pipeline=mk.strategy.PipelinePolicy(schedule="1f1b"),
+    )
     assert run.pipeline is not None
     batch = {"input_ids": torch.ones(3, 2, dtype=torch.long)}
     with run.pipeline.record() as recording:
@@ -245,7 +255,9 @@ def given_table(microbatches: int) -> tuple[float, float, str]:
     """A table of one's own: trains, evaluates, and refuses another number of microbatches."""
     cell = Cell(mesh="pp=2", layers=4)
     table = named("zb-h1")(2, 3)
-    run = mk.parallelize(build(cell), mesh_for("pp=2"), plan=LLAMA_PLAN, schedule=table)
+    run = mk.parallelize(
+        build(cell), mesh_for("pp=2"), plan=LLAMA_PLAN, pipeline=mk.strategy.PipelinePolicy(schedule=table)
+    )
     batch = batches(cell)[0]
     loss, count = run.evaluate(batch)
     trained = run.forward_backward(batch, microbatches=3)

@@ -174,7 +174,7 @@ def test_a_browser_shows_every_rank_with_its_explanation(name: str) -> None:
 def test_a_browser_shows_the_memory_of_every_rank(name: str) -> None:
     page = page_of(name)
     result = read(name)
-    peaks = {rank: one.estimate.peak_bytes for one in page.alike if one.estimate for rank in one.ranks}
+    peaks = {rank: one.estimate.peak_bytes for one in page.rank_groups if one.estimate for rank in one.ranks}
     assert [peaks[rank] for rank, _ in result["bars"]] == [size for _, size in result["bars"]]
     assert [rank for rank, _ in result["bars"]] == list(range(page.spec.world_size))
     assert [seen["held"] for seen in result["seen"]] == [[peaks[rank]] for rank in sorted(peaks)]
@@ -185,8 +185,8 @@ def test_a_browser_shows_the_memory_of_every_rank(name: str) -> None:
 def test_ranks_that_share_a_bar_need_the_same_memory(name: str) -> None:
     """And it is what `estimate` says of each: those at the end of a group are estimated here by themselves."""
     cell, page = CELLS[name][0], page_of(name)
-    assert sorted(rank for one in page.alike for rank in one.ranks) == list(range(page.spec.world_size))
-    for one in page.alike:
+    assert sorted(rank for one in page.rank_groups for rank in one.ranks) == list(range(page.spec.world_size))
+    for one in page.rank_groups:
         place = dict(zip(DENSE_AXES, unravel(page.spec, one.ranks[-1], DENSE_AXES), strict=True))
         alone: Estimate = mk.estimate(
             model_of(cell), page.spec, coordinate=place, kernels="cpu", **step_of(cell), **choices_of(cell)
@@ -197,7 +197,7 @@ def test_ranks_that_share_a_bar_need_the_same_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_phases_of_a_message_add_up_to_its_bytes(name: str) -> None:
-    for one in page_of(name).alike:
+    for one in page_of(name).rank_groups:
         for row in one.explanation.traffic:
             assert set(row.phases) == set(PHASES)
             assert sum(row.phases.values()) == row.bytes
@@ -225,7 +225,7 @@ def test_the_page_loads_nothing() -> None:
 def test_without_scripts_every_section_shows_rank_0(name: str) -> None:
     page = page_of(name)
     visible = re.findall(r'<div class="alike" data-alike="(\d+)">', mk.preflight.page.html(page))
-    assert set(visible) == {str(page.of_rank[0])}
+    assert set(visible) == {str(page.group_of_rank[0])}
     assert len(visible) == (5 if page.fullest else 4)
 
 
@@ -234,7 +234,7 @@ def test_one_rank_of_each_stage_stands_for_a_large_world() -> None:
     page = mk.preflight.page.explain_page(
         model_of(cell), cell.mesh, **step_of(cell), memory_bars=False, **choices_of(cell)
     )
-    assert [one.ranks for one in page.alike] == [tuple(range(64)), tuple(range(64, 128))]
+    assert [one.ranks for one in page.rank_groups] == [tuple(range(64)), tuple(range(64, 128))]
     html = mk.preflight.page.html(page)
     assert re.findall(r'class="rank" data-rank="(\d+)"', html) == [str(rank) for rank in range(128)]
     assert "In a world of 128 ranks the first of each pipeline stage was looked at" in html

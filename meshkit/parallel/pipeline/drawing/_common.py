@@ -1,4 +1,4 @@
-"""What all drawings of a schedule share: names, colours, scales."""
+"""Shared by all drawings of a schedule: names, colours, scales."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def heading_of(schedule: Schedule) -> str:
 
 
 def chunks_of(schedule: Schedule) -> list[int]:
-    """Of every stage: how many stages its rank has before it."""
+    """The chunk of every stage: how many earlier stages its rank has."""
     return [schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)]
 
 
@@ -35,7 +35,7 @@ def shades_of(schedule: Schedule) -> int:
 
 def shade(op: str, chunk: int, shades: int) -> str:
     white = 0.2 if shades == 1 else 0.62 * (1 - chunk / (shades - 1))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in COLOURS[op])
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in COLOURS[op])
 
 
 def scale_of(simulation: Simulation, room: Callable[[Row], float]) -> float:

@@ -1,4 +1,4 @@
-"""A schedule on a page: SVG, or HTML with several of them."""
+"""Drawing a pipeline schedule on a page: SVG, or HTML with several of them."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def html(*simulations: Simulation, title: str = "Pipeline schedules") -> str:
     """One page, nothing loaded from elsewhere: the numbers in a table, then each picture, all to one scale."""
     scale = max(map(_natural_px_per_s, simulations), default=1.0)
     rows = "\n".join(
-        f"<tr><td>{escape(heading_of(one.schedule))}</td><td>{digits(one.makespan_s)}</td>"
-        f"<td>{100 * one.bubble_rate:.2f} %</td><td>{' '.join(map(digits, one.peak_units))}</td></tr>"
-        for one in simulations
+        f"<tr><td>{escape(heading_of(sim.schedule))}</td><td>{digits(sim.makespan_s)}</td>"
+        f"<td>{100 * sim.bubble_rate:.2f} %</td><td>{' '.join(map(digits, sim.peak_units))}</td></tr>"
+        for sim in simulations
     )
-    pictures = "\n".join(f"<div>{svg(one, px_per_s=scale)}</div>" for one in simulations)
+    pictures = "\n".join(f"<div>{svg(sim, px_per_s=scale)}</div>" for sim in simulations)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -115,8 +115,8 @@ def _cells(events: Sequence[Event], schedule: Schedule, per_s: float, y: float) 
         x, width = LEFT + start_s * per_s, (end_s - start_s) * per_s
         inset = 0.5 if width > 4 else 0.0
         height = LANE / len(row.tasks)
-        for part, task in enumerate(row.tasks):
-            top = y + part * height
+        for half, task in enumerate(row.tasks):
+            top = y + half * height
             title = (
                 f"{row}: {WORDS[task.op]} of microbatch {task.microbatch} through stage {task.stage}, "
                 f"{digits(start_s)} to {digits(end_s)}"

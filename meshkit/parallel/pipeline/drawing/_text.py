@@ -1,4 +1,4 @@
-"""A schedule in a terminal."""
+"""Drawing a pipeline schedule in a terminal."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def _lane(cells: Sequence[_Cell], schedule: Schedule, cuts: Sequence[int], low: 
         yield _Piece(" " * (left - column))
         column = right
         if (left, right) != (start, end):  # a cell that goes on in another block wears its label in its longest part
-            parts = pairwise([start, *(cut for cut in cuts if start < cut < end), end])
-            if max(parts, key=lambda part: part[1] - part[0]) != (left, right):
+            spans = pairwise([start, *(cut for cut in cuts if start < cut < end), end])
+            if max(spans, key=lambda span: span[1] - span[0]) != (left, right):
                 label = ""
         size = right - left
         gap = right == end and size > 1

@@ -1,4 +1,4 @@
-"""A schedule in a trace viewer, simulated and measured."""
+"""Chrome traces (chrome://tracing, Perfetto) of pipeline schedules, simulated and measured."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def record_trace(pipeline: Pipeline | None, path: str | PathLike[str], *, enable
     with pipeline.record() as recording:
         yield
     measured = recording.gather()
+    # One file for each job: of all pipelines that run side by side, rank 0's is drawn.
     if dist.get_rank(group_of(pipeline.staged.model)) == 0 and recording.schedule is not None:
         simulation = simulate(recording.schedule, times_of(measured, recording.schedule))
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A search for the order that ends soonest under given times and a limit of memory."""
+"""The automatic pipeline schedule: a search for the order that ends soonest under given times and a memory limit."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def auto(
 ) -> Schedule:
     """The best of a search: never later than any other generator whose placement and memory fit.
 
-    chunks: stages per rank. placement: "loop" as interleaved, "wave" as ZBV and Hanayo, or the rank of every stage, which
-    says how many there are. times: of F, I, W and hops, per stage; by default F = I = W = 1 and free hops. max_live: most
-    activations of one stage and microbatch that a rank may hold, from F to the end of B or W; by default any number.
-    Deterministic: greedy list scheduling from several plans by several rules, with and without W apart, and the other
-    generators; then, while it helps and for about a second, exchanges of two rows on the critical path.
+    chunks: stages per rank. placement: "loop" as interleaved, "wave" as ZBV and Hanayo, or a tuple with the rank of every
+    stage. times: of F, I, W and hops, per stage; by default F = I = W = 1 and free hops. max_live: how
+    many (stage, microbatch) pairs a rank may keep activations of, from F to the end of B or W; by default any number.
+    Deterministic. Candidates are greedy list schedules from several plans by several rules, with and without W rows, and the
+    other generators' tables. The best is then improved by exchanging rows on the critical path, for about a second.
     Raises: PlanError if max_live has no room for one microbatch, or times or placement do not fit.
     Source: the search of Qi et al. 2023 (arXiv 2401.10241), section 3.1; exchanges from van Laarhoven et al. 1992.
     """
     at_least_one("auto", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    place = _place(ranks, chunks, placement)
+    rank_of = _rank_of_stages(ranks, chunks, placement)
     times = times or Times()
-    room = [place.count(rank) for rank in range(ranks)]
-    limit = len(place) * microbatches
+    room = [rank_of.count(rank) for rank in range(ranks)]
+    limit = len(rank_of) * microbatches
     if max_live is not None:
         if max_live < max(room):
             raise PlanError(
@@ -55,7 +55,8 @@ def auto(
             )
         limit = min(limit, max_live)
     best: tuple[tuple[float, int], Simulation] | None = None
-    for schedule in _candidates(ranks, microbatches, place, times, limit):
+    # A tie in time goes to less memory, then to the earlier candidate: the same table on every machine.
+    for schedule in _candidates(ranks, microbatches, rank_of, times, limit):
         simulation = simulate(schedule, times)
         score = simulation.makespan_s, _peak(schedule)
         if score[1] <= limit and (best is None or score < best[0]):
@@ -64,7 +65,7 @@ def auto(
     return replace(_improved(best[1], times, limit).schedule, name="auto")
 
 
-def _place(ranks: int, chunks: int, placement: str | tuple[int, ...]) -> tuple[int, ...]:
+def _rank_of_stages(ranks: int, chunks: int, placement: str | tuple[int, ...]) -> tuple[int, ...]:
     if placement == "loop":
         return loop(ranks, chunks)
     if placement == "wave":
@@ -80,21 +81,23 @@ def _place(ranks: int, chunks: int, placement: str | tuple[int, ...]) -> tuple[i
     return tuple(placement)
 
 
-def _candidates(ranks: int, microbatches: int, place: tuple[int, ...], times: Times, limit: int) -> Iterator[Schedule]:
-    plan = depth_first(place, microbatches)
-    yield _table(microbatches, place, _whole(plan), ranks)
-    yield from _published(ranks, microbatches, place)
+def _candidates(
+    ranks: int, microbatches: int, rank_of: tuple[int, ...], times: Times, limit: int
+) -> Iterator[Schedule]:
+    plan = depth_first(rank_of, microbatches)
+    yield _table(microbatches, rank_of, _with_whole_backwards(plan), ranks)
+    yield from _published(ranks, microbatches, rank_of)
     plans = [plan]
-    if place == wave(ranks, 2):
+    if rank_of == wave(ranks, 2):
         plans += [half_block(ranks, microbatches), min_block(ranks, microbatches)]
-    if len(place) % (2 * ranks) == 0 and place == wave(ranks, len(place) // ranks):
-        plans.append(steady_block(place, ranks, microbatches))
-    costs = _costs(times, len(place))
+    if len(rank_of) % (2 * ranks) == 0 and rank_of == wave(ranks, len(rank_of) // ranks):
+        plans.append(steady_block(rank_of, ranks, microbatches))
+    costs = _costs(times, len(rank_of))
     for plan, rule, patience in product(plans, RULES, (None, *PATIENCE)):
         if max(map(plan_peak, plan)) > limit:
             continue
         orders = list_schedule(
-            place,
+            rank_of,
             microbatches,
             plan,
             costs=costs,
@@ -103,30 +106,30 @@ def _candidates(ranks: int, microbatches: int, place: tuple[int, ...], times: Ti
             split=patience is not None,
             patience=patience or 0.0,
         )
-        yield _table(microbatches, place, orders, ranks)
+        yield _table(microbatches, rank_of, orders, ranks)
 
 
-def _published(ranks: int, microbatches: int, place: tuple[int, ...]) -> Iterator[Schedule]:
-    """The other generators' tables for this placement."""
+def _published(ranks: int, microbatches: int, rank_of: tuple[int, ...]) -> Iterator[Schedule]:
+    """The tables of the other generators that have this placement."""
     generators: list[Callable[[int, int], Schedule]] = []
-    if place == loop(ranks, 1):
+    if rank_of == loop(ranks, 1):
         generators += [gpipe, one_f_one_b, zb_h1, zb_h2]
-    if place == wave(ranks, 2):
+    if rank_of == wave(ranks, 2):
         generators += [zbv, v_half, v_min, dualpipe_v]
     for generator in generators:
         yield generator(ranks, microbatches)
-    chunks = len(place) // ranks
-    if place == loop(ranks, chunks):
+    chunks = len(rank_of) // ranks
+    if rank_of == loop(ranks, chunks):
         yield interleaved(ranks, microbatches, chunks=chunks)
-    if chunks > 0 and chunks % 2 == 0 and place == wave(ranks, chunks):
+    if chunks > 0 and chunks % 2 == 0 and rank_of == wave(ranks, chunks):
         yield hanayo(ranks, microbatches, waves=chunks // 2)
 
 
-def _table(microbatches: int, place: tuple[int, ...], orders: Plan, ranks: int) -> Schedule:
-    return schedule_of("auto", microbatches, place, (*orders, *[()] * (ranks - len(orders))))
+def _table(microbatches: int, rank_of: tuple[int, ...], orders: Plan, ranks: int) -> Schedule:
+    return schedule_of("auto", microbatches, rank_of, (*orders, *[()] * (ranks - len(orders))))
 
 
-def _whole(plan: Plan) -> Plan:
+def _with_whole_backwards(plan: Plan) -> Plan:
     return tuple(tuple(Task("B", *task[1:]) if task.op == "I" else task for task in rank) for rank in plan)
 
 
@@ -149,12 +152,13 @@ def _peak(schedule: Schedule) -> int:
 
 
 def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
-    """Exchange two neighbours on the critical path while it ends sooner; nothing else can shorten it."""
+    """Exchange neighbours on the critical path while that ends the schedule sooner; no other exchange can."""
     visits = VISITS
     improved = True
     while improved:
         improved = False
         schedule = simulation.schedule
+        # The first exchange that helps is taken, and the critical path is computed anew.
         for rank, index in _exchanges(simulation):
             rows = list(schedule.ranks[rank])
             rows[index], rows[index + 1] = rows[index + 1], rows[index]
@@ -165,7 +169,7 @@ def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
                 continue
             try:
                 other = simulate(replace(schedule, ranks=ranks), times)
-            except PlanError:  # the exchange closed a circle
+            except PlanError:  # after the exchange, ranks wait for one another
                 continue
             if other.makespan_s < simulation.makespan_s:
                 simulation, improved = other, True
@@ -176,7 +180,7 @@ def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
 def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
     """Neighbours on the critical path that may change places, the last first: (rank, index of the first of the two)."""
     schedule, events = simulation.schedule, simulation.events
-    where = {
+    cell_of = {
         task._replace(op="I") if task.op == "B" else task: (rank, index)
         for rank, rows in enumerate(schedule.ranks)
         for index, row in enumerate(rows)
@@ -192,13 +196,13 @@ def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
                 yield rank, index - 1
             index -= 1
             continue
-        sources = [where[need] for need in needs(row, schedule.stages)]
+        sources = [cell_of[need] for need in needs(row, schedule.stages)]
         if not sources:
             return
         rank, index = max(sources, key=lambda at: events[at[0]][at[1]].end_s)
 
 
 def _in_order(first: Task, second: Task) -> bool:
-    """Must they stay as they are? A task before its next, and the microbatches of a stage one after another."""
+    """Whether the two must keep their order: ops of one microbatch in a stage, or one op of its successive microbatches."""
     same_stage = first.stage == second.stage
     return same_stage and (first.op == second.op or first.microbatch == second.microbatch)

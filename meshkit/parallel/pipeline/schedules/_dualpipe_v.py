@@ -1,4 +1,4 @@
-"""DualPipeV: the V of ZBV, with the forward of one microbatch overlapped with the backward of another."""
+"""DualPipeV (DualPipe): the V of ZBV, with the forward of one microbatch overlapped with the backward of another."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     Source: Sea AI Lab, "Cut-in-half" schedule of DeepSeek's DualPipe (arXiv 2412.19437), in DeepSeek's DualPipe repository.
     """
     at_least_one("dualpipe_v", ranks=ranks, microbatches=microbatches)
+    # The phases assume 2p microbatches; with fewer, rows of missing ones are left out afterwards.
     rounds = max(microbatches, 2 * ranks)
     return Schedule(
         "dualpipe-v",
@@ -33,12 +34,12 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _present(row: Row, microbatches: int) -> Iterator[Row]:
-    """The row, or the half of it whose microbatch there is."""
-    here = [task for task in row.tasks if task.microbatch < microbatches]
-    if len(here) == len(row.tasks):
+    """The row, or the half of it whose microbatch exists; nothing if neither does."""
+    tasks = [task for task in row.tasks if task.microbatch < microbatches]
+    if len(tasks) == len(row.tasks):
         yield row
-    elif here:
-        yield Row(row.rank, here[0].stage, "F" if here[0].op == "F" else "B", here[0].microbatch)
+    elif tasks:
+        yield Row(row.rank, tasks[0].stage, "F" if tasks[0].op == "F" else "B", tasks[0].microbatch)
 
 
 class _Rank:
@@ -62,7 +63,7 @@ class _Rank:
             yield self.weight()
             yield self.forward(1)
         for turn in range(microbatches - 2 * self.ranks + rank + 1):
-            if turn == 0 and after == 0:  # apart, so that the rank before gets its gradient sooner
+            if turn == 0 and after == 0:  # as two rows, so that the rank before gets its gradient sooner
                 yield self.forward(0)
                 yield self.backward(1)
             else:

@@ -1,12 +1,12 @@
-"""List scheduling of a pipeline under a limit of memory, safe from deadlock.
+"""Greedy list scheduling of a pipeline under a memory limit, safe from deadlock (the banker's algorithm).
 
-Time runs forward, and a rank that is free starts the best task that is there. A limit makes plain greed dangerous: the
-forwards of one stage can fill a rank until there is no room for the forward that would let anything go. So each rank
-carries a plan, an order of its F and I that is known to finish within the limit, and starts a task out of turn only if
-the rest of the plan still fits afterwards (the banker's algorithm, Dijkstra 1965). What is started has all it needs, so
-the plans left over never wait for one another in a circle.
+Time runs forward, and a free rank starts the best task whose inputs have arrived. Under a memory limit plain greed can
+deadlock: forwards of one stage may fill a rank until there is no room for the forward that would let it free anything. So
+each rank carries a plan, an order of its F and I that is known to finish within the limit. It starts a task out of turn only
+if the rest of the plan still fits afterwards (the banker's algorithm, Dijkstra 1965). Tasks start only with all their inputs,
+so the remaining plans never wait for one another in a circle.
 
-W is in no plan. It waits for nobody and makes room, so it fills the gaps, and comes first where F needs the room.
+W is in no plan. It waits for no other rank and frees memory, so it fills gaps, and goes first where F needs its memory.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Plan = tuple[tuple[Task, ...], ...]
 """Per rank, its F and I tasks in an order that can run. The I of a whole backward is called I too."""
 
 Rule = Callable[[Task, int], tuple[int, ...]]
-"""The key of a task and its place in the plan; of the tasks that are there, the one with the smallest key starts."""
+"""(task, its index in the plan) -> key; of the tasks that can start, the one with the smallest key does."""
 
-EPSILON = 1e-9  # of the sum of all times: what arrives so little later has arrived
+EPSILON = 1e-9  # of the sum of all times: arrivals closer than this count as one moment, whatever the rounding of sums
 
 
-def in_turn(task: Task, place: int) -> tuple[int, ...]:
+def in_turn(task: Task, index: int) -> tuple[int, ...]:
     """As planned, and out of turn only where the rank would idle."""
-    return (place,)
+    return (index,)
 
 
-def backward_first(task: Task, place: int) -> tuple[int, ...]:
+def backward_first(task: Task, index: int) -> tuple[int, ...]:
     """1F1B's rule: I before F, and the oldest microbatch first."""
     return (task.op == "F", task.microbatch, -task.stage if task.op == "F" else task.stage)
 
 
-def backward_first_deep(task: Task, place: int) -> tuple[int, ...]:
+def backward_first_deep(task: Task, index: int) -> tuple[int, ...]:
     """I before F, and the stage nearest to the loss first."""
     return (task.op == "F", -task.stage, task.microbatch)
 
 
-def forward_first(task: Task, place: int) -> tuple[int, ...]:
+def forward_first(task: Task, index: int) -> tuple[int, ...]:
     """F before I while memory lasts: of F the deepest stage first, of I the shallowest. Fills the pipeline soonest."""
     return (task.op != "F", -task.stage if task.op == "F" else task.stage, task.microbatch)
 
@@ -64,12 +64,12 @@ class Costs:
 
 def unit_costs(stages: int) -> Costs:
     """F = I = W = 1, B = 2 and free hops: what the papers draw."""
-    one = (1.0,) * stages
-    return Costs(f_s=one, i_s=one, w_s=one, b_s=(2.0,) * stages, hop=lambda source, target: 0.0)
+    unit = (1.0,) * stages
+    return Costs(f_s=unit, i_s=unit, w_s=unit, b_s=(2.0,) * stages, hop=lambda source, target: 0.0)
 
 
 def depth_first(placement: Sequence[int], microbatches: int) -> Plan:
-    """One microbatch after the other, through all stages and back: it fits in as many activations as a rank has stages."""
+    """One microbatch after the other, through all stages and back: a rank holds at most one activation per stage."""
     stages = range(len(placement))
     plan: list[list[Task]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(microbatches):
@@ -108,7 +108,7 @@ def list_schedule(
     split: bool = True,
     patience: float = 0.0,
 ) -> tuple[tuple[Task, ...], ...]:
-    """Start, on every rank that is free, the task the rule prefers of those that are there and safe.
+    """Schedule greedily: on every free rank, start the task that the rule prefers among those that can run and are safe.
 
     max_live: per rank, a limit on activations of one (stage, microbatch), held from F to the end of B or W.
     split: I and W apart; otherwise whole backwards, B.
@@ -120,7 +120,7 @@ def list_schedule(
     settings = _Settings(placement, microbatches, costs, rule, split, patience)
     ranks = [_Rank(rank, plan[rank], limits[rank], placement) for rank in range(count)]
     progress = _Progress(stages, microbatches)
-    # (time, rank): it is free again, or something has arrived for it. All of one moment are heard before a rank chooses.
+    # (time, rank): the rank is free again, or an input has arrived. All events of one moment are taken before a rank chooses.
     events = [(0.0, rank) for rank in range(count)]
     while events:
         now, awake = events[0][0], set()
@@ -138,7 +138,7 @@ def list_schedule(
 
 
 class _Settings:
-    """What a call of `list_schedule` asks for; fixed."""
+    """The arguments of a call of `list_schedule`, which do not change."""
 
     def __init__(
         self,
@@ -157,11 +157,11 @@ class _Settings:
 
 
 class _Progress:
-    """What is done in the world. Microbatches go through a stage in order, so a count per stage says which have started."""
+    """Tasks started on all ranks. Microbatches go through a stage in order, so a count per stage says which have started."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self.forwards, self.backwards = [0] * stages, [0] * stages
-        # When the input of a stage's F and the gradient of its I is there; None while that is not known.
+        # Times at which the input of a stage's F and the gradient of its I arrive; None while unknown.
         self.input_at: list[list[float | None]] = [[None] * microbatches for _ in range(stages)]
         self.gradient_at: list[list[float | None]] = [[None] * microbatches for _ in range(stages)]
         self.input_at[0] = [0.0] * microbatches
@@ -171,38 +171,40 @@ class _Progress:
 
 
 class _Rank:
-    """What one rank carries."""
+    """The state of one rank: its plan, its live activations, its deferred W."""
 
     def __init__(self, number: int, plan: Sequence[Task], limit: int, placement: Sequence[int]) -> None:
         self.number, self.plan, self.limit = number, plan, limit
         self.stages = [stage for stage, rank in enumerate(placement) if rank == number]
-        self.places = {task: place for place, task in enumerate(plan)}
-        self.next_place = 0  # all of the plan before it has started
-        self.unfinished = 0  # F without I: what the plan accounts for
-        self.live = 0  # F without B or W: what the limit is about
+        self.index_of = {task: index for index, task in enumerate(plan)}
+        self.next_index = 0  # all of the plan before it has started
+        self.unfinished = 0  # F without I: the plan frees them
+        self.live = 0  # F without B or W: the limit bounds them
         self.weights: deque[Task] = deque()  # W whose I is done, oldest first
         self.free_at = 0.0
         self.order: list[Task] = []
 
 
 def _is_safe(progress: _Progress, rank: _Rank, task: Task) -> bool:
-    """Would the plan still fit if this F, out of turn or not, went first?"""
-    while progress.started(rank.plan[rank.next_place]):
-        rank.next_place += 1
-    held = rank.unfinished + 1
-    for place in range(rank.next_place, rank.places[task]):
-        if held > rank.limit:
+    """Whether the plan still fits within the limit if this F goes first, out of turn or not."""
+    # Tasks that ran out of turn leave holes in the plan: skip all that have started.
+    while progress.started(rank.plan[rank.next_index]):
+        rank.next_index += 1
+    live = rank.unfinished + 1
+    for index in range(rank.next_index, rank.index_of[task]):
+        if live > rank.limit:
             return False
-        planned = rank.plan[place]
+        planned = rank.plan[index]
         if not progress.started(planned):
-            held += 1 if planned.op == "F" else -1
-    return held <= rank.limit
+            live += 1 if planned.op == "F" else -1
+    return live <= rank.limit
 
 
 def _may_run(settings: _Settings, progress: _Progress, rank: _Rank) -> Iterator[tuple[float, Task]]:
-    """(when it can start, task): of each stage here the next I and the next F, if known to come and, an F, safe."""
+    """Yields (arrival of its input, task) for the next I and the next safe F of each stage whose input is known to arrive."""
     for stage in rank.stages:
         forwards, backwards = progress.forwards[stage], progress.backwards[stage]
+        # An I is always safe: it never needs room, and makes some at once or by its W.
         if backwards < forwards and (arrives := progress.gradient_at[stage][backwards]) is not None:
             yield arrives, Task("I", stage, backwards)
         if forwards < settings.microbatches and (arrives := progress.input_at[stage][forwards]) is not None:
@@ -212,19 +214,20 @@ def _may_run(settings: _Settings, progress: _Progress, rank: _Rank) -> Iterator[
 
 
 def _choose(settings: _Settings, progress: _Progress, rank: _Rank, now: float) -> Task | None:
-    """What the rank starts now: the task the rule prefers, else a W; None where it had better wait.
+    """The task that the rank starts now: the one that the rule prefers, else a W; None if waiting is better.
 
     A W comes first only where an F needs its room.
     """
-    there, soonest = [], float("inf")
+    ready, soonest = [], float("inf")
     for arrives, task in _may_run(settings, progress, rank):
         if arrives <= now + settings.epsilon:
-            there.append(task)
+            ready.append(task)
         else:
             soonest = min(soonest, arrives)
     weight = rank.weights[0] if rank.weights else None
-    if there:
-        best = min(there, key=lambda task: settings.rule(task, rank.places[task]))
+    if ready:
+        best = min(ready, key=lambda task: settings.rule(task, rank.index_of[task]))
+        # At the limit an F has to wait for memory, and the oldest W frees some.
         return weight if best.op == "F" and rank.live == rank.limit else best
     if weight is not None and soonest >= now + settings.patience_s[weight.stage] - settings.epsilon:
         return weight
@@ -234,7 +237,7 @@ def _choose(settings: _Settings, progress: _Progress, rank: _Rank, now: float) -
 def _start(
     settings: _Settings, progress: _Progress, rank: _Rank, task: Task, now: float
 ) -> Iterator[tuple[float, int]]:
-    """Run the task; (time, number of a rank) of what that lets ranks do."""
+    """Run the task; yields (time, rank) of its events: its output arrives, and its own rank is free again."""
     op, stage, microbatch = task
     end = now + settings.task_s[op][stage]
     if op == "F":
@@ -264,7 +267,7 @@ def _start(
 
 
 def _reader(progress: _Progress, task: Task) -> tuple[int, list[list[float | None]]] | None:
-    """The stage that needs what the task makes, and where its times of arrival are kept. None: nobody does."""
+    """(the stage that needs the task's output, its table of arrival times); None if no stage does."""
     if task.op == "F" and task.stage + 1 < len(progress.forwards):
         return task.stage + 1, progress.input_at
     if task.op == "F":

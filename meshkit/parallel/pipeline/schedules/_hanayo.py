@@ -1,4 +1,4 @@
-"""Hanayo: each microbatch goes down and up the ranks in waves."""
+"""Hanayo, the wave pipeline schedule: each microbatch goes down and up the ranks in waves."""
 
 from __future__ import annotations
 
@@ -63,19 +63,20 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
 
 
 def steady_block(placement: tuple[int, ...], ranks: int, microbatches: int) -> Plan:
-    """The building block that holds the least, and of those ends first, of a number of random ones; always the same."""
+    """The plan of the best of many random building blocks: least memory, then earliest end. The seed is fixed."""
     return repeat_block(placement, microbatches, _best_block(placement, ranks), 3 * len(placement) // ranks)
 
 
 @cache
 def _best_block(placement: tuple[int, ...], ranks: int) -> dict[tuple[str, int], int]:
+    # A generator of its own with a fixed seed: every rank must find the same table, whatever the user has seeded.
     rng = random.Random(0)
     draws = (_block(placement, ranks, rng, skip=(0.0, 0.05, 0.15, 0.3)[draw % 4]) for draw in range(DRAWS))
-    return min(draws, key=lambda starts: (_held(starts, placement, ranks), starts["I", 0]))
+    return min(draws, key=lambda starts: (_live_slots(starts, placement, ranks), starts["I", 0]))
 
 
 def _block(placement: Sequence[int], ranks: int, rng: random.Random, *, skip: float) -> dict[tuple[str, int], int]:
-    """A microbatch's way through the stages and back that fits between itself a period earlier and later.
+    """A random building block: slots of one microbatch's tasks that stay free of its copies a period earlier and later.
 
     The period of a rank is one cell of three slots per stage, F B B. Ranks differ in where their cells begin. Each task
     takes the first free cell after the one before it, or at times, with probability `skip`, a later one.
@@ -98,7 +99,7 @@ def _block(placement: Sequence[int], ranks: int, rng: random.Random, *, skip: fl
     return starts
 
 
-def _held(starts: dict[tuple[str, int], int], placement: Sequence[int], ranks: int) -> int:
+def _live_slots(starts: dict[tuple[str, int], int], placement: Sequence[int], ranks: int) -> int:
     """Slots that the activations of one microbatch spend on the rank where they spend most, from F to the end of B."""
     slots = [0] * ranks
     for stage, rank in enumerate(placement):

@@ -1,4 +1,4 @@
-"""The names that command lines and recipes give to generators."""
+"""Names of the pipeline schedules, for command lines and recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules with one stage per rank: GPipe, 1F1B, and the zero-bubble pair ZB-H1 and ZB-H2."""
+"""GPipe, 1F1B, interleaved 1F1B (virtual pipeline stages), and the zero-bubble schedules ZB-H1 and ZB-H2."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     (section 4) is no matter of the table.
     """
     at_least_one("zb_h2", ranks=ranks, microbatches=microbatches)
-    held = min(2 * ranks - 1, max(ranks, microbatches))
+    live = min(2 * ranks - 1, max(ranks, microbatches))
     orders = []
     for stage in range(ranks):
-        ahead = min(2 * (ranks - 1 - stage), held - 1 - stage)
-        orders.append(_in_turn(stage, microbatches, ahead=ahead, lag=held - 1 - ahead))
+        ahead = min(2 * (ranks - 1 - stage), live - 1 - stage)
+        orders.append(_in_turn(stage, microbatches, ahead=ahead, lag=live - 1 - ahead))
     return schedule_of("zb-h2", microbatches, loop(ranks, 1), orders)
 
 
@@ -84,8 +84,8 @@ def _in_turn(stage: int, microbatches: int, *, ahead: int, lag: int | None = Non
 def interleaved(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """1F1B over v = `chunks` stages per rank, which cuts the bubble by v and sends v times as much.
 
-    Bubble rate: (p-1) / (v m + p-1), for m a multiple of p. Otherwise the last round is not full: it is run as if it were,
-    without the rows that are not there, or in the order greedy list scheduling finds within the same memory, whichever
+    Bubble rate: (p-1) / (v m + p-1), for m a multiple of p. Otherwise the last round is not full: the schedule is
+    that of full rounds without the missing rows, or what greedy list scheduling finds within the same memory, whichever
     ends first for B = 2 F; the bubble is larger.
     Activations: at most (v-1) p + 2 (p-1-i) + 1 of a stage and microbatch on rank i, which is 1 + (p-1) / (p v) times
     1F1B's p v on rank 0.
@@ -99,6 +99,7 @@ def interleaved(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     schedule = schedule_of("interleaved", microbatches, placement, orders)
     if microbatches < ranks or microbatches % ranks == 0:
         return schedule
+    # A last round that is not full leaves gaps, which greedy scheduling often fills better than the fixed order.
     greedy = list_schedule(
         placement,
         microbatches,
@@ -112,7 +113,7 @@ def interleaved(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def _full_rounds(rank: int, ranks: int, rounds: int, chunks: int) -> list[Task]:
-    """Rounds of p microbatches: a round goes through the chunks of a rank one after another."""
+    """One rank's tasks in rounds of p microbatches; each round goes through the rank's chunks one after another."""
 
     def tasks(op: str, order: range) -> list[Task]:
         return [

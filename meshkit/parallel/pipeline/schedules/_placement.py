@@ -1,4 +1,4 @@
-"""Where stages live, and small things every generator needs."""
+"""Placement of stages on ranks (loop, wave), and helpers of all schedule generators."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def at_least_one(generator: str, **values: int) -> None:
     """Refuse what is not a whole number of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            asked = ", ".join(f"{name}={value!r}" for name, value in values.items())
-            raise PlanError(f"{generator}({asked}): {name}={value!r} is not a whole number of at least 1.")
+            arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
+            raise PlanError(f"{generator}({arguments}): {name}={value!r} is not a whole number of at least 1.")
 
 
 def schedule_of(name: str, microbatches: int, placement: Sequence[int], tasks: Iterable[Iterable[Task]]) -> Schedule:
@@ -39,5 +39,5 @@ def schedule_of(name: str, microbatches: int, placement: Sequence[int], tasks: I
 
 
 def soonest(*schedules: Schedule, times: Times | None = None) -> Schedule:
-    """The schedule that ends first, of equals the one named first. Without times: F = I = W = 1, B = 2, free hops."""
+    """The schedule that ends first; on a tie the first argument. Without times: F = I = W = 1, B = 2, free hops."""
     return min(schedules, key=lambda schedule: simulate(schedule, times).makespan_s)

@@ -1,7 +1,8 @@
-"""Two stages per rank in a V, stage s on rank s or 2p-1-s: ZBV, V-Half and V-Min.
+"""The V-shaped zero-bubble schedules ZBV, V-Half and V-Min: two stages per rank, stage s on rank s or 2p-1-s.
 
 The last stage is on rank 0 again, so a rank with a long wait for one of its stages has a short one for the other, and
-all ranks hold equally much. Sizes below: p ranks, and as unit of activations a microbatch's on one rank, both stages.
+all ranks need equal memory. Below, p is the number of ranks, and the unit of activations is one microbatch in both stages of
+a rank.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def min_block(ranks: int, microbatches: int) -> Plan:
     return repeat_block(wave(ranks, 2), microbatches, starts, PERIOD)
 
 
-def _squeezed(name: str, ranks: int, microbatches: int, plan: Plan, held: int, *rules: Rule) -> Schedule:
-    """The plan without its gaps, with W in them: the rule that ends first, with `held` microbatches of both stages."""
+def _squeezed(name: str, ranks: int, microbatches: int, plan: Plan, live: int, *rules: Rule) -> Schedule:
+    """List-schedule the plan, W in its gaps, with at most `live` microbatches of both stages; of the rules the best."""
     placement = wave(ranks, 2)
-    max_live = [2 * held] * ranks
+    max_live = [2 * live] * ranks
     costs = unit_costs(len(placement))
     return soonest(
         *(

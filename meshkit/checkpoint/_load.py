@@ -1,0 +1,204 @@
+"""Loading a checkpoint onto any mesh (resume, resharding): check every file and the model first, then read in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from meshkit.checkpoint import _folder as files
+from meshkit.checkpoint._agree import gather_results, on_each_rank, on_rank_0
+from meshkit.checkpoint._dcp import Index, read_index, read_into
+from meshkit.checkpoint._snapshot import Snapshot, config_difference, encode_config, read_snapshot
+from meshkit.checkpoint._state import (
+    MODEL,
+    dtype_name,
+    finish_update,
+    full_model_tensors,
+    optimizer_targets,
+    parameter_names,
+    rng_targets,
+    set_optimizer,
+    set_rng,
+)
+from meshkit.core.model_state import model_tensors
+from meshkit.errors import CheckpointError
+from meshkit.step import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint on disk whose files have been checked; its tensors are still in the files."""
+
+    path: Path
+    manifest: files.Manifest
+    index: Index
+    snapshot: Snapshot
+
+
+def choose_step(folder: Path, step: int | None) -> int:
+    """step: None is the newest. Raises: CheckpointError where there is no such complete checkpoint."""
+    present = files.complete_steps(folder)
+    if not present:
+        raise CheckpointError(
+            f"load(): {folder} holds no complete checkpoint. Give the folder of a run that saved one."
+        )
+    if step is not None and step not in present:
+        raise CheckpointError(f"load(step={step}): {folder} holds the steps {', '.join(map(str, present))}.")
+    return present[-1] if step is None else step
+
+
+def checked_file(folder: Path, step: int, name: str) -> Path:
+    """The folder of a step, one file of which has been checked against its checksum. No communication."""
+    path = folder / files.step_name(choose_step(folder, step))
+    files.check_file(path / name, files.read_manifest(path).files[name])
+    return path
+
+
+def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedCheckpoint:
+    """Check every file of a checkpoint, each rank a share, and read what is not tensors.
+
+    Raises: CheckpointError, on every rank the same, naming the damaged file and the newest sound step before.
+    """
+    try:
+        manifest = _check_files(folder, step, group)
+    except CheckpointError as damage:
+        _refuse_damaged(folder, step, damage, group)
+    path = folder / files.step_name(step)
+
+    def read() -> SavedCheckpoint:
+        snapshot = read_snapshot(path, step)
+        return SavedCheckpoint(path=path, manifest=manifest, index=read_index(path), snapshot=snapshot)
+
+    return on_each_rank(group, f"load(step={step})", read)
+
+
+def _check_files(folder: Path, step: int, group: dist.ProcessGroup) -> files.Manifest:
+    path = folder / files.step_name(step)
+    manifest = on_each_rank(group, f"load(step={step})", lambda: files.read_manifest(path))
+
+    def check() -> None:
+        share = files.share_files(manifest.files, dist.get_world_size(group))[dist.get_rank(group)]
+        for name in share:
+            files.check_file(path / name, manifest.files[name])
+
+    gather_results(group, f"load(step={step})", check)
+    return manifest
+
+
+def _refuse_damaged(folder: Path, step: int, damage: CheckpointError, group: dist.ProcessGroup) -> NoReturn:
+    """Name the newest sound checkpoint before the damaged one, which takes reading it. The caller chooses, not we."""
+    older_steps = on_rank_0(group, "load()", lambda: [older for older in files.complete_steps(folder) if older < step])
+    for older in reversed(older_steps):
+        try:
+            _check_files(folder, older, group)
+        except CheckpointError:
+            continue
+        raise CheckpointError(
+            f"{damage} Nothing was loaded. The newest sound checkpoint before it is step {older}: pass "
+            f"step={older} to go on from there."
+        ) from damage
+    raise CheckpointError(f"{damage} Nothing was loaded, and there is no sound checkpoint before it.") from damage
+
+
+def restore(
+    saved: SavedCheckpoint,
+    run: Run,
+    optimizer: Optimizer | None,
+    *,
+    scheduler: Stateful | None,
+    loader: Stateful | None,
+    config: Any,
+    group: dist.ProcessGroup,
+) -> None:
+    """Give the run the saved state, in place. Everything that may refuse comes before the first change.
+
+    Raises: CheckpointError, on every rank the same, and the loader's DataError for other data.
+    """
+    action = f"load(step={saved.snapshot.step})"
+    state = saved.snapshot.state
+    stateful = {"scheduler": scheduler, "loader": loader}
+    targets = on_each_rank(group, action, lambda: _targets(run, optimizer, saved, config, stateful))
+    # Before the tensors, since a loader may refuse.
+    on_each_rank(group, action, lambda: loader.load_state_dict(state["loader"]) if loader is not None else None)
+    read_into(targets, saved.path, group)
+    # DCP copies into local tensors, and a DTensor has a version counter of its own. Whoever keeps a copy of a parameter
+    # (a cast, a master weight) learns from the counter that the parameter was written.
+    torch.autograd.graph.increment_version([*targets.values()])
+    if optimizer is not None:
+        optimizer_tensors = {key: tensor for key, tensor in targets.items() if key.startswith("optimizer.")}
+        set_optimizer(optimizer, parameter_names(run.model), optimizer_tensors, saved.snapshot.facts)
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    set_rng({key: rng_state for key, rng_state in targets.items() if key.startswith("rng.")})
+    if run.mesh.rank == 0:
+        _warn_not_restored(saved, dist.get_world_size(group), stateful)
+
+
+def _targets(
+    run: Run,
+    optimizer: Optimizer | None,
+    saved: SavedCheckpoint,
+    config: Any,
+    stateful: Mapping[str, Stateful | None],
+) -> dict[str, Tensor]:
+    """The tensors to read into, by key; changes nothing.
+
+    Raises: CheckpointError for another model or optimizer, and for state that was not saved.
+    """
+    if optimizer is not None:
+        finish_update(optimizer)
+    for name, target in stateful.items():
+        if target is not None and saved.snapshot.state[name] is None:
+            raise CheckpointError(f"{saved.path} was saved without {name}=, so it has no state for this run's {name}.")
+    tensors = model_tensors(run.model)
+    _refuse_other_model(saved, full_model_tensors(run.model), config)
+    targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+    if optimizer is not None:
+        targets |= optimizer_targets(optimizer, parameter_names(run.model), saved.index, saved.snapshot.facts)
+    return targets | rng_targets(run.mesh.rank, run.mesh.device, saved.index)
+
+
+def _refuse_other_model(saved: SavedCheckpoint, tensors: dict[str, Tensor], config: Any) -> None:
+    saved_tensors = saved.manifest.tensors
+    current = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    for name in [*current, *saved_tensors]:
+        if current.get(name) == saved_tensors.get(name):
+            continue
+        if name not in saved_tensors:
+            difference = f"it has no {name!r}, which this model has with shape {current[name][0]}"
+        elif name not in current:
+            difference = f"it has {name!r} with shape {saved_tensors[name][0]}, which this model has not"
+        elif current[name][0] != saved_tensors[name][0]:
+            difference = f"{name!r} has shape {saved_tensors[name][0]} there and {current[name][0]} here"
+        else:
+            difference = f"{name!r} is {saved_tensors[name][1]} there and {current[name][1]} here"
+        raise CheckpointError(
+            f"{saved.path} is a checkpoint of another model: {difference}. Nothing was loaded. Build the model that "
+            f"was saved, or give another folder.{config_difference(saved.snapshot.config, encode_config(config))}"
+        )
+
+
+def _warn_not_restored(saved: SavedCheckpoint, world: int, stateful: Mapping[str, Stateful | None]) -> None:
+    if world != (before := saved.manifest.world_size):
+        logger.warning(
+            "%s was saved by %d ranks; %s.",
+            saved.path,
+            before,
+            f"ranks {before} to {world - 1} keep their own RNG state"
+            if world > before
+            else f"the RNG states of ranks {world} to {before - 1} are not used",
+        )
+    for name, target in stateful.items():
+        if target is None and saved.snapshot.state[name] is not None:
+            logger.warning("%s holds the state of a %s, but load() got no %s=.", saved.path, name, name)

@@ -1,0 +1,114 @@
+"""Snapshot: what a checkpoint holds beside its tensors. Saving makes one, loading reads one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshkit.checkpoint import _folder as files
+from meshkit.checkpoint._dcp import Checksum
+from meshkit.checkpoint._state import ParameterFacts
+from meshkit.errors import CheckpointError
+
+STATE = "state.pt"
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of a run after `step` optimizer steps, without its tensors.
+
+    state: state_dicts of scheduler and data loader (None if not saved) and the user's `extra`, the same on every rank.
+    facts: of each parameter, what the optimizer holds that is not a tensor; while saving, of this rank's parameters only.
+    config: the configuration as JSON text.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    facts: Mapping[str, ParameterFacts]
+    config: str
+
+    def shared_text(self) -> dict[str, str]:
+        """All that is saved once for all ranks, as text, so that ranks can compare it."""
+        return {
+            "step": repr(self.step),
+            "config": self.config,
+            **{name: repr(value) for name, value in self.state.items()},
+        }
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> dict[str, Checksum]:
+    """Write `state.pt` and `config.json`, synced to disk; returns their checksums by file name."""
+    facts = {name: dataclasses.asdict(entry) for name, entry in snapshot.facts.items()}
+    buffer = io.BytesIO()
+    torch.save({**snapshot.state, "optimizer": facts}, buffer)
+    return {
+        STATE: files.write_file(folder / STATE, buffer.getvalue()),
+        CONFIG: files.write_file(folder / CONFIG, snapshot.config.encode()),
+    }
+
+
+def read_snapshot(folder: Path, step: int) -> Snapshot:
+    state = read_state(folder)
+    facts = {name: ParameterFacts(**entry) for name, entry in state.pop("optimizer").items()}
+    return Snapshot(step=step, state=state, facts=facts, config=(folder / CONFIG).read_text())
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep copies, through the encoding of the file: what `weights_only` could not read back is refused before writing.
+
+    Training goes on while a thread writes, so the state_dicts must not share memory with the run.
+    """
+    copies = {}
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            copies[name] = torch.load(buffer, weights_only=True)
+        except Exception as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise CheckpointError(
+                f"save(): the state of {name} cannot be saved: {reason}. Use numbers, strings, tensors, and lists and "
+                "dicts of them."
+            ) from error
+    return copies
+
+
+def encode_config(config: Any) -> str:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    return json.dumps(config, indent=1, default=str)
+
+
+def config_difference(saved: str, current: str) -> str:
+    """The first four fields that differ, as a sentence; "" if none does or either configuration is null."""
+    saved_config, current_config = json.loads(saved), json.loads(current)
+    if saved_config is None or current_config is None:
+        return ""
+    old, new = _leaves(saved_config), _leaves(current_config)
+    changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**new, **old} if old.get(key) != new.get(key)]
+    more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
+    return f" The configuration differs: {'; '.join(changes[:4])}{more}." if changes else ""
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
+    """Leaves of nested dicts as JSON text, by dotted key."""
+    if not isinstance(value, dict):
+        return {prefix: json.dumps(value)}
+    leaves: dict[str, str] = {}
+    for key, inner in value.items():
+        leaves |= _leaves(inner, f"{prefix}.{key}" if prefix else key)
+    return leaves
