@@ -24,8 +24,8 @@ CODE = ("meshkit", "tests", "examples", "benchmarks")
 RECIPES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TORCH = "meshkit/core/_torch.py"  # the one file that may use PyTorch's private names
-# Tests ask the compiler what it did; nothing public counts graphs, and one compiles without a cache on disk.
-TORCH_OUTSIDE = ("torch._dynamo.", "torch._inductor.")
+# Tests and benchmarks ask the compiler what it did; nothing public counts graphs or shows the kernels.
+COMPILER = ("torch._dynamo.", "torch._inductor.")
 
 
 def hold(law: str, offences: list[str]) -> None:
@@ -130,8 +130,8 @@ def _torch_names() -> list[tuple[str, set[str]]]:
                 names.add(".".join(parts))
         names |= {chain for chain in _chains(_tree(path), {"torch"}) if any(map(_is_private, chain.split(".")))}
         names = {name for name in names if not name.startswith("torch.ops.aten.")}  # operators have such names
-        if not file.startswith("meshkit/"):
-            names = {name for name in names if not name.startswith(TORCH_OUTSIDE)}
+        if file.startswith(("tests/", "benchmarks/")):
+            names = {name for name in names if not name.startswith(COMPILER)}
         if names and file != TORCH:
             found.append((file, names))
     return found

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshkit.core import _torch
 from meshkit.errors import MeshkitError
-from meshkit.metrics import _profile, profile
+from meshkit.metrics import profile
 
 
 def train(step_done, steps: int) -> None:
@@ -63,8 +64,8 @@ def test_a_window_without_a_step_before_it_or_in_it_is_refused(tmp_path, window)
 def memory_calls(monkeypatch):
     """The calls that would reach the CUDA allocator, which needs a GPU."""
     calls = []
-    monkeypatch.setattr(_profile._torch, "record_memory_history", lambda enabled: calls.append(enabled))
-    monkeypatch.setattr(_profile._torch, "dump_memory_snapshot", lambda path: calls.append(path.name))
+    monkeypatch.setattr(_torch, "record_memory_history", lambda enabled: calls.append(enabled))
+    monkeypatch.setattr(_torch, "dump_memory_snapshot", lambda path: calls.append(path.name))
     return calls
 
 
