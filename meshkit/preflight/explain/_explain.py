@@ -20,7 +20,7 @@ from meshkit.preflight.explain._traffic_experts import add_balance, add_experts,
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
-from meshkit.step import Run
+from meshkit.step import Run, refuse_microbatches
 from meshkit.strategy import Strategy
 
 
@@ -84,6 +84,7 @@ def explain_resolved(
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
     """`explain` of what was resolved before: `run.resolved`, for one."""
+    refuse_microbatches(microbatches)
     held = RankModel(resolved=resolved, place=coordinate or {})
     spec, cut, at = resolved.spec, resolved.cut, held.at("pp")
     ledger = TrafficLog()
