@@ -157,7 +157,7 @@ def main() -> None:
                     description=__doc__,
                 )
             )
-    except MeshkitError as error:
+    except (MeshkitError, OSError) as error:  # a file that cannot be written, for one
         sys.exit(f"{type(error).__name__}: {error}")
 
 

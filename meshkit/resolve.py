@@ -124,6 +124,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     names = program.modules
     blocks, units, mlps = (match_names(table, names, what="module") for table in (plan.blocks, plan.units, plan.mlps))
     _refuse_meta(program)
+    _refuse_backend(strategy.compile)
     _refuse_dropout(program, memory, compiled=bool(strategy.compile))
     memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
 
@@ -276,6 +277,13 @@ def _refuse_meta(program: Program) -> None:
                 f"parallelize: buffer {name!r} is on meta, and its value cannot be recovered. Build the model under "
                 "`with mk.models.meta_parameters():`, which keeps buffers real."
             )
+
+
+def _refuse_backend(asked: bool | str) -> None:
+    if isinstance(asked, str) and asked not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise PlanError(
+            f"compile={asked!r} is no backend of torch.compile. Use True, which is inductor, or one of {', '.join(known)}."
+        )
 
 
 def _refuse_dropout(program: Program, memory: MemoryPolicy, *, compiled: bool) -> None:

@@ -269,10 +269,14 @@ def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:
         )
 
 
+def refuse_microbatches(count: int) -> None:
+    if type(count) is not int or count < 1:
+        raise DataError(f"microbatches={count!r}: a step has a whole number of microbatches, at least 1.")
+
+
 def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
     """The batch in `parts` runs of consecutive rows. Their lengths differ by at most one; with few rows some are empty."""
-    if parts < 1:
-        raise DataError(f"microbatches={parts}: a step has at least one microbatch.")
+    refuse_microbatches(parts)
     split = {name: tensor.tensor_split(parts) for name, tensor in batch.items()}
     return ({name: pieces[index] for name, pieces in split.items()} for index in range(parts))
 

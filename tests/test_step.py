@@ -150,7 +150,7 @@ def test_microbatches_differ_by_at_most_one_row_and_lose_none(rows: int) -> None
         (
             lambda: list(split_rows({"x": torch.ones(2)}, 0)),
             mk.errors.DataError,
-            "microbatches=0: a step has at least one",
+            "microbatches=0: a step has a whole number",
         ),
         (
             lambda: mk.fully_shard(MLP(), None, zero=4),  # type: ignore[arg-type]

@@ -84,6 +84,11 @@ class MeshSpec:
 
         Raises: MeshError with the arithmetic when the axes do not multiply to `world_size`.
         """
+        if world_size < 1:  # the product of axes one of which is -1
+            rest = next(axis for axis in DENSE_AXES if getattr(self, axis) == -1)
+            raise MeshError(
+                f"mesh {rest}=-1 is what is left of the world, whose size is not known here. Give {rest} a size."
+            )
         where, change = ("the part", "ranks=") if part else ("the world", "--nproc-per-node")
         free = [axis for axis in DENSE_AXES if getattr(self, axis) == -1]
         fixed = prod(size for size in self.sizes().values() if size != -1)

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from meshkit.errors import PlanError
+
+Kind = Literal[
+    "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
+]
+InitKind = Literal["normal", "uniform", "constant"]
 
 
 @dataclass(frozen=True)
 class Style:
     """How one module is split on the tensor or expert axes. Made by the functions below, which document the kinds."""
 
-    kind: Literal[
-        "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
-    ]
+    kind: Kind
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
     head_dim: str = "head_dim"
@@ -28,6 +33,10 @@ class Style:
     group: int = 1
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
@@ -130,8 +139,12 @@ def experts(
 class Init:
     """How a parameter gets its first value: `normal` (std), `uniform` (half-width) or `constant` (value)."""
 
-    kind: Literal["normal", "uniform", "constant"]
+    kind: InitKind
     scale: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(InitKind):
+            raise PlanError(f"Init({self.kind!r}): choose one of {', '.join(get_args(InitKind))}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ class Recompute:
 
     def __post_init__(self) -> None:
         _refuse_other(f"Recompute(mode={self.mode!r})", self.mode, RecomputeMode)
+        if isinstance(self.keep, list):
+            object.__setattr__(self, "keep", tuple(self.keep))
         for kind in self.keep:
             _refuse_other(f"Recompute(keep={self.keep!r}): {kind!r}", kind, Kept)
         if not isinstance(self.every, int) or self.every < 1:
@@ -124,6 +126,8 @@ class ActivationOffload:
         for name, least in (("keep_last", 0), ("min_bytes", 1), ("ahead", 0), ("reserve", 0), ("staging", 1)):
             if getattr(self, name) < least:
                 raise PlanError(f"ActivationOffload({name}={getattr(self, name)}): use at least {least}.")
+        if isinstance(self.folder, str):
+            object.__setattr__(self, "folder", Path(self.folder))
         if self.folder is not None and self.to == "host":
             raise PlanError(
                 f'ActivationOffload(folder={str(self.folder)!r}) is where to="disk" writes. Give to="disk" too.'

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from meshkit.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,5 +22,11 @@ class PipelinePolicy:
     stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.stages is not None:
-            object.__setattr__(self, "stages", tuple(self.stages))
+        stages = self.stages
+        if stages is None:
+            return
+        if not isinstance(stages, Sequence) or not all(type(count) is int for count in stages):
+            raise PlanError(
+                f"PipelinePolicy(stages={stages!r}): the blocks of each stage are whole numbers, for example (2, 2)."
+            )
+        object.__setattr__(self, "stages", tuple(stages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,17 @@ class Strategy:
     def __post_init__(self) -> None:
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+                raise PlanError(f"Strategy({name}={value!r}): give {wanted}.")
+        for pattern, override in self.overrides.items():
+            if not isinstance(override, BlockOverride):
+                raise PlanError(
+                    f"Strategy(overrides={{{pattern!r}: {override!r}}}): give a BlockOverride, for example "
+                    'BlockOverride(recompute="full").'
+                )
         count = self.microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise PlanError(f"Strategy(microbatches={count!r}): a step has a whole number of microbatches, at least 1.")
@@ -77,6 +89,10 @@ class Strategy:
 
         A choice that is None keeps its default. Raises: PlanError for both at once, and for a name that is no choice.
         """
+        if not isinstance(strategy, Strategy | None):
+            raise PlanError(
+                f"strategy={strategy!r}: this is no Strategy. Make one by Strategy(...), or read one by Strategy.read(path)."
+            )
         names = [each.name for each in dataclasses.fields(Strategy)]
         for name in choices:
             if name not in names:
@@ -123,8 +139,26 @@ class Strategy:
         """Raises: PlanError, also for a file that is not there."""
         if not Path(path).is_file():
             raise PlanError(f"Strategy.read: there is no file {path}. Write one with Strategy(...).write(path).")
-        return Strategy.from_toml(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path}: this is no TOML: {error}.") from error
+        return Strategy.from_toml(text, source=str(path))
 
     def write(self, path: str | Path) -> None:
         """Raises: PlanError as `to_toml` does."""
         Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "mesh": (MeshSpec, types.NoneType),
+    "plan": (Plan, types.NoneType),
+    "memory": (MemoryPolicy,),
+    "zero": (int, types.NoneType),
+    "sequence": (bool,),
+    "context": (ContextPolicy,),
+    "experts": (ExpertPolicy,),
+    "pipeline": (PipelinePolicy,),
+    "compile": (bool, str),
+    "overrides": (Mapping,),
+}

@@ -94,17 +94,23 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     """The value as the type annotation `kind` wants it. Raises: PlanError naming `where`."""
     options = list(_options(kind))
     records: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
-    if Style in options:
+    tables = [option for option in options if _is_a(option, Mapping)]
+    lists = [option for option in options if _is_a(option, tuple)]
+    if Style in options and isinstance(value, str | Mapping):
         return _record(Style, {"kind": value} if isinstance(value, str) else value, where)
-    if isinstance(value, Mapping):
-        for option in options:
-            if typing.get_origin(option) is not None and issubclass(typing.get_origin(option), Mapping):
-                _, item = typing.get_args(option)
-                return {name: _read(item, each, f"{where}[{name!r}]") for name, each in value.items()}
-        if records:
-            return _record(_best(records, value), value, where)
-    if isinstance(value, list):
-        return tuple(value)
+    if isinstance(value, Mapping) and tables:
+        _, item = typing.get_args(tables[0])
+        return {name: _read(item, each, f"{where}[{name!r}]") for name, each in value.items()}
+    if isinstance(value, Mapping) and records:
+        return _record(_best(records, value), value, where)
+    if isinstance(value, list) and lists:
+        items = typing.get_args(lists[0])
+        items = (items[0],) * len(value) if items[-1] is ... else items
+        if len(items) != len(value):
+            raise PlanError(f"{where}: {value!r} should have {len(items)} values.")
+        return tuple(
+            _read(item, each, f"{where}[{i}]") for i, (item, each) in enumerate(zip(items, value, strict=True))
+        )
     if isinstance(value, str) and torch.dtype in options:
         dtype = getattr(torch, value, None)
         if not isinstance(dtype, torch.dtype):
@@ -113,13 +119,29 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and Path in options:
         return Path(value)
     wanted = tuple(option for option in options if option in (bool, int, float, str))
-    fits = isinstance(value, wanted) or (float in wanted and isinstance(value, int))
-    strict = bool not in wanted and isinstance(value, bool)
-    if wanted and (not fits or strict):
-        raise PlanError(f"{where}: {value!r} should be {' or '.join(option.__name__ for option in wanted)}.")
-    if not wanted and records:
-        raise PlanError(f"{where}: {value!r} should be a table of {records[0].__name__}.")
+    if not isinstance(value, wanted) and not (float in wanted and isinstance(value, int)):
+        raise PlanError(f"{where}: {value!r} {_should(wanted, records, tables, lists, options)}.")
+    if bool not in wanted and isinstance(value, bool):
+        raise PlanError(f"{where}: {value!r} {_should(wanted, records, tables, lists, options)}.")
     return value
+
+
+def _is_a(option: Any, kind: type) -> bool:
+    """Is the annotation `Mapping[...]`, or `tuple[...]`?"""
+    origin = typing.get_origin(option)
+    return isinstance(origin, type) and issubclass(origin, kind)
+
+
+def _should(wanted: Any, records: list[Any], tables: list[Any], lists: list[Any], options: list[Any]) -> str:
+    if wanted:
+        return f"should be {' or '.join(option.__name__ for option in wanted)}"
+    if records:
+        return f"should be a table of {records[0].__name__}"
+    if tables or lists:
+        return f"should be {'a table' if tables else 'a list'}"
+    if torch.dtype in options or Path in options:
+        return f"should be a text, {'as bfloat16' if torch.dtype in options else 'a path'}"
+    return "is nothing that a file can say. Set it in the script that reads it"
 
 
 def _best(records: list[Any], table: Mapping[str, Any]) -> Any:

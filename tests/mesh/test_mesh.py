@@ -40,6 +40,13 @@ def test_the_expert_view_folds_the_ranks_of_the_dense_view() -> None:
     assert spec.groups("ep") == [[0, 1, 2, 3]]
 
 
+def test_minus_one_without_a_world_is_refused() -> None:
+    for text in ("dp_shard=-1", "dp_shard=-1 tp=2"):
+        with pytest.raises(mk.errors.MeshError, match="dp_shard=-1 is what is left"):
+            mk.Strategy(mesh=text).mesh_for()
+    assert mk.Strategy(mesh="dp_shard=-1 tp=2").mesh_for(4).dp_shard == 2
+
+
 def test_describe_says_links_without_ranks() -> None:
     text = MeshSpec(dp_shard=4, tp=4).describe(ranks_per_node=8)
     assert "[0, 1, 2, 3]" in text

@@ -88,11 +88,33 @@ def test_all_choices_at_once_go_through_a_file(tmp_path: Path) -> None:
         ("[memory.recompute]\nbytes = 3", "run.toml: memory: recompute: Budget needs rows, seq_len"),
         ("mesh = 'tq=2'", "there is no axis 'tq'"),
         ("x =", "run.toml: this is no TOML"),
+        ("overrides = 1", "run.toml: overrides: 1 should be a table"),
+        ("memory = []", r"run.toml: memory: \[\] should be a table of MemoryPolicy"),
+        ("mesh = ['tp=2']", "run.toml: mesh: .* should be str"),
+        ("[pipeline]\nstages = 2", "run.toml: pipeline: stages: 2 should be a list"),
+        ("[pipeline]\nstages = '22'", "run.toml: pipeline: stages: '22' should be a list"),
+        ("[pipeline]\nstages = [2, 2.5]", r"run.toml: pipeline: stages\[1\]: 2.5 should be int"),
+        ("[plan]\nblocks = 'layers.*'", r"run.toml: plan: blocks: 'layers.\*' should be a list"),
+        ("[plan]\ntensor = {a = 1}", r"run.toml: plan: tensor\['a'\]: 1 should be"),
+        ("[plan]\ntensor = {a = 'colum'}", r"Style\('colum'\): choose one of column"),
+        ("[experts]\ndispatcher = 'mine'", "run.toml: experts: dispatcher: 'mine' is nothing that a file can say"),
+        ("[memory.offload]\nto = 'disk'\nfolder = 1", "run.toml: memory: offload: folder: 1 should be a text, a path"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place_in_it(text: str, error: str) -> None:
     with pytest.raises(mk.MeshkitError, match=error):
         Strategy.from_toml(text, source="run.toml")
+
+
+def test_a_list_for_a_tuple_and_a_text_for_a_path_come_back_too(tmp_path: Path) -> None:
+    memory = MemoryPolicy(
+        recompute=Recompute(mode="selective", keep=["matmul"]),  # type: ignore[arg-type]
+        offload=ActivationOffload(to="disk", folder=str(tmp_path)),  # type: ignore[arg-type]
+    )
+    assert Strategy.from_toml(Strategy(memory=memory).to_toml()) == Strategy(memory=memory)
+    (tmp_path / "latin.toml").write_bytes(b"# \xff")
+    with pytest.raises(mk.errors.PlanError, match=r"latin.toml: this is no TOML"):
+        Strategy.read(tmp_path / "latin.toml")
 
 
 def test_what_is_no_data_cannot_be_written() -> None:
@@ -108,6 +130,12 @@ def test_what_is_no_data_cannot_be_written() -> None:
     ("make", "error"),
     [
         (lambda: Strategy(microbatches=0), "microbatches=0"),
+        (lambda: Strategy(memory="full"), r"Strategy\(memory='full'\): give MemoryPolicy"),  # type: ignore[arg-type]
+        (lambda: Strategy(zero=True), r"Strategy\(zero=True\): give int or None"),
+        (lambda: Strategy(sequence="no"), r"Strategy\(sequence='no'\): give bool"),  # type: ignore[arg-type]
+        (lambda: Strategy(overrides={"a": "full"}), "give a BlockOverride"),  # type: ignore[dict-item]
+        (lambda: PipelinePolicy(stages=("2", "2")), "whole numbers"),  # type: ignore[arg-type]
+        (lambda: Strategy.of("run.toml", {}), "this is no Strategy"),  # type: ignore[arg-type]
         (lambda: BlockOverride(), "changes nothing"),
         (lambda: BlockOverride(recompute="some"), "mode='some'"),  # type: ignore[arg-type]
         (lambda: Strategy.of(None, {"zerro": 1}), "no choice 'zerro'. Did you mean 'zero'"),
@@ -254,6 +282,20 @@ def in_part_on_meta() -> nn.Module:
 
 
 EMULATED, GATHERED = Fp8(emulate=True), Fp8(emulate=True, gather=True)
+
+
+def block_twice() -> Llama:
+    model = llama()
+    model.layers.append(model.layers[0])
+    return model
+
+
+def layer_twice() -> Llama:
+    model = llama()
+    model.layers[1].mlp.up_proj = model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
     "fp8 with pp": (llama, "pp=2", {"memory": MemoryPolicy(precision=Precision(fp8=EMULATED))}, "fp8=...\\) with pp=2"),
     "fp8 gather with tp": (
@@ -313,6 +355,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         "pp=2",
         {"pipeline": PipelinePolicy(schedule=one_f_one_b(2, 2)), "microbatches": 4},
         "is for 2 ranks and 2 microbatches, but the run has 2 and 4",
+    ),
+    "an unknown compiler": (llama, "dp_shard=2", {"compile": "inducto"}, "compile='inducto' is no backend"),
+    "a schedule that is no file": (
+        llama,
+        "pp=2",
+        {"pipeline": PipelinePolicy(schedule="nowhere.csv")},
+        "there is no file nowhere.csv",
+    ),
+    "a block that runs twice, on pp": (
+        block_twice,
+        "pp=2",
+        {},
+        "'layers.2' is the same module as the block 'layers.0'",
+    ),
+    "a layer of blocks of two stages": (
+        layer_twice,
+        "pp=2",
+        {},
+        "is the same parameter as 'layers.0.mlp.up_proj.weight'",
     ),
     "compiled mlp_chunks": (
         llama,

@@ -62,6 +62,10 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
     """
     path = Path(path)
     lines: list[Line] = []
+    if not path.is_file():
+        raise PlanError(
+            f"there is no file {path}. Write a schedule by mk.schedules.write_csv, or give the name of one."
+        )
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)

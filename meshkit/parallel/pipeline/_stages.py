@@ -79,7 +79,41 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
         costs = [_cost(modules[name]) for name in blocks]
         sizes = balanced(costs, count, last=sum(_cost(modules[name]) for name in tail))
     edges = [0, *accumulate(sizes)]
-    return Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail)
+    stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail)
+    _refuse_shared(model, stages)
+    return stages
+
+
+def _refuse_shared(model: nn.Module, stages: Stages) -> None:
+    """A block that runs twice, and a parameter of several stages, of which only a head's and a tail's are summed."""
+    names: dict[int, str] = {}
+    blocks = {name for stage in stages.blocks for name in stage}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.setdefault(id(module), name)
+        if first != name and first in blocks:
+            raise PlanError(
+                f"pipeline: {name!r} is the same module as the block {first!r}, which would run in two places. Use a mesh "
+                "without pp, or blocks of their own."
+            )
+    held: dict[int, tuple[str, int]] = {}
+    for stage, own in enumerate(stages.blocks):
+        for block in own:
+            for key, param in model.get_submodule(block).named_parameters():
+                name = f"{block}.{key}"
+                first, before = held.setdefault(id(param), (name, stage))
+                if before != stage:
+                    raise PlanError(
+                        f"pipeline: {name!r} of stage {stage} is the same parameter as {first!r} of stage {before}, whose "
+                        "gradients would not be summed. Use a mesh without pp, or PipelinePolicy(stages=...) that keeps "
+                        "them together."
+                    )
+    for name in (*stages.head, *stages.tail):
+        for key, param in model.get_submodule(name).named_parameters():
+            if id(param) in held:
+                raise PlanError(
+                    f"pipeline: {name}.{key} is the same parameter as {held[id(param)][0]!r} of a block, and their gradients "
+                    "would not be summed. Use a mesh without pp."
+                )
 
 
 def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:

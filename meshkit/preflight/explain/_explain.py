@@ -20,7 +20,7 @@ from meshkit.preflight.explain._traffic_experts import add_balance, add_experts,
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
-from meshkit.step import Run
+from meshkit.step import Run, refuse_microbatches
 from meshkit.strategy import Strategy
 
 
@@ -83,6 +83,7 @@ def explain_resolved(
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
     """`explain` of a strategy that is resolved already, such as `run.resolved`."""
+    refuse_microbatches(microbatches)
     rank_model = RankModel(resolved=resolved, coordinate=coordinate or {})
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
