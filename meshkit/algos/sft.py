@@ -1,4 +1,4 @@
-"""Supervised fine-tuning ("SFT"): its losses, plain steps on examples, and those as the first phase of a recipe."""
+"""Supervised fine-tuning (SFT): losses, training steps on examples, and SFT as the first phase of a recipe."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshkit.step import Run, clip_grad_norm
 
 
 def sft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """-log pi(y_t), 0 where masked; [N, T]. The objective is their sum over the number of unmasked tokens of the step.
+    """-log pi(y_t), 0 where masked; [N, T]. The objective is their sum over the unmasked tokens of the step (token-level).
 
-    That is cross-entropy: `next_token_loss` computes the same from logits in less memory.
+    This is cross-entropy: `next_token_loss` computes the same from logits in less memory.
     """
     return -masked_logps(logps_NT, mask_NT)
 
@@ -59,13 +59,13 @@ def sft_steps(
     save_every: int = 50,
     leave: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """`steps` optimizer steps on the learnt tokens of `global_batch` examples each, packed, in a shuffled order.
+    """Take `steps` training steps on the learnt tokens of `global_batch` examples each, packed, in a shuffled order.
 
-    examples: the same on every rank. lr_kind: see `lr_factor`; those that fall end at a tenth of the peak.
-    each: is called after every step with its scalars, on every rank.
-    checkpoints: the newest is continued, and one is saved every `save_every` steps, after the
-    last, and on leaving. leave: is asked after every step, on every rank; True ends it there.
-    Returns: whether all steps are made. Every rank must call it. Wire: that of the steps, and of checkpoints.
+    examples: the same on every rank. lr_kind: see `lr_factor`; schedules that fall end at a tenth of the peak.
+    microbatches: gradient accumulation. each: called after every step with its scalars, on every rank.
+    checkpoints: continue from the newest, and save one every `save_every` steps, after the last, and on leaving.
+    leave: called after every step, on every rank; True ends the steps there.
+    Returns: whether all steps are done. Every rank must call it. Wire: that of the steps, and of checkpoints.
     """
     mesh = run.mesh
     loader = ExampleLoader(
@@ -98,22 +98,22 @@ def sft_steps(
 
 
 def sft_phase(
-    run: Run, optimizer: Optimizer, examples: Sequence[Example], out: Path, *, steps: int, **taught: Any
+    run: Run, optimizer: Optimizer, examples: Sequence[Example], out: Path, *, steps: int, **options: Any
 ) -> bool:
-    """Learn the examples for `steps` steps, from where a checkpoint in `out` stands, on whatever mesh.
+    """Run `sft_steps` with checkpoints, signals, progress and logs, continuing from a checkpoint in `out` of any mesh.
 
     out: gets `checkpoints`, also when SIGTERM or SIGUSR1 ends the phase, and the files of `Logger`.
-    taught: more arguments of `sft_steps`: global_batch, seq_len and seed, and what is to differ from its defaults.
-    Returns: whether all steps are made; False where a signal ended it. Every rank must call it.
+    options: more arguments of `sft_steps`: global_batch, seq_len, seed, and others that differ from their defaults.
+    Returns: whether all steps are done; False where a signal ended it. Every rank must call it.
     """
-    mesh, speaks = run.mesh, run.mesh.rank == 0
+    mesh, is_main = run.mesh, run.mesh.rank == 0
     checkpoints = Checkpointer(out / "checkpoints", keep=1)
-    start = checkpoints.latest() or 0  # for what only rank 0 shows; `sft_steps` asks rank 0 for all
+    start = checkpoints.latest() or 0  # for the displays of rank 0; in `sft_steps` all ranks agree on it
     with (
         checkpoints,
         SaveOnSignal() as signals,
-        Progress(total_steps=steps, start_step=start, enabled=speaks) as progress,
-        Logger(out, start_step=start, enabled=speaks, also=[progress.update]) as logger,
+        Progress(total_steps=steps, start_step=start, enabled=is_main) as progress,
+        Logger(out, start_step=start, enabled=is_main, also=[progress.update]) as logger,
     ):
         done = sft_steps(
             run,
@@ -123,8 +123,8 @@ def sft_phase(
             each=logger.log,
             checkpoints=checkpoints,
             leave=lambda: signals.should_stop(mesh),
-            **taught,
+            **options,
         )
-    if not done and speaks:
+    if not done and is_main:
         print(f"{signals.received or 'a signal on another rank'}: saved in {out}; start again to go on")
     return done

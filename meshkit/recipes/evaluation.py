@@ -1,4 +1,4 @@
-"""Evaluation: how well a model does on text, pairs and prompts that it was not trained on."""
+"""Evaluation (validation): scores of a model on held-out text, pairs and prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE_NAMES = ("prompt", "answer", "", "score")
 def bits_per_byte(
     run: Run, tokens: Tokens, tokenizer: Tokenizer, *, seq_len: int, rows: int, batches: int, documents: bool = True
 ) -> float:
-    """Of the first `batches` batches of `rows` sequences a rank; independent of the tokenizer, so runs compare.
+    """Bits per byte of the first `batches` batches of `rows` sequences a rank. Runs with other tokenizers compare by it.
 
     documents: attention and positions stop at the end of a document. Every rank must call it.
     """
@@ -70,7 +70,7 @@ def pair_means(
     seq_len: int,
     rows: int = 4,
 ) -> dict[str, float]:
-    """`loss`, and `names` of what the objective measures, each the mean over all the pairs.
+    """Means over all the pairs: `loss`, and `names` of the objective's metrics.
 
     objective: of a batch and sums to add to, as `preference_objective`; it may add to the batch, such as a reference.
     rows: of a batch, on each rank. Every rank must call it.
@@ -92,17 +92,17 @@ def greedy_score(
     engine: Engine | None = None,
     mesh: Mesh | None = None,
 ) -> float:
-    """The mean score of the most probable answers to all the rows, shared out over the data ranks.
+    """The mean score of greedy answers to all the rows, which the data ranks share.
 
-    sampling: of any temperature. engine: who writes, default `generate`. Every rank of the run must call it; with mesh, the
-    run's, all ranks of the world, of which those that have no run are told. Wire: the engine's, `score_on_mesh`.
+    sampling: of any temperature. engine: default `generate`. Every rank of the run must call it; with `mesh`, that of the
+    run, every rank of the world must, and ranks without the run get the score too. Wire: the engine's, `score_on_mesh`.
     """
     score = [math.nan]
     if run is not None:
-        own = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
+        own_rows = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
         write = engine or partial(generate, run)
         greedy = replace(sampling, temperature=0.0)
-        rollouts = write(encode_prompts(own, tokenizer), sampling=greedy, decode=tokenizer.decode)
+        rollouts = write(encode_prompts(own_rows, tokenizer), sampling=greedy, decode=tokenizer.decode)
         score = [score_on_mesh(run.mesh, rollouts, scorer).mean]
     if mesh is not None:
         dist.broadcast_object_list(score, src=mesh.ranks[0])
@@ -110,7 +110,7 @@ def greedy_score(
 
 
 def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:
-    """Of SAMPLE_NAMES, for `show_samples`."""
+    """Columns SAMPLE_NAMES of each rollout, for `show_samples`."""
     return [
         (each.fields["prompt"], each.text, "cut" if each.truncated else "", f"{float(each.reward):.2f}")
         for each in rollouts

@@ -1,4 +1,4 @@
-"""What a recipe leaves behind: weights or adapters with the tokenizer and the chat template they belong to."""
+"""Export of a trained model: a Hugging Face or PEFT folder with its tokenizer and chat template."""
 
 from __future__ import annotations
 

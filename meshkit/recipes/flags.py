@@ -1,7 +1,7 @@
-"""Command-line flags (the configuration) of recipes, each documented here once; a recipe's `Config` inherits those it reads.
+"""Configuration (command-line flags) of recipes, each flag documented here once; a `Config` inherits those it reads.
 
-A recipe changes a default by naming the field again; tyro shows the text of this file with it. What a flag comes to is a
-method here, so that nothing is decided in ten recipes: `parallel` is what `mk.parallelize` takes.
+A recipe changes a default by naming the field again; tyro shows the text of this file with it. What flags mean together is a
+method here, so that it is not decided in ten recipes: `parallel` makes the `Strategy` that `mk.parallelize` takes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from meshkit.strategy import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Files and clocks: what `Session` reads."""
+    """Files and clocks of a run: what `Session` reads."""
 
     out: Path = Path("runs/recipe")
     """checkpoints, logs, traces and the final model"""
     eval_every: int = 50
     save_every: int = 50
     keep: int = 2
-    """checkpoints, the newest ones; older ones are deleted"""
+    """number of checkpoints to keep; older ones are deleted"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     seed: int = 0
@@ -58,30 +58,30 @@ class RunFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnFlags(RunFlags):
-    """What an optimizer step is."""
+    """Size, learning rate and clipping of a training step."""
 
     seq_len: int = 256
     """tokens of a row"""
     microbatches: int = 1
-    """gradient accumulation: parts a rank runs its rows in, one after the other"""
+    """gradient accumulation: the number of parts in which a rank runs its rows"""
     lr: float = 3e-3
     warmup_steps: int = 15
     weight_decay: float = 0.1
     clip: float = 1.0
-    """the largest norm of a step's gradients"""
+    """gradient clipping: the largest norm of a step's gradients"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags(LearnFlags):
-    """How many steps, and the learning rate over them."""
+    """Number of training steps, and the learning rate schedule over them."""
 
     steps: int = 160
     lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     max_skips: int = 0
-    """steps in a row whose gradients may be not finite; they are skipped"""
+    """how many steps in a row may be skipped because gradients are not finite"""
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
-        """Warm-up, then down to a tenth of --lr, as --lr-kind says."""
+        """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls."""
         return lr_schedule(
             optimizer, kind=self.lr_kind, warmup_steps=self.warmup_steps, total_steps=self.steps, min_factor=0.1
         )
@@ -89,7 +89,7 @@ class StepFlags(LearnFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags(StepFlags):
-    """Steps on data that is there before the run."""
+    """Training steps on given data."""
 
     global_batch: int = 16
     """sequences, or rows of packed examples, of one optimizer step, over all ranks"""
@@ -117,7 +117,7 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
-    """Where a model lies and what is kept of it: the choices of `mk.parallelize`."""
+    """Parallelism and memory of a model: the choices of `mk.parallelize`."""
 
     mesh: str = "dp_shard=-1"
     """axes and sizes, as "dp_replicate=2 dp_shard=2 tp=2 cp=2", with experts "ep=4 etp=2"; -1 is the ranks that are left"""
@@ -128,17 +128,19 @@ class ParallelFlags:
     schedule: str = "1f1b"
     """with pp: a name of `python -m meshkit draw`, or a CSV file with a table of yours"""
     recompute: Literal["none", "activation", "selective", "full"] = "none"
-    """activation checkpointing: what blocks compute again in backward"""
+    """activation checkpointing: how much blocks compute again in backward"""
     loss_chunk: int | None = None
-    """tokens whose logits exist at a time; default: all of them"""
+    """chunked cross-entropy: tokens whose logits exist at a time; default: all of them"""
     offload: Literal["none", "host", "disk"] = "none"
-    """where what blocks keep for backward waits"""
+    """activation offload: where the activations that backward needs are kept, if not on the device"""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 is mixed precision: it computes in bf16, with fp32 master weights"""
     optimizer_offload: bool = False
-    """masters and optimizer state live on the host, and are updated there"""
+    """master weights and optimizer state are kept and updated on the host"""
     adam_states: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
     """how Adam's moments are stored"""
     compile: bool = False
+    """torch.compile, block by block"""
     strategy: Path | None = None
     """a TOML file with a Strategy, in place of the flags above; one of those beside it may not say otherwise"""
 
@@ -226,7 +228,7 @@ def _shown(choice: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Where a model begins."""
+    """The weights and the shape that a model begins with."""
 
     pretrained: Path | None = None
     """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, from nothing"""
@@ -249,7 +251,7 @@ class LoraFlags(ModelFlags):
     lora_dropout: float = 0.0
     """of the adapters' inputs"""
     lora_base: Literal["nf4", "int8"] | None = None
-    """hold the frozen weights in so few bits (QLoRA)"""
+    """QLoRA: hold the frozen weights in 4 or 8 bits"""
 
     def adapted(self, model: nn.Module, plan: Plan, *, seed: int) -> Plan:
         """Give the model its adapters, in place, and return the plan of both; without --lora-rank nothing changes."""
@@ -259,7 +261,7 @@ class LoraFlags(ModelFlags):
         return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
 
     def refuse_lora_without_rank(self) -> None:
-        """Raises: PlanError for choices of adapters that there are none of."""
+        """Raises: PlanError for flags of adapters without --lora-rank."""
         if self.lora_rank is None and (self.lora_base or self.lora_dropout):
             raise PlanError("lora_base and lora_dropout are of adapters, and there are none without lora_rank.")
 
@@ -269,7 +271,7 @@ class LoraFlags(ModelFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFlags(ModelFlags):
-    """Text for a language model, and how it is evaluated on what was held out."""
+    """Text for a language model, and its evaluation on held-out text."""
 
     data: tuple[str, ...] = ()
     """text, JSONL or Parquet files, folders or patterns; empty: Python's standard library"""
@@ -282,12 +284,12 @@ class TextFlags(ModelFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainFlags(TextFlags):
-    """Pretraining on short documents, and a sample of what the model writes in the end."""
+    """Pretraining on short documents, and a sample of generated text at the end."""
 
     documents: bool = True
     """attention and positions stop at the end of a document"""
     explain: bool = False
-    """print what each rank holds and sends"""
+    """print what each rank holds and sends, by mk.explain"""
     prompt: str = "import os\n\n\ndef "
     """of the sample"""
     sample_tokens: int = 80
@@ -295,7 +297,7 @@ class PretrainFlags(TextFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionFlags(ModelFlags):
-    """Chats and instructions, of which the answers are learnt."""
+    """Supervised fine-tuning (SFT): chats and instructions, whose answers are learnt."""
 
     data: tuple[str, ...] = ()
     """JSONL or Parquet files, or folders of `datasets`; empty: Python's standard library"""
@@ -310,9 +312,9 @@ class InstructionFlags(ModelFlags):
     end_of_turn: Literal["template", "learn", "ignore"] = "template"
     """whether the token that ends an answer is learnt; "template": as the chat template marks it"""
     truncate: Truncation = "drop"
-    """what becomes of rows longer than seq_len"""
+    """how to treat rows longer than seq_len"""
     allow: tuple[str, ...] = ()
-    """problems of the data that do not stop the run; an error names them"""
+    """problems of the data to accept, by the names that the error gives them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +324,7 @@ class PairFlags(ModelFlags):
     data: tuple[Path, ...] = ()
     """JSONL, Parquet or Arrow files, or folders of them; empty: functions of Python's standard library"""
     split: str | None = None
-    """which one, of a saved data set with several"""
+    """which split of a saved data set with several"""
     held_out: float = 0.1
     """part of the rows that is only evaluated on"""
     tokenizer: Path | None = None
@@ -332,21 +334,21 @@ class PairFlags(ModelFlags):
     limit_bytes: int = 400
     """without --data: longer functions are left out"""
     truncate: Truncation = "drop"
-    """what becomes of a pair longer than seq_len"""
+    """how to treat a pair longer than seq_len"""
     cache: Path = Path("~/.cache/meshkit")
     """the tokenizer made from the data"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFlags(LearnFlags, ModelFlags):
-    """Reinforcement learning: what is asked, who answers, and what an answer is worth."""
+    """Rollouts of reinforcement learning: prompts, the inference engine, and rewards."""
 
     pretrained: Path | None = None
     """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
     task: Literal["addition", "reversal", "countdown"] = "addition"
     """without --data"""
     data: tuple[Path, ...] = ()
-    """JSONL, Parquet or Arrow files with prompts and what the reward reads; needs --pretrained"""
+    """JSONL, Parquet or Arrow files with prompts and the fields that the reward reads; needs --pretrained"""
     held_out: float = 0.05
     """part of the rows that is only evaluated on"""
     reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
@@ -354,7 +356,7 @@ class RolloutFlags(LearnFlags, ModelFlags):
     reward_timeout_s: float = 10.0
     """of each answer"""
     fail_fast: bool = False
-    """stop if an answer cannot be scored; else such answers are left out, counted and shown"""
+    """stop if an answer cannot be scored; otherwise such answers are left out, counted and shown"""
     prompts: int = 32
     """of one step, over all ranks"""
     samples: int = 16
@@ -363,9 +365,9 @@ class RolloutFlags(LearnFlags, ModelFlags):
     max_new_tokens: int | None = None
     """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
     engine: Literal["meshkit", "vllm"] = "meshkit"
-    """who writes the answers; vllm (installed apart) gets the weights of each step, and all of them on every rank"""
+    """inference engine that writes the answers; vllm, a separate install, has all weights on every rank, synced each step"""
     vllm_memory: float = 0.3
-    """the part of a GPU that vllm may take"""
+    """the share of a GPU's memory that vllm may take"""
     sft_steps: int | None = None
     """without --pretrained: steps on right answers before; default: the task's"""
     sft_lr: float | None = None
@@ -380,12 +382,12 @@ class PolicyFlags(StepFlags, RolloutFlags):
     preset: str = "GRPO"
     """a loss of meshkit.algos.policy; the recipe says which it can"""
     kl: float = 0.0
-    """weight of the KL to the model at the beginning, in place of the preset's own; 0 needs no reference"""
+    """coefficient of the KL to the reference model, the policy before training, in place of the preset's; 0 needs none"""
 
     def policy_loss(self, *, critic: bool) -> PolicyLoss:
-        """The preset, with the KL that was asked for. critic: whether the recipe has one.
+        """The preset, with --kl. critic: whether the recipe has one.
 
-        Raises: PlanError for a name that is not known, and for a loss that needs what the recipe has not.
+        Raises: PlanError for an unknown name, and for a loss that needs something that the recipe lacks.
         """
         has_critic = {name: isinstance(loss.advantage, GAE) for name, loss in PRESETS.items()}
         if critic and not has_critic.get(self.preset):
@@ -404,11 +406,11 @@ class PolicyFlags(StepFlags, RolloutFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerFlags(ParallelFlags):
-    """Rollouts written by a copy of the policy, in a layout or on ranks of its own. --mesh is then the learners'."""
+    """Rollouts by a copy of the policy, the sampler, in a layout or on ranks of its own. --mesh is then the learners'."""
 
     sampler_mesh: str | None = None
-    """of a copy of the actor that writes the answers; default: the actor itself writes"""
+    """mesh of the sampler, a copy of the actor that gets its weights by weight sync; default: the actor itself writes"""
     sampler_ranks: int = 0
-    """so many ranks, the last ones, are the sampler's alone; 0: it shares all of them"""
+    """number of ranks, the last ones, that only the sampler uses; 0: it shares all ranks"""
     staleness: int = 0
-    """so many steps the sampler runs ahead, with weights that are as much older"""
+    """number of steps that the sampler runs ahead, with weights older by as many"""

@@ -1,4 +1,4 @@
-"""Tokens, tokenizers, chats and preference pairs, as a recipe's flags ask for them. Every rank must call these."""
+"""Inputs of recipes from their flags: tokens, tokenizers, chats and preference pairs. Every rank must call these."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL_PREFERENCE_MODEL = LlamaConfig(
 
 
 def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Splits]:
-    """The tokenizer and the tokens of --data; what is not in the cache rank 0 makes while the others wait.
+    """The tokenizer and the tokens of --data. Rank 0 makes what is not in the cache, while the others wait.
 
     vocab_size: of a tokenizer that is trained here.
     """
@@ -85,7 +85,7 @@ def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, 
 
 
 def instruction_examples(config: InstructionFlags, rows: list[Record], chat: Chat, *, seq_len: int) -> list[Example]:
-    """The rows in tokens, with what is learnt of each; --truncate says what becomes of long ones."""
+    """The rows in tokens, with what is learnt of each; --truncate says how long ones are cut or dropped."""
 
     def encode(row: Record) -> Example:
         return encode_instruction(row, chat, turns=config.turns, end_of_turn=config.end_of_turn)

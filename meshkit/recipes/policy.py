@@ -1,4 +1,4 @@
-"""What reinforcement learning begins with, as `RolloutFlags` say: tasks, the first policy, who writes rollouts."""
+"""Setup of reinforcement learning from `RolloutFlags`: tasks, the first policy (SFT warm-up), the inference engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
 
 
 def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:
-    """The folder that the policy starts from: --pretrained, or a small model in --out that is right now and then.
+    """The folder that the policy starts from: --pretrained, or a small model in --out after some SFT, right now and then.
 
     build: the run of a shape, on its mesh, whose every rank calls this. A folder that exists is taken as it is.
     """
@@ -83,13 +83,13 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
             steps=task.sft_steps if config.sft_steps is None else config.sft_steps,
             seed=config.seed,
             seq_len=config.seq_len,
-            speaks=dist.get_rank() == 0,
+            is_main=dist.get_rank() == 0,
         )
     return start
 
 
 def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
-    """The model of a folder, built on its mesh; parameters that are `fresh` begin from nothing."""
+    """The model of a folder, built on its mesh. fresh: parameters that the folder lacks, initialised from the seed."""
     run = build(config_from_pretrained(folder))
     if fresh:
         init_weights(run.model, seed=seed, plan=run.plan)
@@ -98,7 +98,7 @@ def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int
 
 
 def engine_of(config: RolloutFlags, run: Run) -> Engine:
-    """Who writes the rollouts of this run's model."""
+    """The inference engine that writes the rollouts of this run's model, as --engine says."""
     if config.engine == "vllm":
         return VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
     return partial(generate, run)

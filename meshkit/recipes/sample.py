@@ -1,4 +1,4 @@
-"""A sample of what a model writes, for people to read."""
+"""A sample of generated text, for people to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training session of a recipe: resume, checkpoints, signals, logs, progress, profiler, watch for stragglers.
+"""Session of a recipe's training steps: resume, checkpoints, signals, logs, progress, profiler, stragglers.
 
 It owns files and clocks. Model, loss, gradients and the optimizer stay in the recipe, whose loop it does not run:
 
@@ -127,7 +127,7 @@ class Session:
             print0(f"{received}: saved {self._unit} {self._step}; start again to go on")
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to make, from 1. Between two of them the step's line is logged, and a checkpoint saved."""
+        """The numbers of the training steps to make, from 1. After each, its line is logged and a due checkpoint saved."""
         if self.start >= self._total:
             return
         mesh = self.mesh
@@ -210,10 +210,10 @@ class Session:
             self._save(step)
 
     def _resume(self) -> int:
-        """The newest step of the run, or that all parts have; 0, with nothing changed, if there is none."""
-        held = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
+        """Load the newest checkpoint that the run, or all parts, have. Returns its step, or 0 without one."""
+        state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
         if self._run is not None:
-            return self._checkpoints.resume(self._run, self._optimizer, **held)
+            return self._checkpoints.resume(self._run, self._optimizer, **state)
         newest = [max(set.intersection(*(set(checkpoints.steps()) for checkpoints, *_ in self._parts)), default=0)]
         dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
         if newest[0]:
@@ -226,11 +226,11 @@ class Session:
     def _save(self, step: int) -> None:
         config = self._config
         if self._run is not None:
-            held = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
-            self._checkpoints.save(step, self._run, self._optimizer, **held)
+            kept = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
+            self._checkpoints.save(step, self._run, self._optimizer, **kept)
             return
         state = self._loader.state_dict()
-        for place, (checkpoints, run, optimizer, scheduler) in enumerate(self._parts):
+        for index, (checkpoints, run, optimizer, scheduler) in enumerate(self._parts):
             if run is not None:
-                extra = state if place == 0 else None
+                extra = state if index == 0 else None
                 checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)

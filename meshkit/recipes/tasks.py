@@ -1,4 +1,4 @@
-"""Tasks: what a recipe asks about and how rollouts are checked; files of prompts, or a reference task with its small model.
+"""Tasks of reinforcement learning: prompts, and how rollouts are checked; from files, or a reference task and small model.
 
 Reinforcement learning on a reference task shows in minutes on a CPU.
 """
@@ -142,12 +142,12 @@ def warm_up_policy(
     seed: int,
     global_batch: int = 64,
     seq_len: int = 64,
-    speaks: bool = False,
+    is_main: bool = False,
 ) -> None:
-    """From random weights to a model in `folder` that is right now and then: what rewards need to begin with.
+    """SFT from random weights to a model in `folder` that is right now and then, so that rewards have something to find.
 
-    Prompts of each form, such as `00+0=`, come often enough: one that is never right earns nothing, and while it does not
-    the others overwrite what it needs. speaks: whether this rank shows its progress. Takes a minute, and is not resumed.
+    Each form of prompt, such as `00+0=`, comes often enough: a form that is never right earns no reward, and training on the
+    others would overwrite what it needs. is_main: whether this rank shows progress. Takes a minute, and is not resumed.
     Every rank must call it.
     """
     init_weights(run.model, seed=seed, plan=run.plan)
@@ -156,8 +156,8 @@ def warm_up_policy(
         for row in forms_in_balance(rows)
     ]
     size: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
-    with Progress(total_steps=steps, enabled=speaks) as progress:
-        if speaks:
+    with Progress(total_steps=steps, enabled=is_main) as progress:
+        if is_main:
             print(f"first {steps} steps on right answers")
         sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
     config: Any = run.full_model.config

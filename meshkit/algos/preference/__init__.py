@@ -1,4 +1,4 @@
-"""Preferences: DPO and its family, KTO, reward models; as pure functions of tensors, and as objectives on a mesh."""
+"""Preference optimization: DPO and its family, KTO, reward models; pure functions of tensors, and objectives on a mesh."""
 
 from meshkit.loss import log_sum_squares as log_sum_squares
 from ._first_pass import kto_reference_point as kto_reference_point

@@ -1,4 +1,4 @@
-"""Preference objectives: DPO and its family, one loss for each pair. Computed in fp64, for they are N numbers.
+"""DPO and its family (IPO, AOT, ORPO, SimPO, ...): one sequence-level loss for each pair, computed in fp64.
 
 Notation: w = log pi - log pi_ref of the chosen answer, l of the rejected one, u = w - l; all are sums over tokens.
 """
@@ -22,18 +22,18 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """Which objective, and its constants. Constants that the kind has no use for are refused.
+    """A preference objective and its constants. A constant that the kind does not use is refused.
 
     kind: one of `PREFERENCE_KINDS`; docs/objectives.md has their formulas and sources.
-    weight: what the loss counts in a mix.
+    weight: of the loss in a mix of several.
     beta: the strength of the pull to the reference; ORPO's lambda; IPO's tau. Not for nll and sft.
-    label_smoothing: the share of pairs thought to be labelled the wrong way round. With kind "sigmoid" that is cDPO.
+    label_smoothing: the share of pairs assumed to be labelled wrongly. With kind "sigmoid" this is cDPO.
     average: scores are divided by the tokens of their answer; with "sigmoid" TRL's sigmoid_norm.
     divergence: between policy and reference, `alpha` for "alpha" (0 is forward and 1 reverse KL). The score of an answer is
-    f'(pi / pi_ref); beyond a ratio of e^30 it goes on as a straight line, so that it and its gradient stay finite.
+    f'(pi / pi_ref); beyond a ratio of e^30 it continues linearly, so that it and its gradient stay finite.
     Source: Wang et al. 2023 (2309.16240), table 1.
     tau: DiscoPOP's temperature. margin: SimPO's gamma, which beta does not multiply.
-    Raises: PlanError for a kind that is not known, and constants out of range or without use.
+    Raises: PlanError for an unknown kind, and for constants out of range or without use.
     """
 
     kind: str = "sigmoid"
@@ -79,7 +79,7 @@ class PreferenceLoss:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with a reference."""
+        """Whether the loss compares with a reference model."""
         return self.kind not in _WITHOUT_REFERENCE
 
 
@@ -88,7 +88,7 @@ def preference_loss(pairs: Pairs, *losses: PreferenceLoss) -> PreferenceValues:
 
     The losses of any split of a step's pairs add up to those of all, if its parts share what `Pairs` says they must.
     Rewards have the beta of the first loss.
-    Raises: DataError for what an objective needs and Pairs has not, PlanError without a loss, and for weights with AOT, whose
+    Raises: DataError if Pairs lacks an input of an objective; PlanError without a loss, and for weights with AOT, whose
     sorted values belong to no pair.
     """
     if not losses:
@@ -122,10 +122,10 @@ def _rewards(pairs: Pairs, loss: PreferenceLoss) -> tuple[Tensor, Tensor]:
 
 
 def _scores(pairs: Pairs, loss: PreferenceLoss, *, average: bool | None = None) -> Tensor:
-    """u, or what divergence and average make of it; [N]."""
+    """u, after `divergence` and `average`; [N]."""
     scores = [_score(ratio, loss.divergence, loss.alpha) for ratio in pairs.log_ratios(loss.kind)]
     if loss.average if average is None else average:
-        scores = [one / tokens for one, tokens in zip(scores, pairs.lengths(loss.kind), strict=True)]
+        scores = [score / tokens for score, tokens in zip(scores, pairs.lengths(loss.kind), strict=True)]
     return scores[0] - scores[1]
 
 
@@ -181,8 +181,11 @@ def _aot(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
 
 
 def _aot_unpaired(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
-    """Both sides of a sorted pair learn, and lie in different rows: each row has the terms of its chosen and of its rejected
-    answer against constants. Their gradients add up to that of the sum over sorted pairs; their values do so by halves.
+    """The loss of a row: its chosen answer against the partner of it, and its rejected answer against the partner of that.
+
+    A sorted pair joins answers of two rows, which may be on different ranks. So each row has two terms, with the partners as
+    constants. Over the step the gradients add up to that of the sum over sorted pairs; each value is counted twice, which
+    subtracting a half takes back.
     """
     partners = _partners(pairs, loss, 2, "aot_unpaired_partners")
     chosen, rejected = pairs.log_ratios(loss.kind)
@@ -285,7 +288,7 @@ def _near(name: str, known: tuple[str, ...]) -> str:
     return f"{hint}Choose from {', '.join(known)}."
 
 
-# The functions of log-ratios that the losses are made of. They stay finite, and so do their gradients.
+# Functions of log-ratios of which the losses are made. They and their gradients stay finite.
 
 
 def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:

@@ -1,9 +1,10 @@
-"""Objectives of whole answers for `Run.forward_backward`: pairs, scores and labels, wherever the tokens of an answer lie.
+"""Sequence-level objectives (DPO, KTO, reward model) for `Run.forward_backward`, also with cp and microbatches.
 
-Batches are those of `ExampleLoader`: `segment_ids` number the answers of a rank's batch from 1 on, in batches of pairs the
-odd ones are chosen and the next ones rejected; `ends` is 1 at the last token of each. A microbatch has some of the answers,
-and a rank of cp some of the tokens of each. Unpaired losses have examples with the scalar `desirable`, as `encode_labelled`
-makes them; KTO compares with mismatched answers: load the units of `with_mismatches`, and `split_mismatches` each batch.
+Batches are those of the data loader `ExampleLoader`: `segment_ids` number the answers of a rank's batch from 1 on; in batches
+of pairs odd ones are chosen, each followed by its rejected one; `ends` is 1 at the last token of each. A microbatch has some
+of the answers, and a rank of cp some of the tokens of each. Unpaired losses need examples with the scalar `desirable`, as
+`encode_labelled` makes them. KTO compares with mismatched answers: load the units of `with_mismatches`, and split each batch
+by `split_mismatches`.
 """
 
 from __future__ import annotations
@@ -31,29 +32,30 @@ from meshkit.step import Batch, Loss
 
 
 def count_pairs(batch: Batch) -> Tensor:
-    """The pairs of a batch: chosen answers that end in it."""
+    """The number of pairs of a batch: chosen answers that end in it."""
     return (batch["ends"] * (batch["segment_ids"] % 2)).sum()
 
 
 def count_answers(batch: Batch) -> Tensor:
-    """The answers of a batch: those that end in it."""
+    """The number of answers of a batch: those that end in it."""
     return batch["ends"].sum()
 
 
 def sums_of_answers(values: Sequence[Tensor], part: dict[str, Any], mesh: Mesh, answers: int) -> list[Tensor]:
-    """Each of the values [rows, T] summed by answer, over all ranks of cp; [answers], 0 for those of other microbatches.
+    """Sum each of the values [rows, T] by answer, over all ranks of cp; [answers], 0 for answers of other microbatches.
 
     answers: the answers of the rank's whole batch, the same number on every rank of cp.
     Wire: with cp, one all-reduce of [values, answers] in each direction.
     """
-    everywhere = torch.ones_like(part["segment_ids"])
-    sums = [packed_logps(value, everywhere, part["segment_ids"], answers + 1)[1:] for value in values]
-    return list(whole_sequences(torch.stack([own.double() for own in sums]), mesh["cp"]).unbind())
+    unmasked = torch.ones_like(part["segment_ids"])
+    # Segment 0 is padding: its sum is cut off.
+    sums = [packed_logps(value, unmasked, part["segment_ids"], answers + 1)[1:] for value in values]
+    return list(whole_sequences(torch.stack([of_value.double() for of_value in sums]), mesh["cp"]).unbind())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStatistics:
-    """What all parts of a step of pairs must share, see `Pairs`; `pair_statistics` finds it."""
+    """Numbers that all parts of a step of pairs must share, see `Pairs`; `pair_statistics` computes them."""
 
     partners: Tensor | None = None
     """[pairs of the rank's batch], or [pairs, 2]"""
@@ -70,11 +72,11 @@ def preference_objective(
 ) -> Loss:
     """The loss of a batch of pairs, for `forward_backward(batch, loss=..., count=count_pairs)`.
 
-    Reads the reference's log-probabilities from batch["reference_log_probs"], [rows, T], where the losses need them.
-    statistics: for the kinds "aot", "aot_unpaired" and "bco", of this very batch.
+    Reads the log-probabilities of the reference model from batch["reference_log_probs"], [rows, T], if the losses need them.
+    statistics: for the kinds "aot", "aot_unpaired" and "bco", of the same batch.
     wpo: weigh each pair by how likely the policy is to write it, see `wpo_weights`.
-    metrics: gets the sums over pairs of those it names: accuracy, margin, chosen_reward, rejected_reward, chosen_log_prob and
-    rejected_log_prob, the policy's of whole answers; and the number of tokens.
+    metrics: adds the sums over pairs of the names it has: accuracy, margin, chosen_reward, rejected_reward, chosen_log_prob
+    and rejected_log_prob, the policy's of whole answers; and the number of tokens.
     Every rank must call it. Wire: for kind "sft" an all-reduce of two numbers over the ranks with different tokens.
     """
     answers, shared = answers_of_pairs(batch), statistics or StepStatistics()
@@ -106,7 +108,7 @@ def preference_objective(
             tokens_per_pair=tokens_per_pair,
         )
         values = preference_loss(pairs, *losses)
-        share = (chosen["ends"] > 0) / mesh["cp"].size()  # every rank of cp has all of it
+        share = (chosen["ends"] > 0) / mesh["cp"].size()  # all ranks of cp compute the same losses
         if metrics is not None:
             metrics.add(
                 accuracy=values.accuracies * share,
@@ -132,10 +134,10 @@ def unpaired_objective(
 ) -> Loss:
     """The loss of a batch of answers, for `forward_backward(batch, loss=..., count=count_answers)`.
 
-    Reads the reference's log-probabilities from batch["reference_log_probs"], [rows, T].
+    Reads the log-probabilities of the reference model from batch["reference_log_probs"], [rows, T].
     reference_point: of the whole step: `kto_reference_point` for kind "kto", the `RunningMean` of `reward_sums` for
     "bco_unpaired", None for "apo_zero_unpaired".
-    metrics: gets the sums over answers of desirable, desirable_reward, undesirable_reward; rewards are 0 on the other side.
+    metrics: adds the sums over answers of desirable, desirable_reward, undesirable_reward; rewards are 0 on the other side.
     Raises: DataError for a batch that lacks one of the two values.
     """
     for name, source in ((REFERENCE, "token_values(reference, batch)"), ("desirable", "encode_labelled's rows")):
@@ -148,7 +150,7 @@ def unpaired_objective(
         given = [label_log_probs(model, part), part[REFERENCE] * valid, part["desirable"], part["ends"].double()]
         policy, reference, desirable, ends = sums_of_answers(given, part, mesh, answers)
         values = unpaired_loss(policy, reference, desirable > 0.5, unpaired, reference_point=reference_point)
-        share = (ends > 0) / mesh["cp"].size()  # every rank of cp has all of it
+        share = (ends > 0) / mesh["cp"].size()  # all ranks of cp compute the same losses
         if metrics is not None:
             good = desirable * share
             metrics.add(
@@ -165,7 +167,7 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, metrics: 
     """The Bradley-Terry loss of a batch of pairs, of a model that returns a score for each token [rows, T].
 
     The score of an answer is that of its last token. batch may have `margin` and `preference` at the ends of answers, as
-    `ExampleLoader` puts an example's scalars. metrics: gets the sums over pairs of those it names: accuracy, margin, score;
+    `ExampleLoader` puts an example's scalars. metrics: adds the sums over pairs of the names it has: accuracy, margin, score;
     and the number of tokens.
     """
     answers = answers_of_pairs(batch)
@@ -194,10 +196,8 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, metrics: 
 
 
 def _tokens_per_pair(mesh: Mesh, batch: Batch) -> Tensor:
-    """The learnt tokens of chosen answers over the pairs of the whole step, as `Pairs` wants it.
-
-    Ranks of cp have the same rows, which count equally often on both sides of the fraction.
-    """
+    """Learnt tokens of chosen answers per pair, over the whole step, for `Pairs`."""
+    # Ranks of cp have the same rows: numerator and denominator count them equally often.
     learnt = ((batch["labels"] != IGNORED) & (batch["segment_ids"] % 2 == 1)).sum()
     sums = torch.stack([learnt, count_pairs(batch)]).to(mesh.device, torch.float64)
     if mesh.tokens.size() > 1:

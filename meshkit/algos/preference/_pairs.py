@@ -1,4 +1,4 @@
-"""What preference objectives compute with."""
+"""Preference pairs as tensors: log-probabilities of chosen and rejected answers, and the losses and rewards of pairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Pairs:
     """N pairs of answers; every tensor is [N], of any dtype. Empty is allowed.
 
     chosen, rejected: log pi(y|x), the **sum** over the tokens of the whole answer (with cp: summed over cp before), with the
-    gradient. ref_chosen, ref_rejected: the same of the reference, live or stored with the data; treated as constants.
+    gradient. ref_chosen, ref_rejected: the same of the reference model, live or stored with the data, as constants.
     chosen_tokens, rejected_tokens: lengths of the answers.
     weights: a constant factor for each pair, such as `wpo_weights`.
-    What all parts of a step must share, from sums over all its microbatches and ranks (docs/objectives.md, two passes):
+    All parts of a step must share these, from sums over all its microbatches and ranks (docs/two_passes.md):
     partners: [N] from `aot_partners`, or [N, 2] from `aot_unpaired_partners`.
     reward_shift: for kind "bco", `RunningMean.mean`; 0 is TRL's bco_pair.
     tokens_per_pair: for kind "sft", the tokens of all chosen answers over the pairs of the step.
@@ -72,7 +72,7 @@ PER_PAIR = tuple(
 
 @dataclass(frozen=True)
 class PreferenceValues:
-    """Each [N] fp64. losses: with the gradient; sum them and divide by the pairs of the step, over all ranks.
+    """[N] fp64 each. losses: with the gradient; their sum is to be divided by the pairs of the step, over all ranks.
 
     rewards, without a gradient: beta (log pi - log pi_ref), or beta times the mean log-probability of a token where there is
     no reference. Their means are over pairs as well.

@@ -1,4 +1,4 @@
-"""Preference losses as one line of text, as a flag has it: "sigmoid beta=0.1, sft weight=0.2"."""
+"""Parser of preference losses in a flag: "sigmoid beta=0.1, sft weight=0.2"."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _DEFAULTS = {field.name: field.default for field in fields(PreferenceLoss) if fi
 
 
 def parse_losses(text: str) -> tuple[PreferenceLoss, ...]:
-    """The losses that a text names, between commas: each a kind, then its constants as name=value.
+    """The losses of a text, separated by commas: each a kind, then its constants as name=value.
 
     "sigmoid" is DPO; "sigmoid weight=0.8, bco weight=0.2, sft" is MPO. The words are the fields of `PreferenceLoss`.
-    Raises: PlanError for a word that is none of them, a value that does not fit, and all that `PreferenceLoss` refuses.
+    Raises: PlanError for an unknown word, a value of the wrong type, and whatever `PreferenceLoss` refuses.
     """
-    return tuple(_one(part, text) for part in text.split(","))
+    return tuple(_parse_loss(part, text) for part in text.split(","))
 
 
-def _one(part: str, text: str) -> PreferenceLoss:
+def _parse_loss(part: str, text: str) -> PreferenceLoss:
     kind, *words = part.split() or [""]
     constants: dict[str, Any] = {}
     for word in words:

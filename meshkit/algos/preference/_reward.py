@@ -1,6 +1,6 @@
-"""Objectives of reward models: N pairs of scores, one loss each. Computed in fp64, for they are N numbers.
+"""Reward model losses (Bradley-Terry and relatives): one loss for each of N pairs of scores, computed in fp64.
 
-A score is read at the last token of an answer, found from its length: never at the first pad id, which may be eos.
+The score of an answer is read at its last token, found from its length, never at the first pad id, which may be eos.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshkit.errors import DataError, PlanError
 
 @dataclass(frozen=True)
 class RewardValues:
-    """losses: [N] fp64, with the gradient; sum them and divide by the pairs of the step. margins: [N], without one."""
+    """losses: [N] fp64, with the gradient; their sum is to be divided by the pairs of the step. margins: [N], without one."""
 
     losses: Tensor
     margins: Tensor
@@ -38,9 +38,9 @@ def bradley_terry(
 ) -> RewardValues:
     """-log sigma(r_w - r_l - margin) + center (r_w + r_l)^2.
 
-    chosen, rejected: scores [N], any float dtype. margin: how far apart they should be, at least (Llama 2). preference: the
-    probability that chosen is the better one, 1 if not given; 0.5 is a tie, as `cross_prompt_pairs` makes them:
-    -p log sigma(d) - (1 - p) log sigma(-d). center: keeps the sum of both near 0, which the ranking leaves free.
+    chosen, rejected: scores [N], any float dtype. margin: their least difference (Llama 2). preference: the probability p
+    that the chosen answer is the better one, default 1; 0.5 is a tie, as `cross_prompt_pairs` makes them. The loss is then
+    -p log sigma(d) - (1 - p) log sigma(-d). center: keeps the sum of both scores near 0, which ranking alone leaves free.
     Raises: DataError for other shapes, PlanError for center < 0.
     Source: Bradley and Terry 1952; margin Touvron et al. 2023, section 3.2.2; centring Eisenstein et al. 2023 (2312.09244).
     """

@@ -1,8 +1,8 @@
-"""Statistics of a whole optimizer step, from sums that ranks and microbatches add up.
+"""Statistics of a whole training step (KTO's KL, BCO's reward shift, AOT's partners), from sums over ranks and microbatches.
 
-An objective that takes one of them depends on the split into parts if each part computes its own. So a recipe makes a first
-pass without gradients, adds the sums over its microbatches and over the ranks with different rows (`mesh.tokens`; rows that
-cp or tp repeat count once), and gives every part the same number.
+If each microbatch computed its own statistic, the loss would depend on how the step is split. So a first pass without
+gradients adds the sums over microbatches and over the ranks with different rows (`mesh.tokens`; rows that cp or tp repeat
+count once), and every part gets the same number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sum_and_count(values: Tensor) -> Tensor:
 
 
 def mean_of(sums: Tensor) -> Tensor:
-    """The mean from `sum_and_count`; 0 of nothing."""
+    """The mean from `sum_and_count`; 0 without values."""
     return sums[0] / sums[1].clamp(min=1)
 
 
@@ -37,13 +37,13 @@ def kto_kl(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningMean:
-    """The mean of all values since the start: BCO's reward shift. Part of what a resumed run must load: two numbers."""
+    """The mean of all values since the start: BCO's reward shift. A resumed run must load its two numbers."""
 
     total: float = 0.0
     count: float = 0.0
 
     def after(self, sums: Tensor) -> RunningMean:
-        """With one step more. sums: `sum_and_count` of its rewards, beta times the log-ratios, chosen and rejected.
+        """The mean with one more step. sums: `sum_and_count` of its rewards, beta times the log-ratios, chosen and rejected.
 
         Source: Jung et al. 2024 (2404.04656); the cumulative mean, this step included, is what TRL's BCOTrainer keeps. For
         answers without pairs the paper's shift is the mean of the means of desirable and undesirable ones: keep two.
@@ -58,7 +58,7 @@ class RunningMean:
 
 @torch.no_grad()
 def aot_partners(policy_margins_M: Tensor, ref_margins_M: Tensor) -> Tensor:
-    """[M] fp64: for each pair of the whole step the reference margin of the same rank; `Pairs.partners` for kind "aot".
+    """[M] fp64: for each pair of the step the reference margin of the same rank in sorted order; `partners` for kind "aot".
 
     margins: log p(chosen) - log p(rejected) of the policy and of the reference, for all M pairs of the step, gathered after a
     first pass. Give each rank and microbatch its rows of the result. Equal margins keep the order of the rows, so gather them
@@ -70,8 +70,9 @@ def aot_partners(policy_margins_M: Tensor, ref_margins_M: Tensor) -> Tensor:
 
 @torch.no_grad()
 def aot_unpaired_partners(chosen_ratios_M: Tensor, rejected_ratios_M: Tensor) -> Tensor:
-    """[M, 2] fp64, `Pairs.partners` for kind "aot_unpaired": the rejected log-ratio of the same rank as each chosen one, and
-    the chosen one of the same rank as each rejected one.
+    """[M, 2] fp64, `Pairs.partners` for kind "aot_unpaired".
+
+    For each chosen log-ratio, the rejected one of the same rank in sorted order; for each rejected one, the chosen one.
 
     ratios: log pi - log pi_ref of all M pairs of the step; as for `aot_partners`.
     """
@@ -81,6 +82,7 @@ def aot_unpaired_partners(chosen_ratios_M: Tensor, rejected_ratios_M: Tensor) ->
 
 
 def _same_rank(values_M: Tensor, others_M: Tensor) -> Tensor:
+    """For each value, the one of `others` that has the same rank in sorted order; [M]."""
     if values_M.shape != others_M.shape or values_M.ndim != 1:
         raise DataError(
             f"aot partners: {tuple(values_M.shape)} and {tuple(others_M.shape)} values. Give all M of the step, once each."

@@ -1,8 +1,8 @@
-"""From log-probabilities of tokens to losses of tokens and numbers of sequences.
+"""From token-level to sequence-level log-probabilities: masked sums over the tokens of answers, packed or split over cp.
 
-Dims: N sequences, T tokens, V vocabulary. A log-probability at t is that of the label at t. masks are True, or 1, on tokens
-of the answer; what is masked may be anything, even NaN, and gets no gradient. All sums over T are linear: with cp each rank
-has its part of them, which `whole_sequences` adds up.
+Dims: N sequences, T tokens, V vocabulary. A log-probability at t is that of the label at t. Masks are True, or 1, on tokens
+of the answer; masked values may be anything, even NaN, and get no gradient. All sums over T are linear: with cp each rank
+has a partial sum, and `whole_sequences` adds them up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sequence_logps(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def packed_logps(logps_NT: Tensor, mask_NT: Tensor, sequence_NT: Tensor, sequences: int) -> Tensor:
-    """log pi(y|x) of sequences whose tokens lie anywhere: packed into rows, or split over cp; [sequences].
+    """log pi(y|x) of sequences that are packed into rows or split over cp; [sequences].
 
     sequence: for each token the number of its sequence, 0 to sequences - 1; where masked it may be anything.
     """
@@ -31,10 +31,10 @@ def packed_logps(logps_NT: Tensor, mask_NT: Tensor, sequence_NT: Tensor, sequenc
 
 
 def whole_sequences(parts_N: Tensor, axis: DeviceMesh) -> Tensor:
-    """Sums over the tokens of this rank to sums over those of all ranks of `axis` (cp); [N], the same on each.
+    """Add partial sums over tokens up over all ranks of `axis` (cp); [N], the same on each rank.
 
-    Every rank of the axis then computes the same losses: divide them by axis.size(), so that together they count once. The
-    gradient reaches the tokens of every rank.
+    Every rank of the axis then computes the same losses: divide them by axis.size(), so that they count once. The gradient
+    reaches the tokens of every rank.
     Wire: forward and backward, one all-reduce of [N] each.
     """
     return copy_to_axis(reduce_from_axis(parts_N, axis), axis)

@@ -1,4 +1,4 @@
-"""Objectives of answers that are good or bad by themselves: KTO, and APO and BCO without pairs. Computed in fp64."""
+"""Unpaired preference losses: KTO, and APO and BCO without pairs; answers are desirable or not. Computed in fp64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UNPAIRED_KINDS = ("kto", "apo_zero_unpaired", "bco_unpaired")
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedLoss:
-    """Which objective, and its constants.
+    """An unpaired objective and its constants.
 
     desirable_weight, undesirable_weight: KTO's lambda_D and lambda_U. Choose them so that weight times number of answers is
     up to 4/3 as much for one side as for the other.
-    Raises: PlanError for a kind that is not known and constants out of range.
+    Raises: PlanError for an unknown kind and for constants out of range.
     """
 
     kind: str = "kto"
@@ -46,8 +46,9 @@ class UnpairedLoss:
 
 @dataclass(frozen=True)
 class UnpairedValues:
-    """losses: [N] fp64, with the gradient; sum them and divide by the answers of the step. rewards: beta times the log-ratio,
-    [N], without one; their means are over desirable and undesirable answers apart.
+    """losses: [N] fp64, with the gradient; their sum is to be divided by the answers of the step.
+
+    rewards: [N], beta times the log-ratio, without a gradient; take separate means over desirable and undesirable answers.
     """
 
     losses: Tensor
@@ -62,7 +63,7 @@ def unpaired_loss(
     *,
     reference_point: float | Tensor | None = None,
 ) -> UnpairedValues:
-    """Loss and reward of each answer. With r = log pi - log pi_ref, and desirable answers above, undesirable ones below:
+    """Loss and reward of each answer. With r = log pi - log pi_ref; of each kind, desirable above, undesirable below:
 
     | kind              | loss over weight      | reference_point, of the whole step, a constant |
     |-------------------|-----------------------|------------------------------------------------|
@@ -74,7 +75,7 @@ def unpaired_loss(
     |                   | -log sigma(z - beta r)|                                                |
 
     logps, ref_logps: [N], summed over the tokens of whole answers. desirable: [N] bool. The reference has no gradient.
-    Raises: DataError for other shapes, and for a reference point that is missing or has no use.
+    Raises: DataError for other shapes, and for a reference point that is missing or not used.
     Source: KTO Ethayarajh et al. 2024 (2402.01306), equation 7, less a constant; APO D'Oosterlinck et
     al. 2024 (2408.06266), equation 7; BCO Jung et al. 2024 (2404.04656).
     """

@@ -1,7 +1,7 @@
-"""Weight sync ("resharding"): parameters from one layout of a model to another: other mesh, axes, ranks, dtype."""
+"""Weight sync (resharding): parameters from one layout of a model to another: other mesh, axes, ranks, dtype."""
 
-from ._layout import Laid as Laid
 from ._layout import Layout as Layout
+from ._layout import TensorRegions as TensorRegions
 from ._layout import layout_of as layout_of
 from ._move import Reallocation as Reallocation
 from ._move import prepare_reallocation as prepare_reallocation

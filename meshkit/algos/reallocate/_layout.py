@@ -1,4 +1,4 @@
-"""Which rank holds which part of each tensor of a model, as data."""
+"""Layout of a model (sharding map): which rank holds which part of each tensor, as data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshkit.plan import Plan, match_names
 
 
 @dataclass(frozen=True)
-class Laid:
-    """One tensor. regions: the part of each rank of the world that holds some of it."""
+class TensorRegions:
+    """The layout of one tensor. regions: rank of the world -> the part it holds; ranks without a part are absent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,15 +29,17 @@ class Laid:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters and persistent buffers by single-device name, a tied one once. ranks: of the world, that hold the model."""
+    """Parameters and persistent buffers by single-device name, tied ones once. ranks: those of the world with the model."""
 
-    tensors: Mapping[str, Laid]
+    tensors: Mapping[str, TensorRegions]
     ranks: tuple[int, ...]
 
     def bytes_of(self, rank: int) -> int:
-        """What the rank holds."""
+        """Bytes that the rank holds."""
         return sum(
-            volume(laid.regions[rank]) * laid.dtype.itemsize for laid in self.tensors.values() if rank in laid.regions
+            volume(tensor.regions[rank]) * tensor.dtype.itemsize
+            for tensor in self.tensors.values()
+            if rank in tensor.regions
         )
 
 
@@ -51,15 +53,15 @@ def layout_of(
     schedule: Generator | Schedule | str = "1f1b",
     stages: Sequence[int] | None = None,
 ) -> Layout:
-    """What `parallelize(model, init_mesh(spec, ranks=ranks), plan=...)` will lay where. Needs no ranks, and no values.
+    """The layout that `parallelize(model, init_mesh(spec, ranks=ranks), plan=...)` gives; needs no process group, no values.
 
-    model: whole, as `parallelize` gets it; on meta is enough. ranks: of the world, default 0, 1, ...
+    model: as `parallelize` takes it, all of it; meta is enough. ranks: of the world, default 0, 1, ...
     dtype: of floating parameters, None keeps the model's. schedule, stages: with pp, as given to `parallelize`.
     Raises: MeshError or PlanError as `init_mesh` and `parallelize` do.
     """
     spec = MeshSpec.parse(spec) if isinstance(spec, str) else spec
     spec = spec.resolve(spec.world_size if ranks is None else len(ranks), part=ranks is not None)
-    on = tuple(range(spec.world_size) if ranks is None else ranks)
+    world_ranks = tuple(range(spec.world_size) if ranks is None else ranks)
     blocks = match_names(plan.blocks, dict(model.named_modules()), what="module")
     cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
     split = tensor_layout(model, plan.tensor, size=spec.tp, sequence=False) if spec.tp > 1 else None
@@ -67,15 +69,17 @@ def layout_of(
     tensors = {}
     for names, tensor in _tensors(model):
         regions = {}
-        for place, rank in enumerate(on):
-            if cut is None or any(cut.runs(name, _at(spec, place)["pp"]) for name in names):
-                whole: Region = tuple((0, size) for size in tensor.shape)
-                trained = isinstance(tensor, nn.Parameter)  # buffers are whole on every rank
-                regions[rank] = _part(names[0], whole, spec, place, split, experts) if trained else whole
-        kept = {rank: region for rank, region in regions.items() if volume(region)}
-        floating = dtype if dtype is not None and isinstance(tensor, nn.Parameter) else tensor.dtype
-        tensors[names[0]] = Laid(tuple(tensor.shape), floating, kept)
-    return Layout(tensors, on)
+        for mesh_rank, rank in enumerate(world_ranks):
+            if cut is None or any(cut.runs(name, _coordinate(spec, mesh_rank)["pp"]) for name in names):
+                all_of_it: Region = tuple((0, size) for size in tensor.shape)
+                is_sharded = isinstance(tensor, nn.Parameter)  # every rank has all of a buffer
+                regions[rank] = (
+                    _shard(names[0], all_of_it, spec, mesh_rank, split, experts) if is_sharded else all_of_it
+                )
+        not_empty = {rank: region for rank, region in regions.items() if volume(region)}
+        tensor_dtype = dtype if dtype is not None and isinstance(tensor, nn.Parameter) else tensor.dtype
+        tensors[names[0]] = TensorRegions(tuple(tensor.shape), tensor_dtype, not_empty)
+    return Layout(tensors, world_ranks)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
@@ -88,24 +92,24 @@ def _tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     yield from (([name], buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def _at(spec: MeshSpec, place: int) -> dict[str, int]:
-    """The place on each dense axis of the mesh's rank `place`."""
-    at = {}
-    for axis in reversed(DENSE_AXES):
-        place, at[axis] = divmod(place, getattr(spec, axis))
-    return at
+def _coordinate(spec: MeshSpec, mesh_rank: int) -> dict[str, int]:
+    """The coordinate of the mesh's rank on each dense axis."""
+    coordinate = {}
+    for axis in reversed(DENSE_AXES):  # the last axis varies fastest
+        mesh_rank, coordinate[axis] = divmod(mesh_rank, getattr(spec, axis))
+    return coordinate
 
 
-def _part(
+def _shard(
     name: str,
     region: Region,
     spec: MeshSpec,
-    place: int,
+    mesh_rank: int,
     split: TensorLayout | None,
     experts: Mapping[str, ExpertLayout],
 ) -> Region:
-    """What is left for one rank: split by tensor or expert ranks first, and then by fully_shard along dim 0."""
-    folded = place % (spec.dp_shard * spec.cp * spec.tp)
+    """The region of one rank: split over tp, or over ep and etp, first; then by fully_shard along dim 0."""
+    folded = mesh_rank % (spec.dp_shard * spec.cp * spec.tp)
     owner, _, key = name.rpartition(".")
     if owner in experts:
         shard, (expert, feature) = folded // (spec.ep * spec.etp), divmod(folded % (spec.ep * spec.etp), spec.etp)
@@ -119,5 +123,5 @@ def _part(
 
 def _narrow(region: Region, dim: int, parts: int, index: int) -> Region:
     start, stop = region[dim]
-    own = chunk(stop - start, parts, index)
-    return (*region[:dim], (start + own.start, start + own.stop), *region[dim + 1 :])
+    part = chunk(stop - start, parts, index)
+    return (*region[:dim], (start + part.start, start + part.stop), *region[dim + 1 :])

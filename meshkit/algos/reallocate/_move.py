@@ -1,4 +1,4 @@
-"""Executes a plan: bytes from the source's shards into the destination's, in place."""
+"""Weight sync, the execution: bytes of a plan from the source's shards into the destination's, in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshkit.algos.reallocate._layout import Laid, Layout
+from meshkit.algos.reallocate._layout import Layout, TensorRegions
 from meshkit.algos.reallocate._plan import DEFAULT_BUCKET_BYTES, ReallocationPlan, Transfer, plan_reallocation
 from meshkit.algos.reallocate._region import Region, volume, within
 from meshkit.core.model_state import model_tensors
@@ -27,7 +27,7 @@ def reallocate(
     mix: float = 1.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> ReallocationPlan:
-    """dst <- src, on whatever meshes the two are, once. See `prepare_reallocation`, which is for moving again and again."""
+    """dst <- src, once, from any mesh to any other. To move repeatedly, see `prepare_reallocation`."""
     reallocation = prepare_reallocation(src, dst, mix=mix, bucket_bytes=bucket_bytes)
     reallocation()
     return reallocation.plan
@@ -40,30 +40,32 @@ def prepare_reallocation(
     mix: float = 1.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Reallocation:
-    """Plan how the parameters and persistent buffers of `src` get into those of `dst`: call the result to move them.
+    """Plan the weight sync of parameters and persistent buffers from `src` to `dst`; call the result to move them.
 
-    Two runs of one model on any two meshes, of the same ranks, other ranks, or some of both, with any axes, ZeRO stage and
-    dtypes. None on a rank that is not of the run's mesh. Every rank of the world calls this; the result is called
-    by the ranks of the two meshes, and does nothing on others.
+    src, dst: two runs of one model on any two meshes, of the same ranks, other ranks, or some of both, with any axes, ZeRO
+    stage and dtypes; None on a rank outside of the run's mesh. Every rank of the world calls this. The ranks of the two
+    meshes call the result; on others it does nothing.
     mix: dst <- mix src + (1 - mix) dst, computed in the wider dtype of the two; 1 is a copy.
-    bucket_bytes: no rank sends and receives more at one time. A call holds two such buckets at most, and never a whole
-    tensor that does not fit.
-    Optimizer state stays: a destination is for inference, or gets its own optimizer.
-    Wire: here one all-gather of which rank holds what; in each call the bytes of the plan, from rank to rank.
+    bucket_bytes: the most that a rank sends and receives at one time. A call holds at most two such buckets, and never all of
+    a tensor that does not fit.
+    Optimizer state is not moved: a destination is for inference, or gets its own optimizer.
+    Wire: here one all-gather of what each rank holds; in each call the bytes of the plan, from rank to rank.
     Raises: on every rank, PlanError for two different models, naming the first tensor that differs, for a `mix` outside of
     (0, 1], and for arguments that differ between ranks; MeshError where a rank of a run's mesh does not bring the run.
     Source: Mei et al. 2024 (ReaL), section 4, for the idea; here layouts are boxes of indices, and any two fit.
     """
-    own = _Part(_hold(src), _hold(dst), (mix, bucket_bytes), int(os.environ.get("LOCAL_WORLD_SIZE", "8")))
-    parts: list[_Part] = [own] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    _refuse_arguments(parts)
+    request = _Request(
+        _shards_of(src), _shards_of(dst), (mix, bucket_bytes), int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    )
+    requests: list[_Request] = [request] * dist.get_world_size()
+    dist.all_gather_object(requests, request)
+    _refuse_arguments(requests)
     plan = plan_reallocation(
-        _join("source", {rank: part.src for rank, part in enumerate(parts)}),
-        _join("destination", {rank: part.dst for rank, part in enumerate(parts)}),
+        _join("source", {rank: each.src for rank, each in enumerate(requests)}),
+        _join("destination", {rank: each.dst for rank, each in enumerate(requests)}),
         exact=mix < 1,
         bucket_bytes=bucket_bytes,
-        ranks_per_node=parts[0].ranks_per_node,
+        ranks_per_node=requests[0].ranks_per_node,
     )
     return Reallocation(src, dst, plan, mix)
 
@@ -75,76 +77,77 @@ class Reallocation:
         self.src, self.dst, self.plan, self.mix = src, dst, plan, mix
         rank = dist.get_rank()
         self._copies = [copy for copy in plan.copies if copy.sender == rank]
-        self._rounds = [
-            own for own in ([t for t in round if rank in (t.sender, t.receiver)] for round in plan.rounds) if own
-        ]
+        own_rounds = ([t for t in round if rank in (t.sender, t.receiver)] for round in plan.rounds)
+        self._rounds = [transfers for transfers in own_rounds if transfers]
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """dst <- src. Between steps: parameters that are gathered for a forward are freed first."""
+        """dst <- src. Call it between steps: parameters that are still gathered for a forward are resharded first."""
         src, dst = _Shards(self.src), _Shards(self.dst)
-        under_way: _Round | None = None
+        previous: _Round | None = None
         for transfers in self._rounds:
-            started = _Round(transfers, src, dst)  # packs while the round before travels
-            if under_way is not None:
-                under_way.finish(dst, self.mix)
-            under_way = started
+            current = _Round(transfers, src, dst)  # packs while the messages of the previous round are on their way
+            if previous is not None:
+                previous.finish(dst, self.mix)
+            previous = current
         for copy in self._copies:
             dst.write(copy, src.read(copy), self.mix)
-        if under_way is not None:
-            under_way.finish(dst, self.mix)
-        # What follows parameters, masters on the host for one, sees that they were written.
+        if previous is not None:
+            previous.finish(dst, self.mix)
+        # Copies into detached shards leave the versions of parameters as they are, and an optimizer with masters on the host
+        # sees by the version that a parameter was written, and its master is old.
         torch.autograd.graph.increment_version(list(dst.tensors.values()))
 
 
 class _Shards:
-    """What this rank has of a run, addressed by places in whole tensors."""
+    """This rank's shards of a run, addressed by regions of the full tensors."""
 
     def __init__(self, run: Run | None) -> None:
         self.tensors = model_tensors(run.model) if run is not None else {}
         self.device = run.mesh.device if run is not None else None
         self.local = {name: local_tensor(tensor) for name, tensor in self.tensors.items()}
-        self.held = {name: _region(tensor) for name, tensor in self.tensors.items()}
+        self.regions = {name: _region(tensor) for name, tensor in self.tensors.items()}
 
     def read(self, transfer: Transfer) -> Tensor:
-        return self.local[transfer.name][within(transfer.region, self.held[transfer.name])]
+        return self.local[transfer.name][within(transfer.region, self.regions[transfer.name])]
 
     def write(self, transfer: Transfer, values: Tensor, mix: float) -> None:
-        own = self.read(transfer)
+        target = self.read(transfer)
         if mix == 1:
-            own.copy_(values)
+            target.copy_(values)
         else:
-            wide = torch.promote_types(own.dtype, values.dtype)
-            own.copy_(torch.lerp(own.to(wide), values.to(wide), mix))
+            wide = torch.promote_types(target.dtype, values.dtype)
+            target.copy_(torch.lerp(target.to(wide), values.to(wide), mix))
 
 
 class _Round:
-    """The messages of one round that this rank sends and receives, on their way."""
+    """One round in flight: the messages that this rank sends and receives, one for each pair of ranks."""
 
     def __init__(self, transfers: Iterable[Transfer], src: _Shards, dst: _Shards) -> None:
         rank = dist.get_rank()
         device = src.device or dst.device
         by_link: dict[tuple[int, int], list[Transfer]] = {}
-        # Wider dtypes first, so that each value lies where its dtype may lie.
+        # Wider dtypes first: each value then starts at a multiple of its item size, as a view with its dtype needs.
         for transfer in sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize):
             by_link.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
         self._arriving: list[tuple[Transfer, Tensor]] = []
         operations = []
-        for (sender, receiver), together in by_link.items():
-            message = torch.empty(sum(transfer.bytes for transfer in together), dtype=torch.uint8, device=device)
-            ends = message.split([transfer.bytes for transfer in together])
+        for (sender, receiver), of_link in by_link.items():
+            message = torch.empty(sum(transfer.bytes for transfer in of_link), dtype=torch.uint8, device=device)
+            pieces = message.split([transfer.bytes for transfer in of_link])
             values = [
-                end.view(transfer.dtype).view([stop - start for start, stop in transfer.region])
-                for transfer, end in zip(together, ends, strict=True)
+                piece.view(transfer.dtype).view([stop - start for start, stop in transfer.region])
+                for transfer, piece in zip(of_link, pieces, strict=True)
             ]
             if sender == rank:
-                for transfer, value in zip(together, values, strict=True):
+                for transfer, value in zip(of_link, values, strict=True):
                     value.copy_(src.read(transfer))
                 operations.append(dist.P2POp(dist.isend, message, receiver))
             else:
-                self._arriving += zip(together, values, strict=True)
+                self._arriving += zip(of_link, values, strict=True)
                 operations.append(dist.P2POp(dist.irecv, message, sender))
-        self._messages = [operation.tensor for operation in operations]  # alive until they have come
+        # Held until `finish`, for backends whose work does not keep the tensors of its messages alive.
+        self._messages = [operation.tensor for operation in operations]
         self._works = dist.batch_isend_irecv(operations)
 
     def finish(self, dst: _Shards, mix: float) -> None:
@@ -157,28 +160,28 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What a rank has of a run. ranks: the mesh's."""
+class _RankShards:
+    """The regions that a rank holds of a run, by tensor. ranks: the mesh's."""
 
     ranks: tuple[int, ...]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, Region]]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a rank brings, and how it was asked."""
+class _Request:
+    """The call of one rank: its shards and its arguments (mix, bucket_bytes)."""
 
-    src: _Held | None
-    dst: _Held | None
+    src: _RankShards | None
+    dst: _RankShards | None
     arguments: tuple[float, int]
     ranks_per_node: int
 
 
-def _hold(run: Run | None) -> _Held | None:
+def _shards_of(run: Run | None) -> _RankShards | None:
     if run is None:
         return None
     tensors = model_tensors(run.model)
-    return _Held(
+    return _RankShards(
         run.mesh.ranks,
         {name: (tuple(tensor.shape), local_tensor(tensor).dtype, _region(tensor)) for name, tensor in tensors.items()},
     )
@@ -188,37 +191,37 @@ def _region(tensor: Tensor) -> Region:
     return tuple((part.start, part.stop) for part in local_slices(tensor))
 
 
-def _join(what: str, parts: dict[int, _Held | None]) -> Layout:
-    """The layout of all ranks, of what each said of itself."""
-    held = {rank: part for rank, part in parts.items() if part is not None}
-    if not held:
+def _join(what: str, by_rank: dict[int, _RankShards | None]) -> Layout:
+    """The layout of the run, from the shards of its ranks."""
+    shards = {rank: of_rank for rank, of_rank in by_rank.items() if of_rank is not None}
+    if not shards:
         raise MeshError(
             f"reallocate: no rank gives the {what}. Pass the Run on the ranks of its mesh, and None elsewhere."
         )
-    first, part = next(iter(held.items()))
-    for rank in sorted({*held, *part.ranks}):
-        if rank not in held or held[rank].ranks != part.ranks:
-            gives = "gives none" if rank not in held else f"gives one on ranks {list(held[rank].ranks)}"
+    first, of_first = next(iter(shards.items()))
+    for rank in sorted({*shards, *of_first.ranks}):
+        if rank not in shards or shards[rank].ranks != of_first.ranks:
+            gives = "gives none" if rank not in shards else f"gives one on ranks {list(shards[rank].ranks)}"
             raise MeshError(
-                f"reallocate: rank {first} gives a {what} on ranks {list(part.ranks)}, and rank {rank} {gives}. Every rank "
-                "of a run's mesh calls reallocate with that run."
+                f"reallocate: rank {first} gives a {what} on ranks {list(of_first.ranks)}, and rank {rank} {gives}. Every "
+                "rank of a run's mesh calls reallocate with that run."
             )
     regions: dict[str, dict[int, Region]] = {}
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for rank, own in held.items():
-        for name, (shape, dtype, region) in own.tensors.items():
+    for rank, of_rank in shards.items():
+        for name, (shape, dtype, region) in of_rank.tensors.items():
             kinds[name] = shape, dtype
             regions.setdefault(name, {}).update({rank: region} if volume(region) else {})
-    return Layout({name: Laid(*kind, regions[name]) for name, kind in kinds.items()}, part.ranks)
+    return Layout({name: TensorRegions(*kind, regions[name]) for name, kind in kinds.items()}, of_first.ranks)
 
 
-def _refuse_arguments(parts: Sequence[_Part]) -> None:
-    mix, bucket_bytes = parts[0].arguments
-    for rank, part in enumerate(parts):
-        if part.arguments != parts[0].arguments:
+def _refuse_arguments(requests: Sequence[_Request]) -> None:
+    mix, bucket_bytes = requests[0].arguments
+    for rank, request in enumerate(requests):
+        if request.arguments != requests[0].arguments:
             raise PlanError(
                 f"reallocate: rank 0 asks for mix={mix} and bucket_bytes={bucket_bytes}, rank {rank} for "
-                f"mix={part.arguments[0]} and bucket_bytes={part.arguments[1]}. Give the same on every rank."
+                f"mix={request.arguments[0]} and bucket_bytes={request.arguments[1]}. Give the same on every rank."
             )
     if not 0 < mix <= 1:
         raise PlanError(f"reallocate: mix={mix} is the source's share. Use (0, 1]; 1 copies it.")

@@ -1,4 +1,4 @@
-"""Who sends what to whom: decided from two layouts alone, the same on every rank."""
+"""Weight sync, the plan: which rank sends which region to which, decided from two layouts, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from meshkit.algos.reallocate._layout import Laid, Layout
+from meshkit.algos.reallocate._layout import Layout, TensorRegions
 from meshkit.algos.reallocate._region import Region, intersect, split, volume
 from meshkit.errors import PlanError
 
@@ -35,12 +35,12 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReallocationPlan:
-    """What moves, and what only has to be copied. Print it.
+    """The transfers of a weight sync. Print it.
 
-    rounds: transfers that travel at the same time, of which no rank sends and receives more than `bucket_bytes` together.
-    copies: what a rank has already, sender and receiver being one.
-    lower_bound_bytes: of every receiver, what it will hold and does not hold yet, in the narrower of the two dtypes.
-    ranks_per_node: links between ranks of one node are the faster ones.
+    rounds: transfers in flight at the same time; in a round no rank sends and receives more than `bucket_bytes` together.
+    copies: within a rank, which already has the region.
+    lower_bound_bytes: summed over receivers, the bytes to hold that they do not hold yet, in the narrower of the two dtypes.
+    ranks_per_node: senders on the receiver's node are preferred.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -71,7 +71,7 @@ class ReallocationPlan:
 
     @property
     def messages(self) -> int:
-        """One for each pair of ranks and round."""
+        """One message for each pair of ranks in each round."""
         return sum(len({(transfer.sender, transfer.receiver) for transfer in transfers}) for transfers in self.rounds)
 
     def __str__(self) -> str:
@@ -86,10 +86,10 @@ def plan_reallocation(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks_per_node: int = 8,
 ) -> ReallocationPlan:
-    """Give every rank of `dst` its part, each byte once, from itself if it has it in `src`, else from one that does.
+    """Give every rank of `dst` its regions, each byte once: from itself if it has it in `src`, else from a rank that has.
 
-    Of ranks that have the same, one in the receiver's node sends, and of those the one that has sent least so far.
-    What travels is of the narrower dtype of the two; with `exact` of the source's, for a receiver that computes with it.
+    Of several senders, one on the receiver's node is taken, and of those the one that has sent least so far.
+    Messages are in the narrower dtype of the two; with `exact` in the source's, for a receiver that computes with it.
     Raises: PlanError for two different models, naming the first tensor that differs, and for a source with gaps.
     """
     _refuse_other_model(src, dst)
@@ -97,18 +97,18 @@ def plan_reallocation(
     copies: list[Transfer] = []
     moving: list[Transfer] = []
     bound = 0
-    for name, there in dst.tensors.items():
+    for name, want in dst.tensors.items():
         have = src.tensors[name]
-        dtype = have.dtype if exact or there.dtype.itemsize >= have.dtype.itemsize else there.dtype
+        dtype = have.dtype if exact or want.dtype.itemsize >= have.dtype.itemsize else want.dtype
         cells = _holders(have)
-        for region, receivers in _holders(there).items():
+        for region, receivers in _holders(want).items():
             boxes = [(box, holders) for cell, holders in cells.items() if (box := intersect(region, cell)) is not None]
             missing = volume(region) - sum(volume(box) for box, _ in boxes)
             if missing:
                 raise PlanError(_gap(name, have, missing))
             for receiver in receivers:
-                own = intersect(region, have.regions[receiver]) if receiver in have.regions else None
-                bound += (volume(region) - (volume(own) if own is not None else 0)) * dtype.itemsize
+                local = intersect(region, have.regions[receiver]) if receiver in have.regions else None
+                bound += (volume(region) - (volume(local) if local is not None else 0)) * dtype.itemsize
                 for box, holders in boxes:
                     sender = receiver if receiver in holders else _sender(holders, receiver, sent, ranks_per_node)
                     transfer = Transfer(name, box, sender, receiver, dtype)
@@ -126,10 +126,10 @@ def plan_reallocation(
     )
 
 
-def _holders(laid: Laid) -> dict[Region, list[int]]:
-    """The different parts of a tensor, and the ranks that have each."""
+def _holders(tensor: TensorRegions) -> dict[Region, list[int]]:
+    """The distinct regions of a tensor, and the ranks that hold each."""
     cells: dict[Region, list[int]] = {}
-    for rank, region in laid.regions.items():
+    for rank, region in tensor.regions.items():
         cells.setdefault(region, []).append(rank)
     return cells
 
@@ -146,21 +146,21 @@ def _pieces(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
 
 
 def _rounds(moving: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
-    """Each piece in the first round in which both of its ranks have room, those that are nearly full left out."""
+    """Put each piece into the first round in which both of its ranks have room; rounds nearly full for a rank are skipped."""
     rounds: list[list[Transfer]] = []
     used: list[Counter[int]] = []
     first: Counter[int] = Counter()
     for piece in (piece for transfer in moving for piece in _pieces(transfer, bucket_bytes)):
         ends, size = (piece.sender, piece.receiver), piece.bytes
-        at = max(first[end] for end in ends)
-        while at < len(rounds) and any(used[at][end] + size > bucket_bytes for end in ends):
-            at += 1
-        if at == len(rounds):
+        number = max(first[end] for end in ends)
+        while number < len(rounds) and any(used[number][end] + size > bucket_bytes for end in ends):
+            number += 1
+        if number == len(rounds):
             rounds.append([])
             used.append(Counter())
-        rounds[at].append(piece)
+        rounds[number].append(piece)
         for end in ends:
-            used[at][end] += size
+            used[number][end] += size
             while first[end] < len(rounds) and used[first[end]][end] > bucket_bytes * 3 // 4:
                 first[end] += 1
     return tuple(map(tuple, rounds))
@@ -181,7 +181,7 @@ def _refuse_other_model(src: Layout, dst: Layout) -> None:
         raise PlanError(f"reallocate: source and destination are different models: {difference}. {advice}")
 
 
-def _gap(name: str, have: Laid, missing: int) -> str:
+def _gap(name: str, have: TensorRegions, missing: int) -> str:
     return (
         f"reallocate: the ranks {sorted(have.regions)} of the source do not hold each element of {name!r} {have.shape} once: "
         f"{missing} too few for a destination. A layout is of all ranks that hold the model."
@@ -189,7 +189,7 @@ def _gap(name: str, have: Laid, missing: int) -> str:
 
 
 def _text(plan: ReallocationPlan) -> str:
-    """Bytes beside the lower bound, then who sends how much to whom: all of it for few ranks, the busiest links for many."""
+    """Bytes beside the lower bound, then a table of sender by receiver, or for many ranks the busiest links."""
     moved, bound = plan.bytes_moved, plan.lower_bound_bytes
     ratio = f"{moved / bound:.2f}x" if bound else "nothing"
     lines = [

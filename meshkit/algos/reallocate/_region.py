@@ -1,4 +1,4 @@
-"""Boxes of indices: what a rank holds of a tensor, and what two ranks have in common."""
+"""Regions (boxes of indices) of tensors: what a rank holds, what two ranks have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 Region = tuple[tuple[int, int], ...]
-"""(start, stop) of each dim of the whole tensor"""
+"""(start, stop) on each dim of the full tensor"""
 
 
 def volume(region: Region) -> int:
@@ -14,7 +14,7 @@ def volume(region: Region) -> int:
 
 
 def intersect(one: Region, other: Region) -> Region | None:
-    """None where they have no index in common."""
+    """The common region, or None."""
     both = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = max(a, c), min(b, d)
@@ -24,13 +24,13 @@ def intersect(one: Region, other: Region) -> Region | None:
     return tuple(both)
 
 
-def within(region: Region, held: Region) -> tuple[slice, ...]:
-    """Where the region lies in the local tensor of a rank that holds `held`."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, held, strict=True))
+def within(region: Region, shard: Region) -> tuple[slice, ...]:
+    """The region as slices of the local tensor of a rank that holds `shard`."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, shard, strict=True))
 
 
 def split(region: Region, most: int) -> Iterator[Region]:
-    """The region in parts of at most `most` elements, cut along the outermost dims, so that parts are long runs of memory."""
+    """Split the region into parts of at most `most` elements, along the outermost dims, so that parts are contiguous runs."""
     if volume(region) <= most:
         yield region
         return

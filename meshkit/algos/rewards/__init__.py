@@ -1,4 +1,4 @@
-"""What rollouts are worth: verifiers, code in a sandbox, trained models; scored side by side, with a time limit, on ranks."""
+"""Rewards (verifiers, code in a sandbox, reward models): scores of rollouts, in parallel, with a time limit, on a mesh."""
 
 from ._model import model_scores as model_scores
 from ._pool import RewardPool as RewardPool

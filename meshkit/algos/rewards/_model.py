@@ -1,4 +1,4 @@
-"""The scores of a trained reward model, on whatever mesh it lives."""
+"""Reward model as a scorer: one score for each sequence, on any mesh."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshkit.step import Run
 def model_scores(
     run: Run, sequences: Sequence[np.ndarray], *, seq_len: int, microbatches: int = 1, truncated: Sequence[bool] = ()
 ) -> Scores:
-    """The score at the last token of each sequence, by a model that returns one for each token: a `RewardModel`.
+    """The score of each sequence at its last token, by a model that returns a score for each token, as `RewardModel`.
 
     sequences: [L] ids each, prompt and answer with its end token as they were sampled, of this data rank; may be none.
-    They are packed into rows of seq_len. truncated: sequences that never ended; they have no score, if it is given.
-    Collective over the run's mesh; ranks of a data rank give the same and get the same. Wire: as `token_values`.
+    They are packed into rows of seq_len. truncated: if given, sequences that never ended, which get no score.
+    Every rank of the run must call it, ranks of a data rank with the same sequences. Wire: as `token_values`.
     Raises: DataError, before anything is sent, for a sequence longer than seq_len.
     """
     longest = max(map(len, sequences), default=0)
@@ -33,8 +33,8 @@ def model_scores(
     examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
     bins = first_fit_decreasing([len(ids) for ids in sequences], seq_len)
     batch = build_rows([[examples[index] for index in row] for row in bins], length=seq_len)
-    found = token_values(run, batch, _scores_of_tokens, microbatches=microbatches).cpu()
-    at_ends = found[batch["ends"] == 1]  # in the order of rows, as segment_ids count them
+    scores_BT = token_values(run, batch, _token_scores, microbatches=microbatches).cpu()
+    at_ends = scores_BT[batch["ends"] == 1]  # row by row, the order in which examples were packed
     values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)
     for index, value in zip((index for row in bins for index in row), at_ends.tolist(), strict=True):
         finite = bool(torch.isfinite(torch.tensor(value)))
@@ -44,6 +44,6 @@ def model_scores(
     return Scores(values=tuple(values))
 
 
-def _scores_of_tokens(model: nn.Module, part: dict[str, Any]) -> Tensor:
+def _token_scores(model: nn.Module, part: dict[str, Any]) -> Tensor:
     scores: Tensor = model(**model_inputs(part))
     return scores

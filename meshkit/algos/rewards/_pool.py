@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: several at a time, and one that does not come back is killed."""
+"""Reward workers (process pool): several rewards at a time, each with a time limit; a worker that hangs is killed."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from meshkit.algos.rewards._score import Reward, Scores, Unscored, attempt, chec
 from meshkit.algos.rollout import Rollout
 
 START_S = 120.0
-"""for a worker to import the reward; its time limit starts after that"""
+"""limit for a worker to start and import the reward; the time limit of an answer starts after that"""
 
 
 class RewardPool:
     """`workers` processes that score answers with `reward`, which must be picklable: a function or object of a module.
 
-    timeout_s: of each answer; a worker that takes longer is killed and replaced, so are those that die. The others go on.
-    Use it as a context manager, in a program that guards its main: workers import the module that the reward is from.
+    timeout_s: of each answer; a worker that takes longer, or dies, is replaced, while the others go on.
+    Use it as a context manager, in a script with an `if __name__ == "__main__":` guard, since workers import the module of
+    the reward.
     """
 
     def __init__(self, reward: Reward, *, workers: int = 4, timeout_s: float = 10.0) -> None:
         self._reward, self._timeout_s = reward, timeout_s
-        # Not fork: this process may have threads of torch and gloo, whose locks a copy would never see opened.
+        # Not fork: this process may have threads of torch and gloo; a forked copy would keep their locks closed for ever.
         self._context = multiprocessing.get_context("forkserver")
         self._workers = [self._start() for _ in range(max(1, workers))]
 
     def score(self, answers: Sequence[Rollout]) -> Scores:
         """The reward of each answer, in order."""
         values: list[Any] = [Unscored(kind="raised", text="never tried")] * len(answers)
-        waiting = list(range(len(answers)))[::-1]
-        while waiting or any(worker.answer is not None for worker in self._workers):
+        pending = list(range(len(answers)))[::-1]
+        while pending or any(worker.answer is not None for worker in self._workers):
             for worker in self._workers:
-                if waiting and worker.answer is None:
-                    worker.give(waiting.pop(), answers)
+                if pending and worker.answer is None:
+                    worker.give(pending.pop(), answers)
             now = time.monotonic()
             busy = {w.connection: w for w in self._workers if w.answer is not None}
-            next_s = min(worker.deadline(self._timeout_s) for worker in busy.values()) - now
-            for connection in wait(list(busy), timeout=max(0.0, next_s)):
+            left_s = min(worker.deadline(self._timeout_s) for worker in busy.values()) - now
+            for connection in wait(list(busy), timeout=max(0.0, left_s)):
                 self._receive(busy[connection], values)  # type: ignore[index]  # wait gives back what it was given
             self._end_late(values)
         return Scores(values=tuple(checked(answer, value) for answer, value in zip(answers, values, strict=True)))
@@ -62,11 +63,11 @@ class RewardPool:
         self.close()
 
     def _start(self) -> _Worker:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there, self._reward), daemon=True)
+        connection, workers_end = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(workers_end, self._reward), daemon=True)
         process.start()
-        there.close()
-        return _Worker(process=process, connection=here)
+        workers_end.close()  # the worker has its own copy; with ours open, its death would not end the pipe
+        return _Worker(process=process, connection=connection)
 
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
@@ -75,7 +76,7 @@ class RewardPool:
     def _receive(self, worker: _Worker, values: list[Any]) -> None:
         assert worker.answer is not None
         try:
-            word, found = worker.connection.recv()
+            word, value = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join(1)
             values[worker.answer] = Unscored(
@@ -86,7 +87,7 @@ class RewardPool:
         if word == "began":
             worker.began = time.monotonic()
         else:
-            values[worker.answer], worker.answer = found, None
+            values[worker.answer], worker.answer = value, None
 
     def _end_late(self, values: list[Any]) -> None:
         now = time.monotonic()
@@ -100,7 +101,7 @@ class RewardPool:
 class _Worker:
     process: Any
     connection: Connection
-    answer: int | None = None  # what it works on
+    answer: int | None = None  # index of the answer it works on
     given: float = 0.0
     began: float | None = None
 
@@ -124,5 +125,5 @@ def _serve(connection: Connection, reward: Reward) -> None:
             answer = connection.recv()
         except EOFError:
             return
-        connection.send(("began", None))  # it is awake: from now on time counts
-        connection.send(("found", attempt(answer, reward)))
+        connection.send(("began", None))  # the reward is imported: the time limit of the answer starts
+        connection.send(("done", attempt(answer, reward)))

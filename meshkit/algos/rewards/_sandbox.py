@@ -1,4 +1,4 @@
-"""Python that nobody has read, run where it can compute and nothing else."""
+"""Sandbox for untrusted code (Landlock, seccomp, rlimits): a Python program that may compute and do nothing else."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshkit.errors import RewardError
 
 _CHILD = Path(__file__).with_name("_sandbox_child.py")
 _MOST_BYTES = 1 << 14
-"""of a verdict; what a program writes beyond is not read"""
+"""of a verdict; what a program writes beyond that is not read"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program may take."""
+    """Limits on time, memory and files of a program."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
     memory_bytes: int = 512 << 20
     """of address space; Python itself takes about 20 MiB"""
     file_bytes: int = 0
-    """0: no file can be written. Else of each file, in a folder that is deleted; how many files there are has no limit"""
+    """of each file, in a folder that is deleted afterwards; the number of files has no limit. 0: no file can be written"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class Verdict:
 def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdict:
     """Run a program to its end in a process of its own, without site-packages; what it prints is thrown away.
 
-    The process gets limits on time, memory and files, no capabilities, no new privileges; a seccomp filter refuses it new
-    processes and threads, sockets, signals and what concerns other processes; Landlock lets it read Python's own folders and
-    the system's libraries alone. When its time is up, or this process ends, it is killed. A program "passed" only if its last
-    line was reached: exit(0) on the way is "killed". It keeps mistakes, fork bombs and attempts at cheating away from the
-    run; it is no fence against someone who has a hole in the kernel, and a program that searches the interpreter's own
-    frames can find what a pass is.
-    Raises: RewardError where the system lacks one of these: it is Linux 5.13 or later on x86-64 or 64-bit Arm.
+    The process has limits on time, memory and files, no capabilities and no new privileges. A seccomp filter refuses new
+    processes and threads, sockets, signals, and calls about other processes. Landlock allows it to read only Python's folders
+    and the system's libraries. It is killed when its time is up, or when this process ends. A program has "passed" only if
+    it ran to its last line; exit(0) before that is "killed".
+    This protects the run from mistakes, fork bombs and attempts at cheating. It does not protect from an exploit of the
+    kernel, nor from a program that searches the interpreter's frames for the password of a pass.
+    Raises: RewardError where the system lacks one of these. It needs Linux 5.13 or later on x86-64 or 64-bit Arm.
     Source: landlock(7), seccomp(2), setrlimit(2).
     """
     limits = SandboxLimits() if limits is None else limits
@@ -65,12 +65,12 @@ def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdi
             process = _start(write)
             os.close(write)
             try:
-                said = _listen(process, json.dumps(order).encode(), read, limits.wall_s)
+                reply = _listen(process, json.dumps(order).encode(), read, limits.wall_s)
             finally:
                 _kill(process)
         finally:
             os.close(read)
-    return _verdict(said, process, password, limits)
+    return _verdict(reply, process, password, limits)
 
 
 def _start(pipe: int) -> subprocess.Popen[bytes]:
@@ -87,12 +87,12 @@ def _start(pipe: int) -> subprocess.Popen[bytes]:
 
 
 def _listen(process: subprocess.Popen[bytes], order: bytes, read: int, wall_s: float) -> bytes | None:
-    """What the child wrote to its pipe until it ended; None when time is up. It never blocks on a child that does."""
+    """The bytes that the child wrote to its pipe until it ended; None when time is up. It never blocks on the child."""
     assert process.stdin is not None
     deadline = time.monotonic() + wall_s
     stdin = process.stdin.fileno()
     os.set_blocking(stdin, False)
-    said = b""
+    reply = b""
     while True:
         left = deadline - time.monotonic()
         readable, writable, _ = select.select([read], [stdin] if order else [], [], max(0.0, left))
@@ -107,26 +107,26 @@ def _listen(process: subprocess.Popen[bytes], order: bytes, read: int, wall_s: f
                 process.stdin.close()
         if readable:
             more = os.read(read, _MOST_BYTES)
-            said += more
-            if not more or len(said) > _MOST_BYTES:
-                return said
+            reply += more
+            if not more or len(reply) > _MOST_BYTES:
+                return reply
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        process.wait(0.2)  # one that has said its last leaves by itself, and its status says how
+        process.wait(0.2)  # a child that has replied exits by itself, and its status says how
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _verdict(said: bytes | None, process: subprocess.Popen[bytes], password: str, limits: SandboxLimits) -> Verdict:
-    if said is None:
+def _verdict(reply: bytes | None, process: subprocess.Popen[bytes], password: str, limits: SandboxLimits) -> Verdict:
+    if reply is None:
         return Verdict(end="timed out", text=f"not done within {limits.wall_s} s")
     try:
-        last = json.loads(said.splitlines()[-1])
+        last = json.loads(reply.splitlines()[-1])
     except (IndexError, ValueError):
         last = {}
     if isinstance(last, dict) and last.get("password") == password:

@@ -1,6 +1,6 @@
-"""The inside of `run_sandboxed`: a script of its own that needs the standard library alone, started by path.
+"""Sandbox, the child process of `run_sandboxed`: a script that needs only the standard library, started by its path.
 
-Reads its order from stdin, gives up every right it does not need, runs the program, and writes how it ended to a pipe.
+It reads its order from stdin, drops every right it does not need, runs the program, and writes how it ended to a pipe.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column o
 
 
 class Refused(Exception):
-    """The system cannot hold a program in."""
+    """The system lacks a part of the sandbox."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def confine(order: dict[str, Any], python_folder: str) -> None:
-    """In this order: each step still needs what a later one takes away."""
+    """Drop all rights. The order matters: each step needs what a later one takes away."""
     libc = ctypes.CDLL(None, use_errno=True)
     folder = order["folder"]
     os.chdir(folder or "/")

@@ -1,6 +1,6 @@
-"""Rollouts to scores, on one rank or on a mesh. What cannot be scored has none, and a reason; no reward ends the run.
+"""Scoring of rollouts by a reward function, on one rank or on a mesh. A reward that fails gives no score, and a reason.
 
-On a mesh each rollout is scored once, every rank learns of every failure, and no rank waits for one that raised.
+On a mesh each rollout is scored once, every rank is told of every failure, and no rank waits for one that raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Score = float | np.ndarray | None
 
 
 class Reward(Protocol):
-    """A function of a rollout. May raise: the rollout then has no score, and says why."""
+    """A function of a rollout. If it raises, the rollout has no score, and the error is the reason."""
 
     def __call__(self, rollout: Rollout, /) -> Score: ...
 
@@ -62,7 +62,7 @@ class Scores:
 
     @property
     def first_unscored(self) -> str | None:
-        """What went wrong with the first answer that has no score, to be shown."""
+        """The reason of the first answer that has no score, for people to read."""
         return next((f"{value.kind}: {value.text}" for value in self.values if isinstance(value, Unscored)), None)
 
     def per_token(self, answers: Sequence[Rollout]) -> list[np.ndarray]:
@@ -82,17 +82,17 @@ Scorer = Callable[[Sequence[Rollout]], Scores]
 
 
 def score(answers: Sequence[Rollout], reward: Reward, *, timeout_s: float | None = None) -> Scores:
-    """`reward` of each answer, one after the other, in this process.
+    """Score each answer by `reward`, one after the other, in this process.
 
-    timeout_s: of each answer. It interrupts Python code and what waits for a file, a socket or another process; code in C
-    that computes for long is only interrupted when it returns. `RewardPool` has no such limit.
+    timeout_s: of each answer. It interrupts Python code and waits for files, sockets or processes; a long computation in C is
+    interrupted only when it returns. `RewardPool` has no such limit.
     Raises: DataError for a timeout outside of the main thread, where Python has no timer.
     """
     return Scores(values=tuple(checked(answer, _call(answer, reward, timeout_s)) for answer in answers))
 
 
 def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
-    """Scores times weights, added up by answer; one that lacks any part has no score, and says which part.
+    """Scores times weights, added up by answer. An answer that lacks a part has no score, and the reason names the part.
 
     A number and a vector add up to the vector with the number at its last token.
     Raises: DataError for no parts or parts of different numbers of answers.
@@ -107,7 +107,7 @@ def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshScores:
-    """Scores of this data rank's answers, and what all ranks are told of the rest."""
+    """Scores of this data rank's answers, and totals over the whole step, which all ranks have."""
 
     own: Scores
     rollouts: list[Rollout]
@@ -124,7 +124,7 @@ class MeshScores:
     """of the lowest data rank that has one"""
 
     def scalars(self) -> dict[str, float]:
-        """For a logger: reward, tokens of an answer, and of answers without a score how many, by kind."""
+        """For a logger: mean reward, mean tokens of an answer, and the number of answers without a score, by kind."""
         unscored = {f"unscored/{kind}": count for kind, count in self.unscored.items()}
         return {"reward": self.mean, "answer_tokens": self.tokens / max(self.answers, 1), **unscored}
 
@@ -148,11 +148,11 @@ class MeshScores:
 
 
 def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fail_fast: bool = False) -> MeshScores:
-    """scorer(answers) of each data rank, on the first of its ranks; the others (tp, cp, pp) are told, so all agree.
+    """Score the answers of each data rank on the first of its ranks, and give the scores to the others (tp, cp, pp).
 
     answers: of this data rank, the same on its ranks; may be none. scorer: `partial(score, reward=...)`, a pool's `score`, or
-    a function that adds several up. If it raises, which `score` does not, the whole step raises.
-    fail_fast: an answer without a score ends the step too. Give time limits: the others wait in a collective.
+    a function that adds several up. If it raises, which `score` does not, every rank raises.
+    fail_fast: raise for an answer without a score, too. Give rewards a time limit: the other ranks wait in a collective.
     Wire: one all-gather of the pickled scores over the mesh.
     Raises: RewardError, on every rank and with the same text.
     """
@@ -164,22 +164,27 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
                 failure = f"RewardError: {len(scores.values)} scores for {len(answers)} answers"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-    everyone: list[tuple[int, Scores | None, str | None, int]] = [(0, None, None, 0)] * mesh.spec.world_size
+    by_rank: list[tuple[int, Scores | None, str | None, int]] = [(0, None, None, 0)] * mesh.spec.world_size
     dist.all_gather_object(
-        everyone, (mesh.data_rank, scores, failure, sum(len(answer.ids) for answer in answers)), group=mesh.group
+        by_rank, (mesh.data_rank, scores, failure, sum(len(answer.ids) for answer in answers)), group=mesh.group
     )
-    for rank, (_, _, text, _) in enumerate(everyone):
+    for rank, (_, _, text, _) in enumerate(by_rank):
         if text is not None:
             raise RewardError(f"scoring failed on rank {rank}: {text}. Mend the scorer.")
-    by_data_rank = dict(sorted((data_rank, found) for data_rank, found, _, _ in everyone if found is not None))
+    by_data_rank = dict(sorted((data_rank, scores) for data_rank, scores, _, _ in by_rank if scores is not None))
     unscored: Counter[str] = Counter()
-    for found in by_data_rank.values():
-        unscored.update(found.unscored)
+    for each in by_data_rank.values():
+        unscored.update(each.unscored)
     first = next(
-        (f"data rank {at}, {found.first_unscored}" for at, found in by_data_rank.items() if found.first_unscored), None
+        (
+            f"data rank {data_rank}, {each.first_unscored}"
+            for data_rank, each in by_data_rank.items()
+            if each.first_unscored
+        ),
+        None,
     )
-    totals = np.concatenate([found.totals for found in by_data_rank.values()])
-    tokens = sum({data_rank: tokens for data_rank, _, _, tokens in everyone}.values())
+    totals = np.concatenate([each.totals for each in by_data_rank.values()])
+    tokens = sum({data_rank: tokens for data_rank, _, _, tokens in by_rank}.values())
     if fail_fast and first is not None:
         raise RewardError(
             f"{sum(unscored.values())} of {len(totals)} answers have no score; the first: {first}. "
@@ -199,22 +204,22 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     )
 
 
-def checked(answer: Rollout, found: Score | Unscored) -> float | np.ndarray | Unscored:
-    """What a reward returned, as a finite float or a finite vector [N] of fp64, or why it is neither."""
-    if isinstance(found, Unscored):
-        return found
-    if found is None:
+def checked(answer: Rollout, returned: Score | Unscored) -> float | np.ndarray | Unscored:
+    """The result of a reward as a finite float or a finite vector [N] of fp64, or the reason why it is neither."""
+    if isinstance(returned, Unscored):
+        return returned
+    if returned is None:
         return Unscored(kind="no score", text="the reward returned None")
     try:
-        values = np.asarray(found, dtype=np.float64)
+        values = np.asarray(returned, dtype=np.float64)
     except (TypeError, ValueError):
-        return Unscored(kind="raised", text=f"the reward returned {found!r}, which is neither a number nor a vector")
+        return Unscored(kind="raised", text=f"the reward returned {returned!r}, which is neither a number nor a vector")
     if values.ndim and values.shape != (len(answer.ids),):
         return Unscored(
             kind="raised", text=f"the reward returned shape {values.shape} for an answer of {len(answer.ids)} tokens"
         )
     if not np.isfinite(values).all():
-        return Unscored(kind="not finite", text=f"the reward returned {found!r}")
+        return Unscored(kind="not finite", text=f"the reward returned {returned!r}")
     return values if values.ndim else float(values)
 
 
@@ -250,7 +255,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
         raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, ring)
-    # Again and again: code that swallows the first one meets a second.
+    # Repeated every 0.1 s: code that swallows the first one, as a bare `except:` does, meets another.
     signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
     try:
         yield

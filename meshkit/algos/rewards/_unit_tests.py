@@ -1,4 +1,4 @@
-"""The reward of code: whether it passes its tests, in the sandbox."""
+"""Code reward: 1 if a program passes its unit tests in the sandbox, else 0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 class UnitTests:
     """1 if the answer's program, followed by the field `tests`, runs to its end, else 0.
 
-    The program is the text's last fenced block, else all of the text, after the field `prelude` if there is one: a
-    signature to be continued. `tests` are plain Python with asserts. A program that takes more than the limits is wrong.
+    The program is the text's last fenced block, or all of the text without one. The field `prelude`, if there is one, comes
+    before it: a signature to be continued. `tests` are plain Python with asserts. A program beyond the limits is wrong.
     Raises: RewardError where there is no sandbox; KeyError for a row without tests. Neither makes the answer wrong.
     """
 

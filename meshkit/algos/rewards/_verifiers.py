@@ -1,4 +1,4 @@
-"""Rewards that need no model: 1 for a right answer, 0 for a wrong one. They read what is right from the answer's fields."""
+"""Verifiers (rule-based, verifiable rewards): 1 for a right answer, 0 for a wrong one, by the fields of the rollout."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def countdown(answer: Rollout) -> float:
 
 
 def _last_number(text: str) -> Fraction | None:
-    found = _NUMBER.findall(text)
-    return Fraction(found[-1].replace(",", "").rstrip(".")) if found else None
+    numbers = _NUMBER.findall(text)
+    return Fraction(numbers[-1].replace(",", "").rstrip(".")) if numbers else None
 
 
 def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
-    """Never eval: only the four operators and whole numbers are walked. A `**` could ask for all memory there is."""
+    """The value of a tree of whole numbers and the four operators. Never `eval`: a `**` could ask for all memory there is."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
     if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshkit as mk
-from meshkit.algos.reallocate import Laid, Layout, ReallocationPlan, layout_of, plan_reallocation
+from meshkit.algos.reallocate import Layout, ReallocationPlan, TensorRegions, layout_of, plan_reallocation
 from tests.algos.reallocate.cases import DENSE, MODELS, TIED_ODD, Model, whole_model
 
 SPECS = {
@@ -177,9 +177,11 @@ def test_different_models_and_sources_with_gaps_are_refused() -> None:
         mk.errors.PlanError, match=r"only the destination has 'a.lora_A.weight'.*merge them by mk.lora.merge first"
     ):
         plan_reallocation(dense, adapters)
-    half = Laid((4,), torch.float32, {0: ((0, 2),)})
+    half = TensorRegions((4,), torch.float32, {0: ((0, 2),)})
     with pytest.raises(
         mk.errors.PlanError,
         match=r"the ranks \[0\] of the source do not hold each element of 'w' \(4,\) once: 2 too few",
     ):
-        plan_reallocation(Layout({"w": half}, (0,)), Layout({"w": Laid((4,), torch.float32, {1: ((0, 4),)})}, (1,)))
+        plan_reallocation(
+            Layout({"w": half}, (0,)), Layout({"w": TensorRegions((4,), torch.float32, {1: ((0, 4),)})}, (1,))
+        )
