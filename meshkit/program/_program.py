@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
@@ -53,14 +54,20 @@ class Program:
 def read_program(model: nn.Module) -> Program:
     """The program of a model, before anything is done to it.
 
-    Raises: PlanError for a model of which this rank holds the stages of one rank of pp only, and for one that is on meta in
-    part.
+    Raises: PlanError for a model of which this rank holds the stages of one rank of pp only, and for one that is split over
+    a mesh already or on meta in part.
     """
     if full_model_of(model) is not None:
         raise PlanError(
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
             "`run.full_model`, or the model before parallelize."
         )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise PlanError(
+                f"{type(model).__name__}: {name!r} is split over a mesh already. Give the model before parallelize, or "
+                "`run.full_model`."
+            )
     plain = [param.is_meta for param in model.parameters() if type(param.data) is Tensor]
     if any(plain) and not all(plain):
         raise PlanError("parallelize: some parameters are on meta and some not. Build the whole model in one place.")
@@ -72,7 +79,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
     Its hooks are its own: those put on the model later are not on the copy, nor the other way.
     Not a deep copy, which fails on whatever a module of the user's may hold beside tensors: a lock, a file, a generator.
-    Parameters of other kinds than plain tensors (DTensors, quantised ones) are shared too.
+    Parameters of other kinds than plain tensors (quantised ones) are shared too.
     """
     params: dict[int, nn.Parameter] = {}
     for param in model.parameters():

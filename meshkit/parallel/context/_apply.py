@@ -51,6 +51,8 @@ def context_parallel(
     Wire: in each attention what the scheme sends; `explain` prints it.
     Raises: PlanError for a module that could not see the mask, and where dropout would depend on the split.
     """
+    if mesh.ndim != 1:
+        raise PlanError(f"context_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['cp'].")
     policy = policy or ContextPolicy()
     named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)
