@@ -53,8 +53,8 @@ class Program:
 def read_program(model: nn.Module) -> Program:
     """The program of a model, before anything is done to it.
 
-    Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a mesh
-    already, and for one that is partly on meta.
+    Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a
+    mesh already, and for one that is partly on meta.
     """
     if full_model_of(model) is not None:
         raise PlanError(
