@@ -55,6 +55,7 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
     shows, cache = dist.get_rank() == 0, config.cache.expanduser()
     corpus = find_corpus(config.data) if config.data else standard_library()
     folder = config.tokenizer or config.pretrained
+    # The others find the files of rank 0 in the cache, and read them.
     with main_rank_first():
         if folder is not None:
             tokenizer = load_tokenizer(folder)

@@ -31,6 +31,7 @@ def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
     """
     if config.sampler_ranks and config.sampler_mesh is None:
         raise PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
+    # Every rank makes both meshes, in one order, since making the process groups of a mesh is collective over the world.
     world_size = init_mesh().spec.world_size
     learners = range(world_size - config.sampler_ranks)
     actor = init_mesh(config.mesh, ranks=learners)

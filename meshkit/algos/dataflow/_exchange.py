@@ -51,6 +51,7 @@ class Exchange:
                 if sample[SOURCE] in wanted and self._sender(sample[SOURCE], sources, receiver) == rank
             ]
             payloads.append(parts)
+        # What stays on the rank is neither pickled nor copied.
         local = payloads[self.ranks.index(rank)]
         payloads[self.ranks.index(rank)] = []
         received = [sample for parts in self._all_to_all(payloads) for sample in parts]
@@ -68,6 +69,7 @@ class Exchange:
         sizes = torch.tensor([len(data) for data in packed])
         incoming_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(incoming_sizes, sizes, group=self._group)
+        # frombuffer refuses an empty buffer: one byte stands in, and is cut off.
         outgoing = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
         incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
         dist.all_to_all_single(incoming, outgoing, incoming_sizes.tolist(), sizes.tolist(), group=self._group)

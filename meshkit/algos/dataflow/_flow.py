@@ -70,7 +70,9 @@ class Flow:
         ends = {frozenset(self._ranks_of(row)) for row in rows}
         # All ranks make all groups, in one order; one that is not in a group gets a placeholder that it never uses.
         self._groups: dict[frozenset[int], Any] = {
-            ranks: dist.new_group(sorted(ranks), backend="gloo", timeout=timeout) for ranks in sorted(ends, key=sorted)
+            # gloo: samples are on the host, and a barrier must not wait for work that is queued on the device.
+            ranks: dist.new_group(sorted(ranks), backend="gloo", timeout=timeout)
+            for ranks in sorted(ends, key=sorted)
         }
         self._guard = Guard(f"flow-{next(_numbers)}", timeout=timeout)
 
@@ -121,6 +123,7 @@ class Flow:
 
     def _call(self, call: Call, iteration: int, what: str) -> None:
         given = self._samples(iteration, call.on)
+        # Copies: a function may change its samples, and another call on this mesh reads the stored ones if it returns None.
         returned = call.function([dict(sample) for sample in given])
         if returned is None and not call.gives:
             return

@@ -136,6 +136,7 @@ def policy_loss(
         raise DataError(f"policy_loss: entropy={loss.entropy} needs the entropy of each prediction. Give entropy.")
     log_probs, advantages = answers.only(log_probs), answers.only(advantages.detach())
     old = log_probs.detach() if old_log_probs is None else answers.only(old_log_probs.detach())
+    # On policy old is log_probs itself, detached: the ratio is 1, and its gradient is that of log pi.
     log_ratio = log_ratios(log_probs - old, answers, loss.ratio)
     bounded = _bounded(loss, answers, log_ratio, log_probs, advantages)
 

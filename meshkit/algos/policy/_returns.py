@@ -105,12 +105,13 @@ def gae(
     zeros_B = rewards_TB.new_zeros(rewards_TB.shape[1])
     ahead_B, value_B, pending_B, segment_B = zeros_B, zeros_B, zeros_B, torch.zeros_like(segments_TB[:1].sum(0))
     for t in reversed(range(len(rewards_TB))):
+        # Backwards in time: at the last token of a segment all that came from the next one is dropped.
         entered_B = segments_TB[t] != segment_B
         segment_B = segments_TB[t]
         ahead_B, pending_B = ahead_B.masked_fill(entered_B, 0.0), pending_B.masked_fill(entered_B, 0.0)
         # Only the last token of a segment is open, so no later value is overwritten.
         value_B = torch.where(open_TB[t], values_TB[t], value_B.masked_fill(entered_B, 0.0))
-        pending_B = pending_B + rewards_TB[t]
+        pending_B = pending_B + rewards_TB[t]  # rewards since the last learnt token, which gets them
         learnt_B = learn_TB[t]
         delta_B = pending_B + discount * value_B - values_TB[t]
         ahead_B = torch.where(learnt_B, delta_B + discount * decay * ahead_B, ahead_B)

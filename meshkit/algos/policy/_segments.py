@@ -57,6 +57,7 @@ class SegmentIndex:
         local_sums = torch.stack(
             [packed_logps(rearrange(value.double(), as_row), mask, index, self.count) for value in values]
         )
+        # See [Note: sums over cp, forward and backward] in preference/_tokens.py. Stacked: one message for all values.
         return list((local_sums if self.axis is None else whole_sequences(local_sums, self.axis)).unbind())
 
     def means(self, values: Tensor) -> Tensor:

@@ -176,6 +176,7 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         learn.double(),
         batch.get("greedy_rewards", torch.zeros_like(rewards)),
     )
+    # On the host, and by objects: ranks have different numbers of answers, perhaps none.
     (totals_A, scores_A, groups_A, lengths_A, greedy_A), local = gather_answers(mesh, torch.stack(local_sums))
     if isinstance(advantage, GroupAdvantage):
         by_answer = group_advantages(totals_A, groups_A.long(), advantage, lengths_A=lengths_A, greedy_A=greedy_A)
@@ -186,6 +187,7 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
     if advantage.whiten:
         moments = _sum_over_data(mesh, Moments.of(values["advantages"], learn & scored))
         values["advantages"] = whiten(values["advantages"], learn & scored, moments)
+    # Of raw scores: `uniform` counts groups without a signal, also where KL in the reward makes their totals differ.
     equal_A = group_advantages(scores_A, groups_A.long(), GroupAdvantage()).uniform
     return StepAdvantages(
         values=values,

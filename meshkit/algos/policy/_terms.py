@@ -107,6 +107,7 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor, estimator: str)
     """
     if estimator.endswith("+"):
         k2 = kl_estimates(log_probs, reference_log_probs, "k2")
+        # The gradient of k2, and the value of the other estimate.
         return k2 - k2.detach() + kl_estimates(log_probs, reference_log_probs, estimator[:-1]).detach()
     difference = log_probs.double() - reference_log_probs.detach().double()
     if estimator == "k1":

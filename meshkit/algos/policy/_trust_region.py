@@ -69,6 +69,7 @@ def step_within(
     before = [shard.clone() for shard in shards]
     step()
     after = [shard.clone() for shard in shards]
+    # Copies are of this rank's shards only, and every rank measures the same KL: so all ranks take the same fraction.
     for attempt in range(tries):
         fraction = shrink**attempt
         for shard, old, new in zip(shards, before, after, strict=True):

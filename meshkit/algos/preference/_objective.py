@@ -48,7 +48,8 @@ def sums_of_answers(values: Sequence[Tensor], part: dict[str, Any], mesh: Mesh, 
     Wire: with cp, one all-reduce of [values, answers] in each direction.
     """
     unmasked = torch.ones_like(part["segment_ids"])
-    # Segment 0 is padding: its sum is cut off.
+    # Segment 0 is padding: its sum is cut off. Sums are over all answers of the rank's batch, although a microbatch has only
+    # some of them: ranks of cp may hold tokens of different answers, and need the same shape.
     sums = [packed_logps(value, unmasked, part["segment_ids"], answers + 1)[1:] for value in values]
     return list(whole_sequences(torch.stack([of_value.double() for of_value in sums]), mesh["cp"]).unbind())
 

@@ -37,6 +37,11 @@ def whole_sequences(parts_N: Tensor, axis: DeviceMesh) -> Tensor:
     reaches the tokens of every rank.
     Wire: forward and backward, one all-reduce of [N] each.
     """
+    # [Note: sums over cp, forward and backward]
+    # Forward, `reduce_from_axis` adds the partial sums up. Backward it hands the gradient to each rank unchanged, which is
+    # right for its own tokens. But every rank of cp computes the loss of the same sums, divided by the size of cp, and has
+    # only its share of the gradient; `copy_to_axis` adds the shares up on the way back. Without it gradients would be too
+    # small by the size of cp, while the loss was right.
     return copy_to_axis(reduce_from_axis(parts_N, axis), axis)
 
 

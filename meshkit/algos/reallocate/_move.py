@@ -90,6 +90,7 @@ class Reallocation:
             if previous is not None:
                 previous.finish(dst, self.mix)
             previous = current
+        # Copies within the rank overlap with the last round.
         for copy in self._copies:
             dst.write(copy, src.read(copy), self.mix)
         if previous is not None:
@@ -148,6 +149,8 @@ class _Round:
                 operations.append(dist.P2POp(dist.irecv, message, sender))
         # Held until `finish`, for backends whose work does not keep the tensors of its messages alive.
         self._messages = [operation.tensor for operation in operations]
+        # Batched, and one message for each pair of ranks: NCCL groups them, so that the order of sends and receives on two
+        # ranks cannot make them wait for each other.
         self._works = dist.batch_isend_irecv(operations)
 
     def finish(self, dst: _Shards, mix: float) -> None:

@@ -147,6 +147,8 @@ def _pieces(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
 
 def _rounds(moving: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
     """Put each piece into the first round in which both of its ranks have room; rounds nearly full for a rank are skipped."""
+    # `first[rank]` is the first round with room for more on a rank. Rounds more than three quarters full are passed over for
+    # good, since a piece is up to a quarter of a bucket; else each piece would search all rounds.
     rounds: list[list[Transfer]] = []
     used: list[Counter[int]] = []
     first: Counter[int] = Counter()

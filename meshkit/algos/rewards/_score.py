@@ -156,6 +156,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     Wire: one all-gather of the pickled scores over the mesh.
     Raises: RewardError, on every rank and with the same text.
     """
+    # The error is gathered, not raised: a rank that raised before the collective would leave the others waiting in it.
     scores, failure = None, None
     if all(mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")):
         try:
@@ -192,10 +193,12 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
         )
     scored = totals[~np.isnan(totals)]
     mean = float(scored.mean()) if len(scored) else math.nan
-    own = by_data_rank[mesh.data_rank]
+    local_scores = by_data_rank[mesh.data_rank]
     return MeshScores(
-        own=own,
-        rollouts=[replace(each, reward=reward) for each, reward in zip(answers, own.totals.tolist(), strict=True)],
+        own=local_scores,
+        rollouts=[
+            replace(each, reward=reward) for each, reward in zip(answers, local_scores.totals.tolist(), strict=True)
+        ],
         answers=len(totals),
         tokens=tokens,
         mean=mean,

@@ -91,6 +91,7 @@ class KeyValueCache:
 
     def write(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Put tokens into their slots; returns the layer's keys and values, each [pages, page_tokens, K, D]."""
+        # Layers are created at their first call: how many, and with how many heads on this rank, only the model knows.
         if layer == len(self._layers):
             self._layers.append((_room(k_TKD, 0), _room(v_TKD, 0)))
         pages, stored = self.pages.allocated, self._layers[layer]

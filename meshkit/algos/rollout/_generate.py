@@ -68,6 +68,7 @@ def generate(
     training = run.model.training
     run.model.eval()
     with ExitStack() as stack:
+        # Callbacks run in reverse: hooks are removed first, then the mode is restored, at last gathered parameters are freed.
         stack.callback(after_inference, run.model)
         stack.callback(run.model.train, training)
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change every step: it would compile each
@@ -110,10 +111,12 @@ class _Generation:
     def step(self) -> None:
         """One forward, and a token for each sequence in it."""
         run, step = self.run, self.scheduler.next_step()
+        # With sequence parallelism tp splits the row of tokens evenly.
         multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
         self._logit_tokens = row.logit_tokens
         logits = run.infer(row.inputs, _logits)
+        # Only now: the copied pages hold the prompt that this forward computed.
         self.cache.copy(*step.copies)
         if not step.draws:
             return
@@ -162,6 +165,7 @@ class _Generation:
         """In the order of (prompt, sample)."""
         precision = self.run.resolved.memory.precision
         dtype = next(self.run.model.parameters()).dtype if precision is None else precision.compute
+        # As wide as `choose` computed them, which rounds nothing that the trainer will compare with.
         wide = np.float64 if wide_dtype(dtype) == torch.float64 else np.float32
         ordered = sorted(self._ended, key=lambda pair: (pair[0].group.prompt, pair[0].sample))
         return [

@@ -35,6 +35,7 @@ def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling
     first = 0
     if isinstance(logits, DTensor):
         logits, first, axis = vocabulary_part("generate", logits)
+    # One copy in the wide dtype, on which all that follows works in place: logits of a step are [rows, V].
     wide = logits.to(wide_dtype(logits.dtype), copy=True).div_(sampling.temperature or 1.0)
     subtract_peak_(wide, axis)
     odds = wide.exp()
@@ -79,7 +80,7 @@ def _threshold(log_probs: Tensor, axis: DeviceMesh | None, sampling: Sampling) -
         ordered = candidates.sort(-1, descending=True).values
         # A token is kept if the more probable ones add up to less than top_p; so the first always is.
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
-        before[:, 0] = 0
+        before[:, 0] = 0  # roll brought the total of all tokens here
         threshold = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1)
     if sampling.min_p > 0:
         threshold = torch.maximum(threshold, peak + torch.tensor(sampling.min_p, dtype=torch.float64).log().to(peak))
@@ -115,6 +116,8 @@ def _largest(scores: Tensor, log_probs: Tensor, first: int, axis: DeviceMesh | N
     else:
         best_3N = scores.new_full((3, len(scores)), -torch.inf, dtype=torch.float64)
     if axis is not None:
+        # Scores, ids and log-probabilities in one message of fp64, which holds ids exactly. argmax takes the first of equal
+        # scores, and ranks are in the order of the vocabulary, so the choice does not depend on tp.
         best_R3N = all_gather(rearrange(best_3N, "three n -> 1 three n"), 0, axis)
         rank_N = best_R3N[:, 0].argmax(0)
         best_3N = best_R3N.gather(0, repeat(rank_N, "n -> 1 three n", three=3))[0]

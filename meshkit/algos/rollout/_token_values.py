@@ -69,14 +69,17 @@ def token_values(
         torch.arange(1, rows * tokens + 1, device=batch["input_ids"].device), "(b t) -> b t", b=rows, t=tokens
     )
     values = torch.zeros(rows * tokens + 1, dtype=torch.float64, device=run.mesh.device)
+    # eval: no dropout.
     training = run.model.training
     run.model.eval()
     for part, weight in run.parts({**batch, TOKEN_INDEX: index_BT}, microbatches):
         index_of_part = part.pop(TOKEN_INDEX)
         values_of_part = run.infer(part, function)
+        # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.
         if values_of_part is not None and weight:
             values[index_of_part.flatten()] = values_of_part.double().flatten()
     run.model.train(training)
+    # FSDP frees gathered parameters in backward, which does not come. The next step would compute with these old copies.
     after_inference(run.model)
     for axis in (run.mesh["cp"], run.mesh["pp"]):
         if axis.size() > 1:

@@ -85,6 +85,7 @@ class VllmEngine:
         stopping = Stopping(sampling, decode)
         refuse_odd_calls("VllmEngine", prompts, samples, self._config.vocab_size)
         self._start(sampling)
+        # A generator: tensors are gathered one at a time, in the same order on all ranks, and freed once they are copied.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream_pretrained(self.run.model)})
         self._llm.reset_prefix_cache()  # its keys and values are of the former weights
         requests = [(prompt, sample) for prompt in prompts for sample in range(samples)]
