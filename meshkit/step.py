@@ -270,6 +270,7 @@ def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:
 
 
 def refuse_microbatches(count: int) -> None:
+    """Raises: DataError for a number of microbatches that is no whole number of at least 1."""
     if type(count) is not int or count < 1:
         raise DataError(f"microbatches={count!r}: a step has a whole number of microbatches, at least 1.")
 

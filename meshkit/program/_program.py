@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
@@ -52,14 +53,20 @@ class Program:
 def read_program(model: nn.Module) -> Program:
     """The program of a model, before anything is done to it.
 
-    Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, and for one that is partly on
-    meta.
+    Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a mesh
+    already, and for one that is partly on meta.
     """
     if full_model_of(model) is not None:
         raise PlanError(
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
             "`run.full_model`, or the model before parallelize."
         )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise PlanError(
+                f"{type(model).__name__}: {name!r} is split over a mesh already. Give the model before parallelize, or "
+                "`run.full_model`."
+            )
     plain = [param.is_meta for param in model.parameters() if type(param.data) is Tensor]
     if any(plain) and not all(plain):
         raise PlanError("parallelize: some parameters are on meta and some not. Build the whole model in one place.")
@@ -69,7 +76,7 @@ def read_program(model: nn.Module) -> Program:
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the modules with parameters on meta. Tied parameters stay tied; all else is shared with the model.
 
-    Parameters that are no plain tensors (DTensors, quantized ones) are shared too. Its hooks are its own: those put on the
+    Parameters that are no plain tensors (quantized ones) are shared too. Its hooks are its own: those put on the
     model later are not on the copy, nor the other way.
     """
     # No deep copy: it fails on what a user's module may hold beside tensors, such as a lock, a file or a generator.

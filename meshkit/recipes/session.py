@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
-from meshkit.errors import StepError
+from meshkit.errors import PlanError, StepError
 from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
@@ -74,6 +74,7 @@ class Session:
         unit: str = "step",
         writes: bool = True,
     ) -> None:
+        _refuse(config)
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = 0, False, False
         self.guard = NonFiniteGuard(max_skips=config.max_skips if isinstance(config, StepFlags) else 0)
@@ -234,3 +235,15 @@ class Session:
             if run is not None:
                 extra = state if index == 0 else None
                 checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)
+
+
+def _refuse(config: RunFlags) -> None:
+    """Before the first step, not at the first evaluation or checkpoint."""
+    for flag in ("eval_every", "save_every"):
+        if getattr(config, flag) < 1:
+            raise PlanError(
+                f"--{flag.replace('_', '-')} {getattr(config, flag)}: give at least 1; more steps than the run has is "
+                "only at its end."
+            )
+    if config.out.exists() and not config.out.is_dir():
+        raise PlanError(f"--out {config.out} is a file. Give a folder.")

@@ -229,3 +229,29 @@ def test_ranks_that_would_recompute_different_blocks_say_so() -> None:
     first, second = pool(2).run(other_blocks)
     assert "this rank recomputes ['h.0'] by full, but rank 1 of the axis ['h.1'] by full" in first
     assert "but rank 0 of the axis ['h.0']" in second
+
+
+def refused() -> list[str]:
+    plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    row = plane["tp"]
+    cut = mk.pipeline_parallel(foreign(), row, blocks=["h.*"])
+    split = mk.parallelize(foreign(), mk.init_mesh("dp_shard=2")).model
+    texts = []
+    for act in (
+        lambda: mk.context_parallel(foreign(), plane),
+        lambda: mk.pipeline_parallel(foreign(), plane, blocks=["h.*"]),
+        lambda: mk.pipeline_parallel(cut, row, blocks=["h.*"]),
+        lambda: mk.parallelize(split, mk.init_mesh("dp_shard=2")),
+    ):
+        with pytest.raises(mk.errors.PlanError) as error:
+            act()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_mesh_of_two_axes_and_a_module_that_is_split_are_refused() -> None:
+    for texts in pool(2).run(refused):
+        for text, match in zip(
+            texts, ["Pass mesh['cp']", "Pass mesh['pp']", "one rank already", "already"], strict=True
+        ):
+            assert match in text

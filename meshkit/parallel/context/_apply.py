@@ -52,6 +52,8 @@ def context_parallel(
     Wire: each attention sends the scheme's messages; `explain` prints them.
     Raises: PlanError for a module that takes no mask, and for attention dropout, which would depend on the split.
     """
+    if mesh.ndim != 1:
+        raise PlanError(f"context_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['cp'].")
     policy = policy or ContextPolicy()
     named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)

@@ -304,6 +304,10 @@ def pipeline_parallel(
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
+    if mesh.ndim != 1:
+        raise PlanError(f"pipeline_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['pp'].")
+    if pipeline_of(module) is not None:
+        raise PlanError("pipeline_parallel: this module has the stages of one rank already. Give the whole one, once.")
     policy = policy or PipelinePolicy()
     # Splitting linears comes after the plan, which looks at the unchanged model, and before stages are cut.
     names = match_names(blocks, dict(module.named_modules()), what="module")
