@@ -9,6 +9,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -148,6 +150,16 @@ def _chains(tree: ast.AST, roots: set[str]) -> Iterator[str]:
             value = value.value
         if parts and id(node) not in inner and isinstance(value, ast.Name) and value.id in roots:
             yield ".".join([value.id, *reversed(parts)])
+
+
+HEAVY = ("jinja2", "rich", "tensorboard", "tokenizers", "transformers", "tyro")
+
+
+def test_importing_meshkit_stays_light() -> None:
+    """Half of these are extras, which a user of the blocks need not have; each costs a rank time when it starts."""
+    code = "import sys; import meshkit; print(*(name for name in sys.argv[1:] if name in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code, *HEAVY], cwd=ROOT, capture_output=True, text=True, check=True)
+    hold("heavy modules that `import meshkit` loads", loaded.stdout.split())
 
 
 # Which names are public

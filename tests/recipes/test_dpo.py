@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from meshkit.algos.preference import parse_losses
 from meshkit.errors import PlanError
 from meshkit.models import Llama, config_from_pretrained, load_pretrained
-from meshkit.preflight.estimate._recipe import load_script
+from meshkit.preflight.estimate.recipe import load_script
 from tests.recipes.launch import ROOT, read_losses, run
 from tests.recipes.pairs import write_pairs
 from tests.recipes.test_reward_model import seen_last

@@ -11,7 +11,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.errors import PlanError
-from meshkit.preflight.estimate._recipe import Recipe, load_script
+from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.recipes import ParallelFlags, TrainFlags
 from meshkit.recipes.flags import PLACES
 from meshkit.strategy import (

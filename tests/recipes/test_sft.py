@@ -12,7 +12,7 @@ import torch
 import meshkit as mk
 from meshkit.data import CHATML, CHATML_TOKENS, load_chat, save_tokenizer, train_tokenizer
 from meshkit.models import LLAMA_PLAN, build_model, config_from_pretrained, load_lora, load_pretrained, lora_options
-from meshkit.preflight.estimate._recipe import load_script
+from meshkit.preflight.estimate.recipe import load_script
 from tests.recipes.launch import ROOT, read_losses, run
 from tests.world import run_ranks
 

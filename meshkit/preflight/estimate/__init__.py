@@ -15,8 +15,6 @@ from ._estimate import measure as measure
 from ._estimate import coordinate_of as coordinate_of
 from ._estimate import fake_mesh as fake_mesh
 from ._estimate import resolve_spec as resolve_spec
-from ._recipe import Recipe as Recipe
-from ._recipe import load_script as load_script
 from ._result import Estimate as Estimate
 from ._tracker import GROUPS as GROUPS
 from ._tracker import HOST as HOST

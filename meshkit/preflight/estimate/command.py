@@ -17,8 +17,8 @@ from meshkit.mesh import MeshSpec
 from meshkit.preflight._format import format_bytes, table_lines
 from meshkit.preflight.estimate._drawing import svg
 from meshkit.preflight.estimate._estimate import Kernels, coordinate_of
-from meshkit.preflight.estimate._recipe import Recipe, load_script
 from meshkit.preflight.estimate._result import NUMBERS, Estimate
+from meshkit.preflight.estimate.recipe import Recipe, load_script
 
 
 @dataclass(frozen=True, kw_only=True)

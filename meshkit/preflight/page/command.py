@@ -11,8 +11,9 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
-from meshkit.preflight.estimate import Kernels, Recipe, coordinate_of, load_script
+from meshkit.preflight.estimate import Kernels, coordinate_of
 from meshkit.preflight.estimate.command import parse_bytes
+from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.explain import explain_resolved
 from meshkit.preflight.page._html import save_html
 from meshkit.preflight.page._page import explain_page, resolved_run
