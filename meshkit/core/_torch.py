@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -60,7 +61,7 @@ FUNCTIONAL_COLLECTIVES = frozenset(
 
 # [Note: names that are imported as they are]
 # Checked: 2.11, 2.15, for all of them.
-# - DynamicOutputShapeException, FakeTensor, FakeTensorMode: tensors without values. Replaced by: nothing yet.
+# - DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode: tensors without values. Replaced by: nothing yet.
 # - TorchDispatchMode: sees every operator below autograd. torch's own documentation uses it. Replaced by: nothing yet.
 # - tree_flatten, tree_leaves, tree_map, tree_unflatten: nested containers of tensors. Replaced by: nothing yet.
 # - foreach_norm, foreach_mul_: many tensors in one kernel, as torch.nn.utils.get_total_norm has them. Replaced by: loops.

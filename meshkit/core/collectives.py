@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
+from meshkit.core.noting import noted
 from meshkit.errors import PlanError
 
 
@@ -137,21 +138,25 @@ class _JoinDim(torch.autograd.Function):
         return local_slice(grad, ctx.dim, ctx.axis).contiguous(), None, None
 
 
+@noted()
 def copy_to_axis(tensor: Tensor, axis: DeviceMesh) -> Tensor:
     """Same tensor on every rank in, used differently by each. Wire: backward, one all-reduce of the tensor."""
     return tensor if axis.size() == 1 else _CopyToAxis.apply(tensor, axis)
 
 
+@noted()
 def reduce_from_axis(tensor: Tensor, axis: DeviceMesh) -> Tensor:
     """A different summand on each rank in, the sum out. Wire: forward, one all-reduce of the tensor."""
     return tensor if axis.size() == 1 else _ReduceFromAxis.apply(tensor, axis)
 
 
+@noted()
 def gather_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """Slices of `dim` in, the full tensor out, used differently by each rank. Wire: all-gather, backward reduce-scatter."""
     return tensor if axis.size() == 1 else _GatherDim.apply(tensor, dim, axis)
 
 
+@noted()
 def scatter_sum_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """A different summand on each rank in, a slice of the sum out. Wire: reduce-scatter, backward all-gather.
 
@@ -160,11 +165,13 @@ def scatter_sum_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     return tensor if axis.size() == 1 else _ScatterSumDim.apply(tensor, dim, axis)
 
 
+@noted()
 def split_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """Same tensor on every rank in, a slice of `dim` out. Wire: backward, one all-gather of the tensor."""
     return tensor if axis.size() == 1 else _SplitDim.apply(tensor, dim, axis)
 
 
+@noted()
 def join_dim(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """Slices of `dim` in, the full tensor out, used alike by each rank. Wire: forward, one all-gather of the result."""
     return tensor if axis.size() == 1 else _JoinDim.apply(tensor, dim, axis)

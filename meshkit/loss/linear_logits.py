@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshkit.core import _torch
 from meshkit.core.patch_class import patch_class
 from meshkit.core.sharding import chunk
+from meshkit.core.noting import noted
 from meshkit.errors import PlanError, StepError
 from meshkit.plan import Plan, match_table
 from meshkit.strategy import ChunkedLoss
@@ -93,6 +94,11 @@ _torch.register_pytree(
 )
 
 
+def _wide_logits(local: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
+    return F.pad(local, (0, vocabulary - local.shape[-1]))
+
+
+@noted(reading=_wide_logits)
 def sharded_logits(local: Tensor, axis: DeviceMesh, vocabulary: int) -> DTensor:
     """Local logits [..., V/tp] as one DTensor [..., V] sharded on its last dim."""
     shape = torch.Size([*local.shape[:-1], vocabulary])

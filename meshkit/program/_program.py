@@ -86,10 +86,10 @@ def without_values(model: nn.Module) -> nn.Module:
         if type(param.data) is Tensor:
             params[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
-    return _copied(model, params, {})
+    return copied(model, params, {})
 
 
-def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
+def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
     """params, copies: by id of the original. A module that occurs twice is copied once."""
     if id(module) not in copies:
         twin: nn.Module = object.__new__(type(module))
@@ -99,8 +99,11 @@ def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int
         vars(twin)["_parameters"] = {
             key: None if param is None else params[id(param)] for key, param in module._parameters.items()
         }
+        vars(twin)["_buffers"] = {
+            key: None if buffer is None else params.get(id(buffer), buffer) for key, buffer in module._buffers.items()
+        }
         vars(twin)["_modules"] = {
-            key: None if child is None else _copied(child, params, copies) for key, child in module._modules.items()
+            key: None if child is None else copied(child, params, copies) for key, child in module._modules.items()
         }
     return copies[id(module)]
 

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
+from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
@@ -103,15 +105,17 @@ def shard_without_ranks(
     computes is what that rank keeps and computes.
     """
     axis: Any = FakeAxis(layout.size, rank)
-    modules = {f"{name}.{key}" if key else name: child for key, child in part.named_modules()}
+    modules = {".".join(filter(None, (name, key))): child for key, child in part.named_modules()}
+    sharded: dict[int, nn.Parameter] = {}  # by id of the original, so that a tied one is made once
     for prefix, child in modules.items():
         for key, param in list(child.named_parameters(recurse=False)):
-            placement = layout.params[f"{prefix}.{key}"].placement
+            placement = layout.params[f"{prefix}.{key}" if prefix else key].placement
             if isinstance(placement, Shard):
                 shard = chunk(param.shape[placement.dim], layout.size, rank)
                 shape = list(param.shape)
                 shape[placement.dim] = shard.stop - shard.start
-                child._parameters[key] = nn.Parameter(param.new_empty(shape), param.requires_grad)
+                part_of = nn.Parameter(param.new_empty(shape), param.requires_grad)
+                child._parameters[key] = sharded.setdefault(id(param), part_of)
         _localize(child, prefix, axis, layout)
     for call in layout.calls:
         if call.module in modules:
@@ -262,22 +266,43 @@ def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
     return view
 
 
+@noted()
+def vocab_lookup(weight: Tensor, ids: Tensor, start: int, padding: int | None) -> Tensor:
+    """Look up the ids of this rank's vocabulary, `weight`, whose first row is `start`; others are zero, and the sum over ranks
+    adds them."""
+    if not len(weight):  # no row to look up: padded by one of zeros, through which the gradient still flows
+        return F.embedding(torch.zeros_like(ids), F.pad(weight, (0, 0, 0, 1)))
+    outside = (ids < start) | (ids >= start + len(weight))
+    rows = F.embedding((ids - start).masked_fill(outside, 0), weight, padding)
+    return rows.masked_fill(outside.unsqueeze(-1), 0)
+
+
+class _LookUp(TorchFunctionMode):
+    """Inside, F.embedding looks up this rank's part of the vocabulary. What else a module's forward does stays as it is."""
+
+    def __init__(self, start: int, padding: int | None) -> None:
+        super().__init__()
+        self.start, self.padding = start, padding
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding:
+            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+            return vocab_lookup(given["weight"], given["input"], self.start, self.padding)
+        return func(*args, **(kwargs or {}))
+
+
 def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     shard = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
     padding = module.padding_idx
-    local_padding = padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
+    start, local_padding = shard.start, padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
+    forward = type(module).forward
 
-    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up the ids of this rank's vocabulary; others are zero, and the sum over ranks adds them."""
-        if (
-            shard.start == shard.stop
-        ):  # no row to look up: padded by one of zeros, through which the gradient still flows
-            return F.embedding(torch.zeros_like(ids), F.pad(self.weight, (0, 0, 0, 1)))
-        outside = (ids < shard.start) | (ids >= shard.stop)
-        rows = F.embedding((ids - shard.start).masked_fill(outside, 0), self.weight, local_padding)
-        return rows.masked_fill(outside.unsqueeze(-1), 0)
+    def look_up(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
+        with _LookUp(start, local_padding):
+            rows: Tensor = forward(self, *args, **kwargs)
+        return rows
 
-    return forward
+    return look_up
 
 
 def _communicate(

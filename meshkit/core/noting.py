@@ -1,0 +1,36 @@
+"""Noted functions: what a reading of the program records as one step of ours, whatever operators it runs inside.
+
+Collectives are such steps: no operator of PyTorch says that a rank's summands became a sum, or that a gradient will be summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Note = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+# A context variable and no argument: the functions are called deep inside of a model's forward.
+reader: ContextVar[Note | None] = ContextVar("what reads the program", default=None)
+
+
+def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
+    """While a program is read, a call is one operation, under the function's name. Otherwise costs a look at a variable.
+
+    reading: runs then in place of the function, for one that needs ranks.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note = reader.get()
+            if note is None:
+                return function(*args, **kwargs)
+            return note(function.__name__, reading or function, args, kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

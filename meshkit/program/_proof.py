@@ -1,0 +1,446 @@
+"""Proof of a plan: the split model's operators, on every rank, are those of the single-device model on a part of its tensors.
+
+The traces of all ranks are walked beside that of the single-device model. Of each tensor it is known which elements of the
+single-device model's a rank has, and of what kind it is on the axis, in the words of SPMD types:
+
+| kind        | values on the ranks         | gradients                                |
+|-------------|-----------------------------|------------------------------------------|
+| invariant   | the same                    | the same                                 |
+| replicated  | the same                    | summands, to be summed over the ranks    |
+| varying     | parts along one dim         | of the part                              |
+| partial     | summands of the tensor      | the same                                 |
+| distributed | a DTensor                   | torch's own                              |
+
+An operator that follows its rule on parts gives parts. Anything else is refused, with the operator and its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from meshkit.core._torch import tree_map
+from meshkit.errors import PlanError
+from meshkit.program._elements import Numbers, Part, Replay, TooLarge
+from meshkit.program._rules import Dims, dims
+from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+
+Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
+
+
+class Unproved(PlanError):
+    """A plan that could not be shown to compute what one device computes."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a parameter or input: all of it, or some indices along a dim."""
+
+    kind: Kind = "invariant"
+    dim: int = 0
+    indices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A tensor against the single-device model's: `indices` along `dim`; all of it if None."""
+
+    dim: int = 0
+    indices: Tensor | None = None
+
+
+def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> list[Kind]:
+    """Walk the traces of all ranks of an axis beside the single-device model's. Returns the kind of each output.
+
+    held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks.
+    Raises: Unproved, at the first operation that does not follow.
+    """
+    return _Proof(full, ranks, held).run()
+
+
+class _Rank:
+    """One rank's trace, and of what kind its tensors are."""
+
+    def __init__(self, trace: Trace, held: Mapping[str, Held], proof: _Proof) -> None:
+        self.trace, self.held, self._proof = trace, held, proof
+        self._kinds: dict[int, Kind] = {}
+        self.replay = Replay(trace, proof.numbers, self._part, self._moved)
+
+    def kind(self, ref: TensorRef) -> Kind:
+        found = self._kinds.get(ref.storage)
+        return found or self.held.get(self.trace.storages[ref.storage].source, Held()).kind
+
+    def define(self, ref: TensorRef, elements: Tensor, kind: Kind) -> None:
+        if tuple(elements.shape) != ref.shape:
+            raise Unproved(f"{ref} should be {list(elements.shape)}")
+        self.replay.define(ref, elements)
+        self._kinds[ref.storage] = kind
+
+    def needs_gradient(self, ref: TensorRef) -> bool:
+        return ref.requires_grad and self.replay.constant(ref) is None
+
+    def where(self, operation: Operation) -> str:
+        name = self.trace.calls[operation.call].name if operation.call >= 0 else ""
+        return f"{name or 'the model'}: {operation}"
+
+    def _part(self, storage: int) -> Part:
+        kept = self.trace.storages[storage]
+        full = self._proof.part(kept.source)
+        held = self.held.get(kept.source, Held())
+        if held.indices is None:
+            return full
+        return Part(full.base, full.shape, held.dim, torch.tensor(held.indices, dtype=torch.int64))
+
+    def _moved(self, operation: Operation) -> None:
+        inputs, outputs = tensors((operation.args, operation.kwargs)), tensors(operation.outputs)
+        kinds = {self.kind(ref) for ref in inputs if self.replay.constant(ref) is None}
+        if "partial" in kinds and len(kinds) > 1:
+            raise Unproved(f"{self.where(operation)}: it joins summands that were not summed over the ranks yet.")
+        trained = {self.kind(ref) for ref in inputs if self.needs_gradient(ref)}
+        if "invariant" in trained and len(trained) > 1 and any(ref.requires_grad for ref in outputs):
+            raise Unproved(
+                f"{self.where(operation)}: it joins a tensor whose gradient is summed over ranks and one whose is not."
+            )
+        for kind in ("distributed", "partial", "varying", "replicated", "invariant"):
+            if kind in kinds:
+                for ref in outputs:
+                    self._kinds[ref.storage] = kind  # type: ignore[assignment]
+                return
+
+
+class _Proof:
+    def __init__(self, full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> None:
+        self.trace, self.numbers = full, Numbers()
+        self._parts: dict[str, Part] = {}
+        self.full = Replay(full, self.numbers, lambda storage: self.part(full.storages[storage].source))
+        self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
+        self._model = iter(self.full.operations())
+
+    def part(self, source: str) -> Part:
+        """A parameter, buffer or input of the single-device model."""
+        if source not in self._parts:
+            shape = next((kept.shape for kept in self.trace.storages if kept.source == source), None)
+            if shape is None:
+                raise Unproved(f"the split model reads {source!r}, which the single-device model does not.")
+            self._parts[source] = Part(self.numbers.fresh(torch.Size(shape).numel()), shape)
+        return self._parts[source]
+
+    def run(self) -> list[Kind]:
+        walks = [rank.replay.operations() for rank in self.ranks]
+        for operations in zip_longest(*walks):
+            first = operations[0]
+            if any(other is None or other.name != first.name for other in operations):
+                raise Unproved(f"{self.ranks[0].where(first)}: other ranks run something else there.")
+            step = _STEPS.get(first.op) if isinstance(first.op, str) else None
+            if step is not None:
+                step(self, operations)
+            else:
+                self._follow(self.next(first), operations)
+        if (left := next(self._model, None)) is not None:
+            raise Unproved(f"{left}: the split model does not run it.")
+        outputs = tensors(self.trace.output)
+        return [self._output(index, ref) for index, ref in enumerate(outputs)]
+
+    def next(self, operation: Operation) -> Operation:
+        found = next(self._model, None)
+        if found is None:
+            raise Unproved(f"{self.ranks[0].where(operation)}: the single-device model does not run it.")
+        return found
+
+    def _output(self, index: int, full: TensorRef) -> Kind:
+        refs = [tensors(rank.trace.output)[index] for rank in self.ranks]
+        kinds = {rank.kind(ref) for rank, ref in zip(self.ranks, refs, strict=True)}
+        for rank, ref in zip(self.ranks, refs, strict=True):
+            part = self._slice(rank, full, ref, "the output")
+            if part.indices is not None or rank.kind(ref) in ("varying", "partial"):
+                raise Unproved(f"the output {ref} is only this rank's part; it must be gathered or summed.")
+        (kind,) = kinds
+        return kind
+
+    # ------------------------------------------------------------------------------------------------- operators
+
+    def _follow(self, full: Operation, operations: Sequence[Operation]) -> None:
+        """One operator on all ranks."""
+        rule = dims(full)
+        outs = tensors(full.outputs)
+        results = [
+            self._on_rank(rank, full, local, rule) for rank, local in zip(self.ranks, operations, strict=True)
+        ]
+        for ref in outs:
+            self.full.define(ref)
+        for rank, local, (kind, name, indices) in zip(self.ranks, operations, results, strict=True):
+            for position, (out, own) in enumerate(zip(outs, tensors(local.outputs), strict=True)):
+                elements = self.full.elements(out)
+                if kind == "varying" and name is not None:
+                    assert rule is not None
+                    elements = elements.index_select(rule.outputs[position].index(name), indices)
+                if tuple(elements.shape) != own.shape:
+                    raise Unproved(f"{rank.where(local)}: its output is {own}, and should be {list(elements.shape)}.")
+                rank.define(own, elements, kind)
+
+    def _on_rank(
+        self, rank: _Rank, full: Operation, local: Operation, rule: Dims | None
+    ) -> tuple[Kind, str | None, Tensor]:
+        """(the kind of the outputs, the dim along which the rank has a part by its name in the rule, indices)."""
+
+        def unproved(why: str) -> Unproved:
+            return Unproved(f"{rank.where(local)}: {why}.")
+
+        if full.name != local.name:
+            raise unproved(f"the single-device model runs {full} there")
+        if _numbers(full) != _numbers(local):
+            raise unproved(f"its arguments are {_numbers(local)}, and the single-device model's {_numbers(full)}")
+        if draws(full):
+            raise unproved("it draws random numbers, which need not be the same on all ranks. Set its rate to 0")
+        theirs, mine = tensors((full.args, full.kwargs)), tensors((local.args, local.kwargs))
+        if len(theirs) != len(mine):
+            raise unproved("the single-device model runs it with other arguments")
+        slices = [self._slice(rank, a, b, rank.where(local)) for a, b in zip(theirs, mine, strict=True)]
+        trains = any(ref.requires_grad for ref in tensors(local.outputs))
+        kinds = [rank.kind(ref) for ref in mine if rank.replay.constant(ref) is None]
+        nothing = torch.empty(0, dtype=torch.int64)
+        if "distributed" in kinds:
+            if set(kinds) != {"distributed"}:
+                raise unproved("it mixes a DTensor with plain tensors")
+            return "distributed", None, nothing
+        split = [index for index, part in enumerate(slices) if part.indices is not None]
+        if not split:
+            return self._joined(rank, local, rule, unproved), None, nothing
+        if rule is None:
+            raise unproved("it reads a part, and nothing is known of how it treats parts")
+        names = {rule.inputs[index][slices[index].dim] for index in split}
+        if len(names) != 1 or None in names:
+            raise unproved("it runs on parts along different dims")
+        (name,) = names
+        assert name is not None
+        indices = max((slices[index].indices for index in split), key=lambda found: found.unique().numel())  # type: ignore[union-attr]
+        assert indices is not None
+        for index, of_input in enumerate(rule.inputs):
+            if name in of_input and not self._fits(rank, theirs[index], mine[index], of_input.index(name), indices):
+                raise unproved(f"it meets {mine[index]} with another part of another tensor")
+        for ref in mine:
+            kind = rank.kind(ref)
+            if kind == "partial":
+                raise unproved(f"it reads {ref}, summands that were not summed over the ranks yet")
+            if kind == "invariant" and trains and rank.needs_gradient(ref):
+                source = rank.trace.storages[ref.storage].source
+                raise unproved(f"it meets {source} ({ref}) with a part, and its gradient would not be summed over ranks")
+        if name in rule.summed:
+            return "partial", name, indices
+        if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
+            raise unproved("it needs all of a dim, of which this rank has a part")
+        return "varying", name, indices
+
+    def _joined(
+        self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]
+    ) -> Kind:
+        """The kind of what is computed from tensors of which the rank has all elements."""
+        refs = [ref for ref in tensors((local.args, local.kwargs)) if rank.replay.constant(ref) is None]
+        kinds = {rank.kind(ref) for ref in refs}
+        if "partial" in kinds:
+            if rule is None or not rule.linear or not self._keeps_sums(rank, local):
+                raise unproved("it reads summands that were not summed over the ranks yet")
+            return "partial"
+        if not any(ref.requires_grad for ref in tensors(local.outputs)):
+            return "invariant"
+        trained = {rank.kind(ref) for ref in refs if rank.needs_gradient(ref)}
+        if "invariant" in trained and len(trained) > 1:
+            raise unproved("the gradient of one of its inputs is summed over ranks, and that of another is not")
+        return "varying" if "varying" in trained else trained.pop() if trained else "invariant"
+
+    def _keeps_sums(self, rank: _Rank, local: Operation) -> bool:
+        """Whether a linear operator of summands gives summands of what it gives of their sum."""
+        refs = tensors((local.args, local.kwargs))
+        name = local.op.overloadpacket.__name__.rstrip("_")
+        partial = [rank.kind(ref) == "partial" and rank.replay.constant(ref) is None for ref in refs]
+        if name in ("add", "sub"):
+            return all(partial) and len(refs) == 2
+        if name in ("mul", "div"):
+            others = [ref for ref, summand in zip(refs, partial, strict=True) if not summand]
+            return partial[0] + (name == "mul") * partial[-1] * (len(refs) > 1) == 1 and not any(
+                rank.needs_gradient(ref) for ref in others
+            )
+        return all(partial)
+
+    # ---------------------------------------------------------------------------------------------------- parts
+
+    def _slice(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Slice:
+        if len(full.shape) != len(local.shape):
+            raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
+        if (fast := self._slice_of_parts(rank, full, local)) is not None:
+            return fast
+        a, b = self._elements(rank, full, local, where)
+        if a.shape == b.shape and torch.equal(a, b):
+            return Slice()
+        uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
+        for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
+            if (indices := _indices(a, b, dim)) is not None:
+                return Slice(dim, indices)
+        raise Unproved(f"{where}: it reads {local}, which is no part along one dim of {full}.")
+
+    def _fits(self, rank: _Rank, full: TensorRef, local: TensorRef, dim: int, indices: Tensor) -> bool:
+        """Whether the rank's tensor is those indices of the single-device model's."""
+        fast = self._slice_of_parts(rank, full, local)
+        if fast is not None:
+            return fast.indices is not None and fast.dim == dim and torch.equal(fast.indices, indices)
+        a, b = self._elements(rank, full, local, "")
+        return torch.equal(a.index_select(dim, indices), b)
+
+    def _elements(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> tuple[Tensor, Tensor]:
+        try:
+            return self.full.elements(full), rank.replay.elements(local)
+        except TooLarge:
+            raise Unproved(f"{where}: it reads a rearranged parameter that is too large to follow.") from None
+
+    def _slice_of_parts(self, rank: _Rank, full: TensorRef, local: TensorRef) -> Slice | None:
+        """Without looking at elements: views of one parameter with its dims in another order."""
+        a, b = self.full.part(full), rank.replay.part(local)
+        if a is None or b is None or a.base != b.base or full.offset or local.offset:
+            return None
+        order = _order(full, a.shape)
+        if order is None or order != _order(local, b.local_shape):
+            return None
+        return Slice() if b.indices is None else Slice(order.index(b.dim), b.indices)
+
+    # ---------------------------------------------------------------------------------------------- our own steps
+
+    def each(self, operations: Sequence[Operation]) -> Iterator[tuple[_Rank, Operation, TensorRef, TensorRef]]:
+        for rank, operation in zip(self.ranks, operations, strict=True):
+            yield rank, operation, tensors(operation.args)[0], tensors(operation.outputs)[0]
+
+    def require(self, rank: _Rank, operation: Operation, ref: TensorRef, kind: Kind) -> None:
+        found = rank.kind(ref)
+        if not rank.needs_gradient(ref) and {found, kind} <= {"invariant", "replicated"}:
+            return
+        if found != kind:
+            raise Unproved(f"{rank.where(operation)}: it takes a tensor that is {kind} on the axis, but this one is {found}.")
+
+    def require_same(self, operations: Sequence[Operation]) -> None:
+        """All ranks give the same elements."""
+        elements = [rank.replay.elements(source) for rank, _, source, _ in self.each(operations)]
+        if any(other.shape != elements[0].shape or not torch.equal(other, elements[0]) for other in elements):
+            raise Unproved(f"{self.ranks[0].where(operations[0])}: the ranks give different tensors.")
+
+
+# ---------------------------------------------------------------------------------- collectives: one on all ranks at once
+
+
+def _replace(needs: Kind, gives: Kind, *, keep: Literal["all", "slice"]) -> Callable[[_Proof, Sequence[Operation]], None]:
+    """The same tensor on every rank in; all of it, or the rank's slice of a dim out."""
+
+    def step(proof: _Proof, operations: Sequence[Operation]) -> None:
+        proof.require_same(operations)
+        for number, (rank, operation, source, out) in enumerate(proof.each(operations)):
+            proof.require(rank, operation, source, needs)
+            elements = rank.replay.elements(source)
+            if keep == "slice":
+                dim = operation.args[1]
+                size = elements.shape[dim] // len(proof.ranks)
+                elements = elements.narrow(dim, number * size, size)
+            rank.define(out, elements, gives)
+
+    return step
+
+
+def _join(gives: Kind) -> Callable[[_Proof, Sequence[Operation]], None]:
+    """Slices of a dim in, the full tensor out."""
+
+    def step(proof: _Proof, operations: Sequence[Operation]) -> None:
+        parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+        joined = torch.cat(parts, operations[0].args[1])
+        for rank, operation, source, out in proof.each(operations):
+            proof.require(rank, operation, source, "varying")
+            rank.define(out, joined, gives)
+
+    return step
+
+
+def _lookup(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """Rows of this rank's vocabulary, zeros for others: summands of the embedding."""
+    full = proof.next(operations[0])
+    if isinstance(full.op, str) or full.op.overloadpacket.__name__ != "embedding":
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+    weight, ids = tensors(full.args)
+    (result,) = tensors(full.outputs)
+    proof.full.define(result)
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own_weight, own_ids = tensors(operation.args)
+        if not torch.equal(rank.replay.elements(own_ids), proof.full.elements(ids)):
+            raise Unproved(f"{rank.where(operation)}: it looks up other ids than the single-device model.")
+        if proof._slice(rank, weight, own_weight, rank.where(operation)).dim:
+            raise Unproved(f"{rank.where(operation)}: it looks up a part that is no part of the vocabulary.")
+        rank.define(tensors(operation.outputs)[0], proof.full.elements(result), "partial")
+
+
+def _logits(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """Logits over this rank's vocabulary become a DTensor."""
+    parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+    joined = torch.cat(parts, -1)
+    for rank, operation, source, out in proof.each(operations):
+        proof.require(rank, operation, source, "varying")
+        rank.define(out, joined, "distributed")
+
+
+_STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
+    "copy_to_axis": _replace("invariant", "replicated", keep="all"),
+    "reduce_from_axis": _replace("partial", "invariant", keep="all"),
+    "scatter_sum_dim": _replace("partial", "varying", keep="slice"),
+    "split_dim": _replace("invariant", "varying", keep="slice"),
+    "gather_dim": _join("replicated"),
+    "join_dim": _join("invariant"),
+    "vocab_lookup": _lookup,
+    "sharded_logits": _logits,
+}
+
+
+def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
+    """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
+    a, b = full.movedim(dim, 0).flatten(1), local.movedim(dim, 0).flatten(1)
+    if a.shape[1] != b.shape[1] or not a.shape[1]:
+        return None
+    first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}
+    found = [first.get(number, -1) for number in b[:, 0].tolist()]
+    if -1 in found:
+        return None
+    indices = torch.tensor(found, dtype=torch.int64)
+    return indices if torch.equal(a.index_select(0, indices), b) else None
+
+
+def _order(ref: TensorRef, shape: Sequence[int]) -> list[int] | None:
+    """Which dim of a contiguous tensor each dim of its view is; None for other views."""
+    if len(ref.shape) != len(shape):
+        return None
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    left = list(range(len(shape)))
+    order = []
+    for size, stride in zip(ref.shape, ref.stride, strict=True):
+        found = next((dim for dim in left if shape[dim] == size and strides[dim] == stride), None)
+        if found is None:
+            return None
+        left.remove(found)
+        order.append(found)
+    return order
+
+
+def draws(operation: Operation) -> bool:
+    """Whether an operator draws random numbers. Attention says that it might: it does with a rate of dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation.op, "tags", ()):
+        return False
+    if "attention" in operation.name:
+        schema = operation.op._schema.arguments
+        given = dict(zip((argument.name for argument in schema), operation.args, strict=False)) | dict(operation.kwargs)
+        return bool(given.get("dropout_p", 0.0))
+    return True
+
+
+def _numbers(operation: Operation) -> Any:
+    """The arguments that are no tensors. Not the groups of a convolution: with a channel each, there are as many as channels."""
+    args = list(operation.args)
+    if not isinstance(operation.op, str) and operation.op.overloadpacket.__name__ == "convolution":
+        args = args[:8]
+    return tree_map(lambda leaf: None if isinstance(leaf, TensorRef | torch.device) else leaf, (args, dict(operation.kwargs)))

@@ -1,0 +1,329 @@
+"""The trace of a model (graph, dataflow): the operators of one forward, read once without values, as data.
+
+Operators are PyTorch's own (aten), seen below autograd, so every way to write an addition is one of a few. What is recorded of
+a tensor is its storage and how it looks at it: that says by itself which tensors share memory, and what a write changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from copy import copy as copy_of
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshkit.core import _torch, noting
+from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
+from meshkit.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the program, without values. storage: a number of `Trace.storages`; the rest as in torch.as_strided."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"t{self.storage}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that tensors share. source: "parameter NAME", "buffer NAME", "input NAME", "constant" or "op N", which made it.
+
+    size: in elements. value: of a constant, which the model's code made outside of the forward; flat.
+    """
+
+    source: str
+    size: int
+    shape: tuple[int, ...]
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operator. args, kwargs and outputs have a `TensorRef` for each tensor. call: number of the module call that runs it.
+    where: FILE:LINE of the model's code."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Any
+    call: int
+    where: str
+
+    @property
+    def name(self) -> str:
+        return str(self.op)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.where}"
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module. name: "" for the model. parent: number of the call around it, -1 for none.
+
+    operations: [first, last) of what runs inside.
+    """
+
+    name: str
+    parent: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any = None
+    operations: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    operations: tuple[Operation, ...]
+    calls: tuple[ModuleCall, ...]
+    storages: tuple[Storage, ...]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Any:
+        return self.calls[0].output
+
+    def __str__(self) -> str:
+        lines, depth = [], {-1: -1}
+        starts: dict[int, list[int]] = {}
+        for number, call in enumerate(self.calls):
+            depth[number] = depth[call.parent] + 1
+            starts.setdefault(call.operations[0], []).append(number)
+        for index, operation in enumerate(self.operations):
+            for number in starts.get(index, ()):
+                lines.append(f"{'  ' * depth[number]}{self.calls[number].name or '(the model)'}")
+            shown = ", ".join(str(value) for value in operation.args)
+            lines.append(
+                f"{'  ' * (depth[operation.call] + 1)}{_text(operation.outputs)} = {operation.name}({shown})  {operation.where}"
+            )
+        return "\n".join(lines)
+
+
+def tensors(tree: Any) -> list[TensorRef]:
+    """The tensors of a tree of arguments, in order."""
+    return [leaf for leaf in _torch.tree_leaves(tree) if isinstance(leaf, TensorRef)]
+
+
+def _text(tree: Any) -> str:
+    return ", ".join(map(str, tensors(tree))) or str(tree)
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """Run the model's forward on tensors without values. Changes nothing of the model.
+
+    args, kwargs: of the model's forward; tensors give their shapes and dtypes only.
+    Raises: PlanError for a forward that reads a value of a tensor, or makes a tensor whose size depends on values: then the
+    program is not the same for every batch. Whatever else the forward raises comes through.
+    """
+    fake = _torch.fake_mode()
+    with fake:
+        copy = _fake_copy(model)
+        args, kwargs = tree_map(_without_value, (args, kwargs))
+    recorder = Recorder()
+    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
+        recorder.name_storage(tensor, f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}")
+    for index, value in enumerate(args):
+        recorder.name_inputs(str(index), value)
+    for key, value in kwargs.items():
+        recorder.name_inputs(key, value)
+    with recorder.watching(copy), fake, recorder, _Unfused():
+        try:
+            copy(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise PlanError(
+                f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
+                "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+            ) from error
+    return recorder.trace()
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that run inside, and the calls of the modules of `watching`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Operation] = []
+        self._calls: list[ModuleCall] = []
+        self._stack: list[int] = []
+        self._storages: list[Storage] = []
+        self._numbers: dict[tuple[int, torch.dtype], int] = {}
+        self._paused = False
+        self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
+        self._inputs: dict[str, Any] = {}
+
+    def name_storage(self, tensor: Tensor, source: str) -> int:
+        # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
+        key = (_torch.storage_key(tensor), tensor.dtype)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._storages)
+            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            value = None
+            if source == "constant" and not _torch.is_fake(tensor) and not tensor.is_meta:
+                value = torch.as_strided(tensor.detach(), (size,), (1,), 0).clone()
+            self._storages.append(Storage(source, size, tuple(tensor.shape), value))
+            self._alive.append(tensor)
+        return self._numbers[key]
+
+    def name_inputs(self, name: str, value: Any) -> None:
+        for tensor in _torch.tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                self.name_storage(tensor, f"input {name}")
+        self._inputs[name] = self._refs(value, "input")
+
+    def trace(self) -> Trace:
+        return Trace(tuple(self._operations), tuple(self._calls), tuple(self._storages), self._inputs)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        token = noting.reader.set(self.note)
+        for name, module in model.named_modules():
+            handles += [
+                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            noting.reader.reset(token)
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            parent = self._stack[-1] if self._stack else -1
+            args, kwargs = self._refs((args, kwargs), "constant")
+            self._stack.append(len(self._calls))
+            first = len(self._operations)
+            self._calls.append(ModuleCall(name, parent, args, kwargs, None, (first, first)))
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._calls[self._stack.pop()]
+        call.output = self._refs(output, "constant")
+        call.operations = (call.operations[0], len(self._operations))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.addmm.default and kwargs.get("beta", 1) == 1 and kwargs.get("alpha", 1) == 1:
+            # A product and a sum, as the split model runs it that sums products over ranks before it adds the bias.
+            product = self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
+            return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
+        refs = self._refs((args, kwargs), "constant")
+        out = func(*args, **kwargs)
+        self._add(func, refs, out)
+        return out
+
+    def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of one of our own functions as one operation; see `noting`."""
+        refs = self._refs((args, kwargs), "constant")
+        before, self._paused = self._paused, True
+        token = noting.reader.set(None)
+        try:
+            out = function(*args, **kwargs)
+            # Memory of its own: what is known of a tensor is kept by storage, and this step changes what is known.
+            out = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, out)
+        finally:
+            self._paused = before
+            noting.reader.reset(token)
+        if not before:
+            self._add(name, refs, out)
+        return out
+
+    def _add(self, op: Any, refs: Any, out: Any) -> None:
+        call = self._stack[-1] if self._stack else -1
+        outputs = self._refs(out, f"op {len(self._operations)}")
+        self._operations.append(Operation(op, *refs, outputs, call, model_line()))
+
+    def _refs(self, tree: Any, source: str) -> Any:
+        return tree_map(lambda value: self._ref(value, source) if isinstance(value, Tensor) else value, tree)
+
+    def _ref(self, tensor: Tensor, source: str) -> TensorRef:
+        return TensorRef(
+            self.name_storage(tensor, source),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.requires_grad,
+        )
+
+
+class _Unfused(TorchFunctionMode):
+    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            if given.get("bias") is not None:
+                return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
+        return func(*args, **kwargs)
+
+
+_PACKAGE = Path(__file__).parent.parent
+# Frames that are no model's code. Our own models are.
+_OTHERS = (str(Path(torch.__file__).parent), *(str(_PACKAGE / room) for room in ("program", "core", "parallel", "loss")))
+
+
+def model_line(error: BaseException | None = None) -> str:
+    """FILE:LINE of the model's code that is running, or that raised: the innermost line that is not torch's or ours."""
+    if error is not None:
+        frames, step = [], error.__traceback__
+        while step is not None:
+            frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+            step = step.tb_next
+        for file, line in reversed(frames):
+            if not file.startswith(_OTHERS):
+                return f"{Path(file).name}:{line}"
+        return "an unknown line"
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OTHERS):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
+
+
+def _without_value(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+
+
+def _fake_copy(model: nn.Module) -> nn.Module:
+    from meshkit.program._program import copied
+
+    made: dict[int, Any] = {}
+    for param in model.parameters():
+        fake = nn.Parameter(_without_value(param.detach()), param.requires_grad)
+        fake.__dict__.update({k: v for k, v in param.__dict__.items()})
+        made[id(param)] = fake
+    for buffer in model.buffers():
+        made[id(buffer)] = _without_value(buffer)
+    copy = copied(model, made, {})
+    for module in copy.modules():
+        # transformers' experts, by a way that loops over no values.
+        config = module.__dict__.get("config")
+        if getattr(config, "_experts_implementation", None) is not None:
+            config = copy_of(config)
+            config._experts_implementation = "batched_mm"
+            module.__dict__["config"] = config
+    return copy
