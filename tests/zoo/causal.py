@@ -1,4 +1,4 @@
-"""Every causal language model that the installed transformers has, tiny: built by `shrink`, with a line for the special ones."""
+"""Every causal language model of the installed transformers, tiny: built by `shrink`, with a line for the special ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.configuration_auto import model_type_to_module_name as module_of
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.zoo.shrink import EXPERTS, tiny, without_randomness
 

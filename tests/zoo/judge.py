@@ -1,4 +1,4 @@
-"""What a rank says of a cell: equal to one device in loss, every gradient and two optimizer steps, refused, wrong, or crashed."""
+"""What a rank says of a cell: equal to one device in loss, gradients and two optimizer steps, refused, wrong, or crashed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Outcome = Literal["equal", "refused", "wrong", "crash", "hang", "skipped"]
 TOL_FP64 = 1e-9  # only the order of summation differs; relative to the largest of a tensor
 SMALL = 1e-4  # of the largest gradient: what is smaller than this is held against it, not against noise
 STEPS, LR = 2, 1e-2
-OTHERS_S = 3.0  # how long a rank that failed waits for the others to fail too
+OTHERS_S = 1.5  # how long a rank that failed waits for the others to fail too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A tiny config of any kind that transformers has: its fields are shrunk by their names, so that new models need no line here.
+"""A tiny config of any kind that transformers has: fields are shrunk by their names, so that new models need no line here.
 
 Widths differ from each other and from the vocabulary, so that a dim that is taken for another one shows.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -62,7 +63,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"state_size|d_state", 6),
     (r"n_?groups$", lambda was: min(was, 2)),
     (r"max_.*positions?|max_position|n_positions|n_ctx|max_seq_len|context_length|model_max_length|rel_extent", 64),
-    (r"sliding_window|window_size|local_attention|chunk_size$|chunk_length$|chunk_len|index_block_size", lambda was: was and WINDOW),
+    (r"sliding_window|window_size|local_attention|chunk_(size|len|length)$|index_block_size", lambda was: was and WINDOW),
     (r"query_pre_attn_scalar|dim_model_base|multiple_of$", HEAD_DIM),
     (r"hc_sinkhorn_iters", 3),
     (r"(^|_)image_size$", 16),
@@ -141,7 +142,7 @@ def _kinds(values: list[Any], layers: int) -> list[Any]:
     """Each kind of layer at least once: kinds that alternate do so again, others follow each other."""
     values = [HEADS if isinstance(each, int) and each > 4 else each for each in values]
     kinds = list(dict.fromkeys(map(_frozen, values)))
-    turns = sum(one != other for one, other in zip(values, values[1:], strict=False))
+    turns = sum(one != other for one, other in pairwise(values))
     alternate = turns > len(kinds) - 1
     return [kinds[index % len(kinds) if alternate else min(index, len(kinds) - 1)] for index in range(layers)]
 

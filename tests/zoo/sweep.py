@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import meshkit as mk
 from tests.world import RankError, pool
 from tests.zoo.case import COLUMNS, Cell
 from tests.zoo.judge import Outcome, Said, judge
@@ -80,7 +81,7 @@ def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[
     return [
         cell
         for cell in made
-        if ("ep=" not in cell.mesh.replace("etp=", "") and "etp=" not in cell.mesh or cell.model in moes)
+        if (cell.model in moes or mk.MeshSpec.parse(cell.mesh).ep * mk.MeshSpec.parse(cell.mesh).etp == 1)
         and (not cell.padded or cell.model in masked)
     ]
 
