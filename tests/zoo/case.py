@@ -59,14 +59,12 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """build: the same values in every call. loss, count: None are meshkit's own, for next tokens. moe: has routed experts."""
+    """build: the same values in every call. batch: of a step. loss, count: None are meshkit's own, for next tokens."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     loss: Loss | None = None
     count: Count | None = None
-    moe: bool = False
-    takes_mask: bool = False
 
 
 def tokens(seed: int, *, padded: bool = False) -> Batch:
