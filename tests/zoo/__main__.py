@@ -1,4 +1,4 @@
-"""Run the zoo: every model on every mesh against one device. `--write-docs` writes docs/models.md from the rows."""
+"""Run the zoo: every model on every mesh against one device. `make zoo` runs all of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tests.docs.api import BUILT
 from tests.zoo import all as zoo
 from tests.zoo.case import COLUMNS, Cell
+from tests.zoo.page import page
 from tests.zoo.sweep import OUTCOMES, WELL_SPLIT, Row, cells, read, table, verdict, write
 
 
@@ -29,6 +31,8 @@ class Config:
     """leave out cells that the file has"""
     show: bool = False
     """only print the table of the file, and what is wrong in it"""
+    write_docs: bool = False
+    """write build/docs/models.md from the file, and run nothing"""
 
 
 def main(config: Config) -> int:
@@ -40,6 +44,10 @@ def main(config: Config) -> int:
     if config.resume:
         known = {(row.model, row.column) for row in read(config.out)}
         wanted = [cell for cell in wanted if (cell.model, cell.column) not in known]
+    if config.write_docs:
+        BUILT.mkdir(parents=True, exist_ok=True)
+        (BUILT / "models.md").write_text(page(read(config.out)))
+        return 0
     if not config.show:
         _run(wanted, config.out, console)
     rows = [row for row in read(config.out) if row.model in chosen and row.column in columns]

@@ -291,10 +291,7 @@ class MixedHeads(Plain):
     class block(Block):
         class attention(Attention):
             def forward(self, x: Tensor) -> Tensor:
-                q, k, v = (
-                    rearrange(each(x), "b t (h d) -> b h t d", d=self.head_dim)
-                    for each in (self.q_proj, self.k_proj, self.v_proj)
-                )
+                q, k, v = self.heads(x)
                 weights = q @ k.repeat_interleave(2, 1).mT / self.head_dim**0.5
                 weights = weights.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9).softmax(-1)
                 weights = weights + weights.mean(1, keepdim=True)

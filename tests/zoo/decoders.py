@@ -23,11 +23,13 @@ class Attention(nn.Module):
         self.q_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.k_proj, self.v_proj = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
 
+    def heads(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values."""
+        projected = (each(x) for each in (self.q_proj, self.k_proj, self.v_proj))
+        return [rearrange(each, "b t (h d) -> b h t d", d=self.head_dim) for each in projected]
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            rearrange(each(x), "b t (h d) -> b h t d", d=HEAD_DIM) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*self.heads(x), is_causal=True, enable_gqa=True)
         return self.o_proj(rearrange(out, "b h t d -> b t (h d)"))
 
 
