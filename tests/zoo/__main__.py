@@ -52,7 +52,7 @@ def main(config: Config) -> int:
         _run(wanted, config.out, console)
     rows = [row for row in read(config.out) if row.model in chosen and row.column in columns]
     _print(rows, console)
-    return int(any(row.outcome in ("wrong", "crash", "hang") for row in rows))
+    return int(any(row.outcome not in ("equal", "refused") for row in rows))
 
 
 def _run(wanted: list[Cell], out: Path, console: Console) -> None:

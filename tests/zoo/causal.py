@@ -33,6 +33,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "qwen4_exp_text": {

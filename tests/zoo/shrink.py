@@ -77,6 +77,7 @@ UNSET = {
     "num_experts_per_tok": CHOSEN,
 }
 OFF = r"drop|jitter|noise|mask_(time|feature)_prob"  # what draws numbers while it trains
+SCALES = r"(?<!dim_)multiplier$|_scale$|scaling$|scaling_factor$"  # a factor of 1 could be lost without a trace
 LAYER_COUNTS = r"^(num_hidden_layers|n_layers?|num_layers)$"
 
 
@@ -117,7 +118,9 @@ def _shrunk(name: str, was: Any, layers: int) -> Any:
     if isinstance(was, bool):
         return False if was and re.search("kernel|cuda", name) else None
     if isinstance(was, float):
-        return 0.0 if re.search(OFF, name) else None
+        if re.search(OFF, name):
+            return 0.0
+        return 0.75 if was == 1.0 and re.search(SCALES, name) else None
     if name == "eos_token_id":
         return 2
     if name == "intermediate_size" and isinstance(was, list):

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,12 +33,13 @@ class Row:
     traceback: str = ""
 
 
-def verdict(cell: Cell) -> Row:
+def verdict(cell: Cell, ask: Callable[[Cell, str], Said] = judge) -> Row:
+    """ask: what every rank is asked."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         world = pool(cell.ranks)
         try:
-            said = world.run(judge, cell, folder, timeout_s=SECONDS)
+            said = world.run(ask, cell, folder, timeout_s=SECONDS)
             failure = ""
         except RankError as error:
             failure = str(error)
@@ -60,7 +61,7 @@ def verdict(cell: Cell) -> Row:
 
 def _joined(said: list[Said], failure: str) -> tuple[Outcome, str, str]:
     """The worst that a rank says. failure: why the world ended, if it did."""
-    for outcome in ("crash", "skipped", "refused", "wrong"):
+    for outcome in ("crash", "unbuilt", "refused", "wrong"):
         of = [each for each in said if each.outcome == outcome]
         if not of:
             continue
