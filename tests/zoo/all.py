@@ -1,0 +1,68 @@
+"""Every model of the zoo by its name: transformers' types as they are, others as `odd.Name` and `foreign.Name`."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from tests.zoo import blocks, calls, causal, decoders, odd, paths
+from tests.zoo.case import Case, Cell, tokens
+
+NO_MODELS = (odd.Layers, odd.Residual)
+
+
+@cache
+def odd_modules() -> dict[str, type[nn.Module]]:
+    """Hand-written models by the name they have in their file."""
+    found: dict[str, type[nn.Module]] = {}
+    bases = {decoders: decoders.Plain, blocks: decoders.Plain, paths: decoders.Plain, odd: nn.Module, calls: nn.Module}
+    for file, base in bases.items():
+        for name, each in vars(file).items():
+            if isinstance(each, type) and issubclass(each, base) and each not in NO_MODELS:
+                found[name] = each
+    return found
+
+
+def names() -> list[str]:
+    from tests.zoo.foreign import FOREIGN
+
+    return [*causal.names(), *(f"odd.{name}" for name in odd_modules()), *(f"foreign.{name}" for name in FOREIGN)]
+
+
+@cache
+def moes() -> set[str]:
+    return {name for name in causal.names() if causal.has_experts(name)} | {"odd.ExpertList", "odd.ExpertStack"}
+
+
+def masked() -> set[str]:
+    """Models that take an `attention_mask`."""
+    return set(causal.names())
+
+
+def case_of(cell: Cell) -> Case:
+    kind, _, name = cell.model.partition(".")
+    if kind == "odd":
+        return _odd(odd_modules()[name])
+    if kind == "foreign":
+        from tests.zoo import foreign
+
+        of = foreign.FOREIGN[name]
+        return Case(
+            build=of.build, batch=foreign.batch, loss=foreign.loss_of(name), count=partial(foreign.rows_or_labels, of)
+        )
+    return Case(build=partial(causal.build, cell.model), batch=partial(tokens, padded=cell.padded))
+
+
+def _odd(made: type[nn.Module]) -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        model = made()
+        if not any(isinstance(param, nn.UninitializedParameter) for param in model.parameters()):
+            causal.fill(model)
+        return model.train()
+
+    if issubclass(made, decoders.Plain):
+        return Case(build=build, batch=tokens, loss=getattr(made, "loss", None))
+    return Case(build=build, batch=odd.features, loss=getattr(made, "loss", odd.squares), count=odd.row_count)

@@ -1,0 +1,114 @@
+"""Cells of the zoo on worlds of ranks: one word for each, and the table of them all."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import meshkit as mk
+from tests.world import RankError, pool
+from tests.zoo.case import COLUMNS, Cell
+from tests.zoo.judge import Outcome, Said, judge
+
+SECONDS = 60.0
+OUTCOMES: tuple[Outcome, ...] = ("equal", "refused", "wrong", "crash", "hang")
+WELL_SPLIT = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What all ranks say of a cell. split: the smallest share of elements that tp, ep or etp split, of any rank."""
+
+    model: str
+    column: str
+    outcome: Outcome
+    text: str = ""
+    split: float = 0.0
+    seconds: float = 0.0
+    traceback: str = ""
+
+
+def verdict(cell: Cell, ask: Callable[[Cell, str], Said] = judge) -> Row:
+    """ask: what every rank is asked."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        world = pool(cell.ranks)
+        try:
+            said = world.run(ask, cell, folder, timeout_s=SECONDS)
+            failure = ""
+        except RankError as error:
+            failure = str(error)
+            left = sorted(Path(folder).glob("*.json"))
+            said = [Said(**json.loads(path.read_text())) for path in left]
+    if not failure and any(each.outcome == "crash" and each.stage != "parallelize" for each in said):
+        world.kill()  # its ranks may stand at different messages
+    outcome, text, traceback = _joined(said, failure)
+    return Row(
+        model=cell.model,
+        column=cell.column,
+        outcome=outcome,
+        text=text,
+        split=min((each.split for each in said), default=0.0),
+        seconds=round(time.monotonic() - begin, 2),
+        traceback=traceback,
+    )
+
+
+def _joined(said: list[Said], failure: str) -> tuple[Outcome, str, str]:
+    """The worst that a rank says. failure: why the world ended, if it did."""
+    for outcome in ("crash", "unbuilt", "refused", "wrong"):
+        of = [each for each in said if each.outcome == outcome]
+        if not of:
+            continue
+        if outcome == "refused" and not failure and len(of) < len(said):
+            return "crash", f"some ranks alone refuse: {of[0].text}", ""
+        stage = "" if of[0].stage == "parallelize" or outcome == "wrong" else f"in {of[0].stage}: "
+        return outcome, f"{stage}{of[0].text}", of[0].traceback
+    if failure:
+        died = "Traceback" in failure or "ended" in failure
+        return ("crash" if died else "hang"), " ".join(failure.split())[:400], failure
+    missing = {name for each in said for name in each.wanted} - {name for each in said for name in each.names}
+    return ("wrong", f"no rank holds {min(missing)}", "") if missing else ("equal", "", "")
+
+
+def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[str], masked: set[str]) -> list[Cell]:
+    """Those that make sense: experts' axes where there are experts, padding where a model takes a mask."""
+    made = [Cell.of(model, column) for model in models for column in columns]
+    return [
+        cell
+        for cell in made
+        if (cell.model in moes or mk.MeshSpec.parse(cell.mesh).ep * mk.MeshSpec.parse(cell.mesh).etp == 1)
+        and (not cell.padded or cell.model in masked)
+    ]
+
+
+def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """For each mesh: cells, each outcome, and how many of the equal ones have 90 % of their parameters split."""
+    by_column: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_column[row.column].append(row)
+    lines = []
+    for column in sorted(by_column, key=lambda name: COLUMNS.index(name) if name in COLUMNS else len(COLUMNS)):
+        counted = Counter(row.outcome for row in by_column[column])
+        split = sum(row.outcome == "equal" and row.split >= WELL_SPLIT for row in by_column[column])
+        shown = str(split) if any(axis in column for axis in ("tp=", "ep=")) else "–"
+        lines.append((column, *(str(counted[outcome]) for outcome in OUTCOMES), shown))
+    return lines
+
+
+def read(path: Path) -> list[Row]:
+    """The last row of each cell."""
+    if not path.exists():
+        return []
+    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    return list({(row.model, row.column): row for row in rows}.values())
+
+
+def write(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(row)) + "\n")

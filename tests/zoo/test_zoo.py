@@ -1,0 +1,137 @@
+"""Other people's models on meshes: a part of the zoo, and that the zoo would tell. All of it is `make zoo`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshkit as mk
+from tests.zoo import all as zoo
+from tests.zoo import causal, judge
+from tests.zoo.case import Cell
+from tests.zoo.exact import exact
+from tests.zoo.judge import Said
+from tests.zoo.known import KNOWN, PART
+from tests.zoo.sweep import verdict
+
+PLAIN = Cell.of("odd.Plain", "dp_shard=2")
+
+
+@pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in PART])
+def test_a_model_equals_one_device_or_is_refused(model: str, column: str) -> None:
+    row = verdict(Cell.of(model, column))
+    right = row.outcome in ("equal", "refused")
+    if (model, column) in KNOWN:
+        assert not right, f"{row.outcome}: the fault is mended, so take the cell out of KNOWN"
+    else:
+        assert right, f"{row.outcome}: {row.text}\n{row.traceback}"
+
+
+def test_every_causal_language_model_has_a_tiny_config_or_a_reason() -> None:
+    assert len(causal.names()) >= 170
+    assert len(zoo.odd_modules()) >= 60
+    assert set(causal.SKIPPED) <= set(causal.types())
+    assert set(causal.CHANGED) <= set(causal.names())
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "jamba"])
+def test_a_tiny_model_is_made_by_the_names_of_its_fields(name: str) -> None:
+    with judge.quiet(), exact():
+        model = causal.build(name)
+        assert model(torch.arange(16)[None]).logits.isfinite().all()
+    assert sum(param.numel() for param in model.parameters()) < 100_000
+
+
+def test_a_refused_cell_leaves_the_ranks_usable() -> None:
+    refused = verdict(Cell.of("odd.Plain", "cp=2"))
+    assert refused.outcome == "refused"
+    assert "mask" in refused.text
+    assert verdict(PLAIN).outcome == "equal"
+
+
+# --------------------------------------------------------------------------------------------------- faults that are planted
+
+
+def same_rows_on_every_rank(cell: Cell, folder: str) -> Said:
+    def rows(batch: dict[str, Any], mesh: mk.Mesh) -> dict[str, Any]:
+        return {name: tensor.tensor_split(mesh.data_ranks)[0] for name, tensor in batch.items()}
+
+    with mock.patch.object(judge, "own_rows", rows):
+        return judge.judge(cell, folder)
+
+
+def another_optimizer(cell: Cell, folder: str) -> Said:
+    def adamw(run: mk.Run, *, lr: float) -> torch.optim.Optimizer:
+        return _ADAMW(run, lr=lr * (1 + 1e-6))
+
+    with mock.patch.object(mk, "adamw", adamw):
+        return judge.judge(cell, folder)
+
+
+_ADAMW = mk.adamw
+
+
+def a_gradient_scaled(cell: Cell, folder: str) -> Said:
+    def errors(run: mk.Run, expected: Any) -> dict[str, float]:
+        if dist.get_rank() == 1:
+            next(run.parameters()).grad.mul_(1 + 1e-7)
+        return _ERRORS(run, expected)
+
+    with mock.patch.object(judge, "_gradient_errors", errors):
+        return judge.judge(cell, folder)
+
+
+_ERRORS = judge._gradient_errors
+
+
+def one_rank_crashes(cell: Cell, folder: str) -> Said:
+    with mock.patch.object(judge, "split_share", _crash if dist.get_rank() == 1 else judge.split_share):
+        return judge.judge(cell, folder)
+
+
+def one_rank_hangs(cell: Cell, folder: str) -> Said:
+    with mock.patch.object(judge, "split_share", _hang if dist.get_rank() == 1 else judge.split_share):
+        return judge.judge(cell, folder)
+
+
+def one_rank_refuses(cell: Cell, folder: str) -> Said:
+    with mock.patch.object(judge, "split_share", _refuse if dist.get_rank() == 1 else judge.split_share):
+        return judge.judge(cell, folder)
+
+
+def _crash(run: mk.Run) -> float:
+    raise KeyError("planted")
+
+
+def _refuse(run: mk.Run) -> float:
+    raise mk.errors.PlanError("planted")
+
+
+def _hang(run: mk.Run) -> float:
+    dist.recv(torch.zeros(1), src=0)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "text"),
+    [
+        (same_rows_on_every_rank, "wrong", "loss of step 1|gradient of"),
+        (another_optimizer, "wrong", "off after two optimizer steps|loss of step 2"),
+        (a_gradient_scaled, "wrong", "gradient of embed_tokens.weight"),
+        (one_rank_crashes, "crash", "KeyError: 'planted'"),
+        (one_rank_hangs, "hang", "no answer"),
+        (one_rank_refuses, "refused", "planted"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_named(fault: Any, outcome: str, text: str) -> None:
+    begin = time.monotonic()
+    row = verdict(PLAIN, fault)
+    assert row.outcome == outcome, row
+    assert any(each in row.text for each in text.split("|")), row
+    assert time.monotonic() - begin < 60
