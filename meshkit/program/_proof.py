@@ -60,7 +60,11 @@ def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]
     held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks.
     Raises: Unproved, at the first operation that does not follow.
     """
-    return _Proof(full, ranks, held).run()
+    proof = _Proof(full, ranks, held)
+    try:
+        return proof.run()
+    except TooLarge:
+        raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.") from None
 
 
 class _Rank:
@@ -102,7 +106,7 @@ class _Rank:
         if "partial" in kinds and len(kinds) > 1:
             raise Unproved(f"{self.where(operation)}: it joins summands that were not summed over the ranks yet.")
         trained = {self.kind(ref) for ref in inputs if self.needs_gradient(ref)}
-        if "invariant" in trained and len(trained) > 1 and any(ref.requires_grad for ref in outputs):
+        if "invariant" in trained and len(trained) > 1 and operation.trains:
             raise Unproved(
                 f"{self.where(operation)}: it joins a tensor whose gradient is summed over ranks and one whose is not."
             )
@@ -120,6 +124,7 @@ class _Proof:
         self.full = Replay(full, self.numbers, lambda storage: self.part(full.storages[storage].source))
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
+        self.at = "the model"
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -136,6 +141,7 @@ class _Proof:
             first = operations[0]
             if any(other is None or other.name != first.name for other in operations):
                 raise Unproved(f"{self.ranks[0].where(first)}: other ranks run something else there.")
+            self.at = self.ranks[0].where(first)
             step = _STEPS.get(first.op) if isinstance(first.op, str) else None
             if step is not None:
                 step(self, operations)
@@ -201,7 +207,6 @@ class _Proof:
         if len(theirs) != len(mine):
             raise unproved("the single-device model runs it with other arguments")
         slices = [self._slice(rank, a, b, rank.where(local)) for a, b in zip(theirs, mine, strict=True)]
-        trains = any(ref.requires_grad for ref in tensors(local.outputs))
         kinds = [rank.kind(ref) for ref in mine if rank.replay.constant(ref) is None]
         nothing = torch.empty(0, dtype=torch.int64)
         if "distributed" in kinds:
@@ -227,7 +232,7 @@ class _Proof:
             kind = rank.kind(ref)
             if kind == "partial":
                 raise unproved(f"it reads {ref}, summands that were not summed over the ranks yet")
-            if kind == "invariant" and trains and rank.needs_gradient(ref):
+            if kind == "invariant" and local.trains and rank.needs_gradient(ref):
                 source = rank.trace.storages[ref.storage].source
                 raise unproved(f"it meets {source} ({ref}) with a part, and its gradient would not be summed over ranks")
         if name in rule.summed:
@@ -246,7 +251,7 @@ class _Proof:
             if rule is None or not rule.linear or not self._keeps_sums(rank, local):
                 raise unproved("it reads summands that were not summed over the ranks yet")
             return "partial"
-        if not any(ref.requires_grad for ref in tensors(local.outputs)):
+        if not local.trains:
             return "invariant"
         trained = {rank.kind(ref) for ref in refs if rank.needs_gradient(ref)}
         if "invariant" in trained and len(trained) > 1:
@@ -274,7 +279,7 @@ class _Proof:
             raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
         if (fast := self._slice_of_parts(rank, full, local)) is not None:
             return fast
-        a, b = self._elements(rank, full, local, where)
+        a, b = self.full.elements(full), rank.replay.elements(local)
         if a.shape == b.shape and torch.equal(a, b):
             return Slice()
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
@@ -288,14 +293,8 @@ class _Proof:
         fast = self._slice_of_parts(rank, full, local)
         if fast is not None:
             return fast.indices is not None and fast.dim == dim and torch.equal(fast.indices, indices)
-        a, b = self._elements(rank, full, local, "")
+        a, b = self.full.elements(full), rank.replay.elements(local)
         return torch.equal(a.index_select(dim, indices), b)
-
-    def _elements(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> tuple[Tensor, Tensor]:
-        try:
-            return self.full.elements(full), rank.replay.elements(local)
-        except TooLarge:
-            raise Unproved(f"{where}: it reads a rearranged parameter that is too large to follow.") from None
 
     def _slice_of_parts(self, rank: _Rank, full: TensorRef, local: TensorRef) -> Slice | None:
         """Without looking at elements: views of one parameter with its dims in another order."""

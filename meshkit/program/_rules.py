@@ -239,8 +239,23 @@ def _last_pair(operation: Operation) -> Dims:
     return Dims((names[: len(inputs[0].shape)],), (names[: len(outputs[0].shape)],), mixed=frozenset(names[-1:]))
 
 
+def _by_token(operation: Operation) -> Dims:
+    """Experts: each token by itself. Dims but the features of the first input are those of tokens."""
+    inputs, outputs = _shapes(operation)
+    params = {ref.storage for ref in tensors(operation.args[1])}
+    tokens = _letters(len(inputs[0].shape) - 1)
+    names = tuple(
+        tuple(f"p{index}.{dim}" for dim in range(len(ref.shape)))
+        if ref.storage in params
+        else (*tokens, *(f"c{index}.{dim}" for dim in range(len(ref.shape) - len(tokens))))
+        for index, ref in enumerate(inputs)
+    )
+    return Dims(names, ((*tokens, "c"),), mixed=frozenset(name for of in names for name in of) - frozenset(tokens))
+
+
 _mixing = _reduced()
 _RULES: dict[str, Callable[[Operation], Dims | None]] = {
+    "experts": _by_token,
     "mm": _mm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,

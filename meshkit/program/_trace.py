@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from meshkit.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor of the program, without values. storage: a number of `Trace.storages`; the rest as in torch.as_strided."""
+    """A tensor of the program, without values. storage: a number of `Trace.storages`; the rest as in torch.as_strided.
+
+    requires_grad: of inputs. Operators are seen below autograd, which marks their outputs afterwards.
+    """
 
     storage: int
     shape: tuple[int, ...]
@@ -54,7 +58,7 @@ class Storage:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One operator. args, kwargs and outputs have a `TensorRef` for each tensor. call: number of the module call that runs it.
-    where: FILE:LINE of the model's code."""
+    where: FILE:LINE of the model's code. grad_mode: whether autograd was recording."""
 
     op: Any
     args: tuple[Any, ...]
@@ -62,10 +66,17 @@ class Operation:
     outputs: Any
     call: int
     where: str
+    grad_mode: bool
 
     @property
     def name(self) -> str:
         return str(self.op)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients flow through it, from outputs to inputs."""
+        floats = any(ref.dtype.is_floating_point or ref.dtype.is_complex for ref in tensors(self.outputs))
+        return self.grad_mode and floats and any(ref.requires_grad for ref in tensors((self.args, self.kwargs)))
 
     def __str__(self) -> str:
         return f"{self.name} at {self.where}"
@@ -122,18 +133,48 @@ def _text(tree: Any) -> str:
     return ", ".join(map(str, tensors(tree))) or str(tree)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, closed: Mapping[str, str] = MappingProxyType({})
+) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
-    args, kwargs: of the model's forward; tensors give their shapes and dtypes only.
-    Raises: PlanError for a forward that reads a value of a tensor, or makes a tensor whose size depends on values: then the
-    program is not the same for every batch. Whatever else the forward raises comes through.
+    args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
+    operation, by name -> the operation's name; each returns a tensor like its first. So is a module that reads values of
+    tensors, or makes tensors whose sizes depend on values: "closed".
+    Raises: PlanError for a model that does so itself: then the program is not the same for every batch. Whatever else the
+    forward raises comes through.
     """
+    closed = dict(closed)
+    guessed: list[str] = []
+    while True:
+        recorder = Recorder()
+        try:
+            return _trace(model, args, kwargs, closed, recorder)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            name = recorder.failed
+            if not name:
+                raise PlanError(
+                    f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
+                    "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                ) from error
+        except Exception:
+            # A module that was closed may return something else than a tensor like its first; then so is what is around it.
+            name = guessed[-1].rpartition(".")[0] if guessed else ""
+            if not name:
+                raise
+        closed[name] = "closed"
+        guessed.append(name)
+
+
+def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
+) -> Trace:
     fake = _torch.fake_mode()
     with fake:
         copy = _fake_copy(model)
         args, kwargs = tree_map(_without_value, (args, kwargs))
-    recorder = Recorder()
+    for name, operation in closed.items():
+        _close(copy.get_submodule(name), operation, recorder)
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
         recorder.name_storage(tensor, f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}")
     for index, value in enumerate(args):
@@ -141,14 +182,28 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
     with recorder.watching(copy), fake, recorder, _Unfused():
-        try:
-            copy(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise PlanError(
-                f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
-                "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
-            ) from error
+        copy(*args, **kwargs)
     return recorder.trace()
+
+
+def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
+    """Let a module be one operation, of its inputs and parameters."""
+    # The gradients of experts are their own axes' matter; those of other modules are followed.
+    params = list(module.parameters()) if operation == "closed" else []
+
+    def run(inputs: Any, params: list[Tensor]) -> Tensor:
+        first = next((leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+        if first is None or not first.is_floating_point():
+            raise _NoGuess
+        out = first.clone()
+        return out.requires_grad_() if any(param.requires_grad for param in params) and not out.requires_grad else out
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = recorder.note(operation, run, ((args, kwargs), params), {})
+        out._guessed = True
+        return out
+
+    module.__dict__["forward"] = forward
 
 
 class Recorder(TorchDispatchMode):
@@ -162,6 +217,8 @@ class Recorder(TorchDispatchMode):
         self._storages: list[Storage] = []
         self._numbers: dict[tuple[int, torch.dtype], int] = {}
         self._paused = False
+        self._before: BaseException | None = None  # what was being handled already
+        self._failed: str | None = None
         self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
         self._inputs: dict[str, Any] = {}
 
@@ -184,11 +241,17 @@ class Recorder(TorchDispatchMode):
                 self.name_storage(tensor, f"input {name}")
         self._inputs[name] = self._refs(value, "input")
 
+    @property
+    def failed(self) -> str:
+        """The innermost module that raised."""
+        return self._failed or ""
+
     def trace(self) -> Trace:
         return Trace(tuple(self._operations), tuple(self._calls), tuple(self._storages), self._inputs)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
+        self._before = sys.exc_info()[1]
         handles = []
         token = noting.reader.set(self.note)
         for name, module in model.named_modules():
@@ -215,6 +278,9 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._calls[self._stack.pop()]
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._before and self._failed is None:
+            self._failed = call.name
         call.output = self._refs(output, "constant")
         call.operations = (call.operations[0], len(self._operations))
 
@@ -250,7 +316,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, op: Any, refs: Any, out: Any) -> None:
         call = self._stack[-1] if self._stack else -1
         outputs = self._refs(out, f"op {len(self._operations)}")
-        self._operations.append(Operation(op, *refs, outputs, call, model_line()))
+        self._operations.append(Operation(op, *refs, outputs, call, model_line(), torch.is_grad_enabled()))
 
     def _refs(self, tree: Any, source: str) -> Any:
         return tree_map(lambda value: self._ref(value, source) if isinstance(value, Tensor) else value, tree)
@@ -266,8 +332,15 @@ class Recorder(TorchDispatchMode):
         )
 
 
+class _NoGuess(Exception):
+    """What a closed module returns is no tensor like its first."""
+
+
 class _Unfused(TorchFunctionMode):
-    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias."""
+    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias.
+
+    Raises: _NoGuess where the forward takes the output of a closed module apart, as it would a tuple.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -275,6 +348,8 @@ class _Unfused(TorchFunctionMode):
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             if given.get("bias") is not None:
                 return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
+        if func is Tensor.unbind and getattr(args[0], "_guessed", False):
+            raise _NoGuess
         return func(*args, **kwargs)
 
 
