@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshkit.core._torch import tree_map
+from meshkit.core._torch import tree_leaves, tree_map
 from meshkit.program._trace import Operation, TensorRef, Trace, tensors
 
 _LARGEST = 1 << 24  # elements of a tensor that are followed one by one; 128 MiB of numbers
@@ -195,7 +195,7 @@ class Replay:
         args, kwargs = tree_map(value, (operation.args, dict(operation.kwargs)))
         with torch.no_grad():
             result = operation.op(*args, **kwargs)
-        computed = [leaf for leaf in ([result] if isinstance(result, Tensor) else result) if isinstance(leaf, Tensor)]
+        computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for ref, tensor in zip(outputs, computed, strict=True):
             if operation.op._schema.is_mutable and ref.storage in self._values:
                 self._elements.pop(ref.storage, None)

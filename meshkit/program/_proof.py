@@ -442,4 +442,12 @@ def _numbers(operation: Operation) -> Any:
     args = list(operation.args)
     if not isinstance(operation.op, str) and operation.op.overloadpacket.__name__ == "convolution":
         args = args[:8]
-    return tree_map(lambda leaf: None if isinstance(leaf, TensorRef | torch.device) else leaf, (args, dict(operation.kwargs)))
+    return tree_map(_comparable, (args, dict(operation.kwargs)))
+
+
+def _comparable(leaf: Any) -> Any:
+    """Numbers, names and dtypes as they are; of objects of a model's own only the type, which no operator of torch takes."""
+    if isinstance(leaf, TensorRef | torch.device):
+        return None
+    known = int | float | complex | str | None | torch.dtype | torch.memory_format | torch.layout
+    return leaf if isinstance(leaf, known) else type(leaf).__name__

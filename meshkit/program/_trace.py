@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         self._operations: list[Operation] = []
         self._calls: list[ModuleCall] = []
         self._stack: list[int] = []
-        self._storages: list[Storage] = []
+        self._sources: list[str] = []
         self._numbers: dict[tuple[int, torch.dtype], int] = {}
         self._paused = False
         self._before: BaseException | None = None  # what was being handled already
@@ -226,12 +226,8 @@ class Recorder(TorchDispatchMode):
         # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
         key = (_torch.storage_key(tensor), tensor.dtype)
         if key not in self._numbers:
-            self._numbers[key] = len(self._storages)
-            size = tensor.untyped_storage().nbytes() // tensor.itemsize
-            value = None
-            if source == "constant" and not _torch.is_fake(tensor) and not tensor.is_meta:
-                value = torch.as_strided(tensor.detach(), (size,), (1,), 0).clone()
-            self._storages.append(Storage(source, size, tuple(tensor.shape), value))
+            self._numbers[key] = len(self._sources)
+            self._sources.append(source)
             self._alive.append(tensor)
         return self._numbers[key]
 
@@ -247,7 +243,8 @@ class Recorder(TorchDispatchMode):
         return self._failed or ""
 
     def trace(self) -> Trace:
-        return Trace(tuple(self._operations), tuple(self._calls), tuple(self._storages), self._inputs)
+        storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
+        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -337,7 +334,8 @@ class _NoGuess(Exception):
 
 
 class _Unfused(TorchFunctionMode):
-    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias.
+    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias;
+    and attention with a key for each query head.
 
     Raises: _NoGuess where the forward takes the output of a closed module apart, as it would a tuple.
     """
@@ -348,9 +346,21 @@ class _Unfused(TorchFunctionMode):
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             if given.get("bias") is not None:
                 return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
+        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+            query, key, value, *rest = args
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
+            return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})
         if func is Tensor.unbind and getattr(args[0], "_guessed", False):
             raise _NoGuess
         return func(*args, **kwargs)
+
+
+def _storage(source: str, tensor: Tensor) -> Storage:
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    value = None
+    if source == "constant" and not _torch.is_fake(tensor) and not tensor.is_meta:
+        value = torch.as_strided(tensor.detach(), (size,), (1,), 0).clone()
+    return Storage(source, size, tuple(tensor.shape), value)
 
 
 _PACKAGE = Path(__file__).parent.parent

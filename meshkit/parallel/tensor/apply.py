@@ -109,8 +109,8 @@ def shard_without_ranks(
     sharded: dict[int, nn.Parameter] = {}  # by id of the original, so that a tied one is made once
     for prefix, child in modules.items():
         for key, param in list(child.named_parameters(recurse=False)):
-            placement = layout.params[f"{prefix}.{key}" if prefix else key].placement
-            if isinstance(placement, Shard):
+            held = layout.params.get(f"{prefix}.{key}" if prefix else key)  # experts are of other axes
+            if held is not None and isinstance(placement := held.placement, Shard):
                 shard = chunk(param.shape[placement.dim], layout.size, rank)
                 shape = list(param.shape)
                 shape[placement.dim] = shard.stop - shard.start

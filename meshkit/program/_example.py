@@ -1,0 +1,36 @@
+"""The example (sample inputs) by which a model's program is read: the arguments of its forward, whose values do not matter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+ROWS = 2
+_IDS = ("input_ids", "ids", "idx", "tokens", "token_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """args, kwargs: of the model's forward; of tensors only shapes and dtypes are read."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def example_of(model: nn.Module, *, multiple: int = 1) -> Example | None:
+    """An example for a model of token ids: 2 rows of at least 8 tokens, a multiple of `multiple`. None for another model.
+
+    It is one if its forward's first parameter is called `input_ids` or so, or if what it is given first is looked up in an
+    embedding.
+    """
+    tokens = multiple * -(-8 // multiple)
+    ids = torch.empty(ROWS, tokens, dtype=torch.int64, device="meta")
+    parameters = list(inspect.signature(model.forward).parameters)
+    if parameters and parameters[0] in _IDS:
+        return Example((ids,))
+    return None
