@@ -148,6 +148,7 @@ class Pipeline:
         p2p = self._p2p(list(messages(schedule)), [microbatch])
         result = None
         for index, row in enumerate(schedule.ranks[self.rank]):
+            # No row ahead, unlike a step: with one microbatch no rank computes while its next input travels.
             p2p.expect(index)
             (task,) = row.tasks
             need = need_of(task, schedule.stages)
@@ -162,6 +163,7 @@ class Pipeline:
 
     def total(self, losses: Sequence[Tensor], device: torch.device) -> Tensor:
         """The sum of the losses of all ranks of the axis, on all of them. Wire: one all-reduce of a number."""
+        # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in losses:
             total += value.detach()
@@ -215,6 +217,7 @@ class Pipeline:
         return Schedule("forwards", 1, self.cut.placement, ranks)
 
     def _p2p(self, messages: Sequence[Message], microbatches: Sequence[Any]) -> P2P:
+        # All ranks of pp read the same microbatches, so a receiver knows each shape from its own, and none is sent ahead.
         shapes = {index: self._hidden_shape(microbatch) for index, microbatch in enumerate(microbatches)}
         return P2P(messages, self.rank, shapes, self.dtype, _tokens(microbatches[0]).device, self.up, self.down)
 
@@ -231,6 +234,7 @@ def _tokens(microbatch: Any) -> Tensor:
 @lru_cache
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two process groups of the same ranks, for messages up and down. Cached: each costs a communicator."""
+    # The axis' own timeout: a rank that has ended is then named as soon by a message as by a collective.
     timeout = _torch.timeout_of(group)
     return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
 
@@ -337,6 +341,7 @@ def pipeline_of(module: nn.Module) -> Pipeline | None:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each once, on meta."""
+    # A buffer that is not persistent is computed, not loaded: no checkpoint has it, and each stage makes its own.
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     tensors = {**dict(model.named_parameters()), **buffers}
@@ -351,11 +356,13 @@ def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:
             for key, param in model.get_submodule(name).named_parameters()
         }
 
+    # Tying is sharing one Parameter object. Sharding puts new objects in place, which is why the plan comes before it.
     head, tail = parameters(stages.head), parameters(stages.tail)
     return tuple((head[key], tail[key]) for key in head if key in tail)
 
 
 def _hidden_width(model: nn.Module, stages: Stages) -> int:
+    # The head's last module makes what the first block reads: an embedding may be followed by a projection.
     for name in reversed(stages.head):
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
