@@ -76,6 +76,7 @@ def attend_gathered_backward(
 
 def _gathered_kv(kv: Tensor, layout: Layout, ring: RingGroup) -> Iterator[tuple[slice, Tensor]]:
     """Yields, for each set of heads, (key/value heads, their kv [2, B, N, heads, D] of all tokens in order)."""
+    # A group is one rank here: the policy refuses Ulysses beside all_gather.
     longest = max(layout.lengths)
 
     def start(heads: slice) -> tuple[Tensor, Tensor, dist.Work | None]:

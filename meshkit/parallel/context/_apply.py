@@ -197,6 +197,7 @@ def _use_registry(module: nn.Module) -> None:
     for child in module.modules():
         config = child.__dict__.get("config")
         if config is not None:
+            # One copy for each shared config, so that modules which share one still do.
             config_copy = copies.setdefault(id(config), copy.copy(config))
             config_copy._attn_implementation = TRANSFORMERS_NAME
             child.config = config_copy  # type: ignore[assignment]  # stubs: a Tensor or Module
@@ -232,10 +233,12 @@ def _transformers_attention(
     """transformers' attention function: q, k, v [B, heads, T, D] in, [B, T, heads, D] out."""
     for name in _UNKNOWN:
         argument = attention_mask if name == "attention_mask" else kwargs.get(name)
+        # dropout=0.0 and the like ask for nothing.
         if argument is not None and (isinstance(argument, Tensor) or argument != 0):
             raise PlanError(
                 f"context parallelism: {type(module).__name__} asks for {name}, which no scheme here computes."
             )
+    # As transformers' own functions decide it: an argument goes before the module's attribute, and causal is the default.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _refuse_other_direction(causal, mask, type(module).__name__)
     if sliding_window is not None and not causal:
@@ -255,6 +258,7 @@ _running: ContextVar[SplitMask | None] = ContextVar("split mask", default=None)
 
 
 def _with_mask_set(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # `split_batch` puts the mask among the model's inputs; a model that knows none must not be given it.
     takes_mask = "mask" in inspect.signature(forward).parameters
 
     def forward_with_mask(self: nn.Module, *args: Any, mask: SplitMask, **kwargs: Any) -> Any:
