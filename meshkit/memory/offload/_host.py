@@ -69,6 +69,7 @@ class Arena:
         with self._lock:
             holes = self._free[piece.slab]
             offset, room = piece.offset, piece.nbytes
+            # Joined with its neighbours at once: otherwise pieces of many sizes would leave holes that nothing fits into.
             position = bisect.bisect(holes, (offset, 0))
             assert position == len(holes) or offset + room <= holes[position][0], "a piece was given back twice"
             if position < len(holes) and offset + room == holes[position][0]:
