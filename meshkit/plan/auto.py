@@ -129,7 +129,7 @@ def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _layers(modules: dict[str, nn.Module]) -> list[str]:
-    """The members of the longest ModuleList of modules of one type: the repeated blocks."""
+    """The repeated blocks: members of the longest ModuleList of modules of one type, in a decoder of those with attention."""
     lists = {
         name: child
         for name, child in modules.items()
@@ -137,8 +137,10 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
     }
     if not lists:
         return []
+    # A layer may hold a list of experts that is longer than the list of layers: without attention it is none of blocks.
+    attending = {name: each for name, each in lists.items() if any(map(_is_attention, each.modules()))}
     # On a tie the outer one, which is named first.
-    name, layers = max(lists.items(), key=lambda item: len(item[1]))
+    name, layers = max((attending or lists).items(), key=lambda item: len(item[1]))
     return [f"{name}.{index}" if name else str(index) for index in range(len(layers))]
 
 
