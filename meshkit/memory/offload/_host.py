@@ -58,6 +58,7 @@ class Arena:
                 self._add(round_up(max(nbytes, self._slab_bytes, self.total_bytes // 4)))
                 free_piece = len(self._free) - 1, 0
             slab, hole = free_piece
+            # From the front of the hole, so that what is free stays in one piece at its end.
             offset, room = self._free[slab].pop(hole)
             if room > nbytes:
                 self._free[slab].insert(hole, (offset + nbytes, room - nbytes))
