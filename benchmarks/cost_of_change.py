@@ -59,7 +59,7 @@ CHANGES = (
         kind="a context scheme",
         example="group_cast",
         names=r"[\"']group_cast[\"']|_cast_(blocks|gradients)",
-        defined=("_cast_blocks", "_cast_gradients"),
+        defined=("cast_blocks", "cast_gradients"),
         within=("parallel/context", "strategy"),
     ),
     Change(kind="a schedule", example="v_half", names=r"\bv_half\b|[\"']v-half[\"']", defined=("v_half",)),

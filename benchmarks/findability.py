@@ -49,7 +49,7 @@ class Idea:
 
 
 IDEAS = (
-    Idea("ring hop", ("ring",), ("_ring_blocks",)),
+    Idea("ring hop", ("ring",), ("ring_blocks",)),
     Idea("zigzag", ("zigzag", "zig zag"), ("zigzag",)),
     Idea(
         "loss normalised",
