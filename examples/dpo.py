@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import meshkit as mk
-from meshkit.algos import preference, rollout, sft
+from meshkit.algos import preference, rollout
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
 from meshkit.recipes import (
     SMALL_PREFERENCE_MODEL,
@@ -39,6 +39,7 @@ from meshkit.recipes import (
     pair_means,
     preference_rows,
     print0,
+    sft_phase,
     text_encoder,
 )
 
@@ -113,10 +114,9 @@ def main() -> None:
         print0(f"the chosen answers first, {config.sft_steps} steps")
         run = build(dataclasses.replace(config, lora_rank=None), mesh, vocab_size=tokenizer.vocab_size)
         mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-        options = {**sizes, "steps": config.sft_steps, "microbatches": config.microbatches, "clip": config.clip}
-        options |= {"lr_kind": config.lr_kind, "warmup_steps": config.warmup_steps}
         optimizer = mk.adamw(run, lr=config.sft_lr, weight_decay=config.weight_decay)
-        if not sft.sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **options):
+        first = dataclasses.replace(config, out=config.out / "sft", steps=config.sft_steps)
+        if not sft_phase(run, optimizer, [pair.chosen for pair in train], first):
             return
         nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")

@@ -11,9 +11,10 @@ your model      torchrun --nproc-per-node 8 examples/ppo.py --mesh "dp_shard=8" 
 
 Without --pretrained a small model first learns the task from right answers, until it is right now and then. In each step the
 actor writes answers, they are scored, critic and reference model evaluate them, and actor and critic learn. --reward-model
-takes the scores from a folder of examples/reward_model.py. A run that finds checkpoints in --out continues from them, with the answers
-that were pending, on whatever meshes it is started. Reversal goes from about a half of the held-out prompts right to 0.99 in
-150 steps, addition from 0.43 to 0.98 with --lr 3e-4 --steps 500 in 12 min 22 s of 2 cores (benchmarks/results/ppo.jsonl).
+takes the scores from a folder of examples/reward_model.py. A run that finds checkpoints in --out continues from them, with
+the answers that were pending, on whatever meshes it is started. Reversal goes from about a half of the held-out prompts right
+to 0.99 in 150 steps, addition from 0.43 to 0.98 with --lr 3e-4 --steps 500 in 12 min 22 s of 2 cores
+(benchmarks/results/ppo.jsonl).
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.algos import preference
-from meshkit.algos.sft import sft_phase
 from meshkit.data import ExampleLoader, Record, augment_across_prompts, check_examples, encode_pairs, fit
 from meshkit.metrics import MetricSums
 from meshkit.recipes import (
@@ -40,6 +39,7 @@ from meshkit.recipes import (
     pair_means,
     preference_rows,
     print0,
+    sft_phase,
     text_encoder,
 )
 
@@ -110,8 +110,13 @@ def main() -> None:
         run = mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN, sequence=config.sequence)
         mk.init_weights(run.model, seed=config.seed)
         optimizer, chosen = mk.adamw(run, lr=config.language_lr), [pair.chosen for pair in train]
-        options = {"steps": config.language_steps, "warmup_steps": 0, "microbatches": config.microbatches, **sizes}
-        if not sft_phase(run, optimizer, chosen, config.out / "language", **options):
+        first = {
+            "out": config.out / "language",
+            "steps": config.language_steps,
+            "lr_kind": "constant",
+            "warmup_steps": 0,
+        }
+        if not sft_phase(run, optimizer, chosen, dataclasses.replace(config, **first)):
             return
         mk.models.save_pretrained(run.model, shape, begin)
 

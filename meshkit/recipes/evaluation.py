@@ -1,4 +1,4 @@
-"""Evaluation (validation): scores of a model on held-out text, pairs and prompts."""
+"""Evaluation (validation): scores of a model on held-out text, pairs and prompts, and samples for people to read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from meshkit.algos.preference import count_pairs
 from meshkit.algos.rewards import Scorer, score_on_mesh
-from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, generate
+from meshkit.algos.rollout import Engine, Prompt, Rollout, Sampling, encode_prompts, generate
 from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
 from meshkit.loss import IGNORED
 from meshkit.mesh import Mesh
@@ -121,3 +122,11 @@ def show_rollouts(step: int, rollouts: Iterable[Rollout], logger: Logger) -> Non
     """A table of them, on rank 0's terminal and in TensorBoard. The other ranks need not call it."""
     if dist.get_rank() == 0:
         show_samples(step, SAMPLE_NAMES, sample_rows(rollouts), logger)
+
+
+def write_sample(run: Run, prompt_ids: Any, *, tokens: int, seed: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """Up to `tokens` tokens that the model writes after the prompt, at temperature 0.8. Every rank must call it."""
+    sampling = Sampling(max_new_tokens=tokens, temperature=0.8, stop_ids=stop_ids)
+    (sample,) = generate(run, [Prompt(ids=prompt_ids, key=0)], sampling=sampling, seed=seed)
+    written: list[int] = sample.ids.tolist()
+    return written

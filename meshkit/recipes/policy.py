@@ -19,7 +19,8 @@ from meshkit.optim import adamw
 from meshkit.step import Run
 
 from .flags import RolloutFlags, SamplerFlags
-from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model, warm_up_policy
+from .sft import warm_up_policy
+from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
 
 Build = Callable[[Any], Run]
 
