@@ -30,6 +30,7 @@ def dft_losses(logps_NT: Tensor, mask_NT: Tensor) -> Tensor:
     Source: Wu et al. 2025 (2508.05629).
     """
     logps_NT = masked_logps(logps_NT, mask_NT)
+    # The probability is a weight: with its gradient the objective would be -p log p, which is another one.
     return -logps_NT.detach().exp() * logps_NT
 
 
@@ -70,6 +71,7 @@ def sft_steps(
         packing="step",
         pad_multiple=mesh.row_multiple,
     )
+    # A call may be shorter than the warm-up, as a round of rejection sampling is.
     scheduler = lr_schedule(
         optimizer, kind=lr_kind, warmup_steps=min(warmup_steps, steps), total_steps=max(1, steps), min_factor=0.1
     )

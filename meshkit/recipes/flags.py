@@ -157,9 +157,13 @@ class ParallelFlags:
         config: Self = tyro.cli(cls, args=args, **options)
         if config.strategy is None:
             return config
+        # tyro says what a flag holds, not whether it was given: a default that was typed must be refused beside the file,
+        # too.
         words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
+        # Both spellings of a bool: --sequence and --no-sequence.
         names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
         chosen = config._read_strategy(names | {name.removeprefix("no_") for name in names})
+        # The fields that recipes read themselves, besides `parallel`: they must not go on saying the default.
         values: dict[str, Any] = {"zero": chosen.zero, "sequence": chosen.sequence, "compile": chosen.compile}
         if isinstance(chosen.mesh, MeshSpec):
             values["mesh"] = _axes(chosen.mesh)
@@ -174,6 +178,7 @@ class ParallelFlags:
         """
         if self.strategy is None:
             return dataclasses.replace(self._of_flags(), **choices)
+        # Without a command line, as in a Config made by keyword: what differs from its default was meant.
         changed = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
         chosen = self._read_strategy(changed)
         for name, choice in choices.items():
@@ -208,6 +213,7 @@ class ParallelFlags:
         flags = dataclasses.replace(self._of_flags(), mesh=self.mesh, microbatches=getattr(self, "microbatches", None))
         for flag, place in PLACES.items():
             by_file, by_flag = attrgetter(place)(chosen), attrgetter(place)(flags)
+            # None in the file is no choice: the flag, or its default, fills it.
             is_open = by_file is None and flag in ("mesh", "microbatches")
             if flag in given and not is_open and by_file != by_flag:
                 raise PlanError(
@@ -237,6 +243,7 @@ class ModelFlags:
         """The configuration of the model: of --pretrained as it is, of the default with the tokenizer's vocabulary."""
         if self.pretrained is not None:
             return config_from_pretrained(self.pretrained)
+        # The folder's vocabulary is not changed: its embedding may be padded beyond the tokenizer's.
         return dataclasses.replace(default, vocab_size=vocab_size or default.vocab_size)
 
 
@@ -258,6 +265,7 @@ class LoraFlags(ModelFlags):
         if self.lora_rank is None:
             return plan
         few: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
+        # alpha / rank scales the update: twice the rank makes it 2 at any rank.
         return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
 
     def refuse_lora_without_rank(self) -> None:
@@ -389,6 +397,7 @@ class PolicyFlags(StepFlags, RolloutFlags):
 
         Raises: PlanError for an unknown name, and for a loss that needs something that the recipe lacks.
         """
+        # A loss with GAE reads values, which only a critic gives.
         has_critic = {name: isinstance(loss.advantage, GAE) for name, loss in PRESETS.items()}
         if critic and not has_critic.get(self.preset):
             fitting = ", ".join(name for name, has in has_critic.items() if has)
@@ -401,6 +410,8 @@ class PolicyFlags(StepFlags, RolloutFlags):
         if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
             needs = "greedy answers as a baseline"
             raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
+        # In place of the preset's also if it is 0: a reference model is a second model in memory, which nobody gets
+        # unasked.
         return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))
 
 

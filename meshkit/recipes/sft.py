@@ -76,6 +76,7 @@ def warm_up_policy(
     Every rank must call it.
     """
     init_weights(run.model, seed=seed, plan=run.plan)
+    # On completions of the rows themselves, with their end token: what RL then samples ends by itself.
     examples = [
         encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)
         for row in forms_in_balance(rows)
@@ -96,6 +97,8 @@ def forms_in_balance(rows: Sequence[Record]) -> list[Record]:
     """
     forms: dict[str, list[Record]] = {}
     for row in rows:
+        # "7+12=" is the form "0+00=": for addition, how many digits each number has.
         forms.setdefault(re.sub(r"[a-z]", "a", re.sub(r"\d", "0", row.fields["prompt"])), []).append(row)
+    # sqrt: as often as the frequent forms would be too often, the same few rows would be learnt by heart.
     most = max(map(len, forms.values()), default=0)
     return [*rows, *(row for form in forms.values() for row in form * (math.isqrt(most // len(form)) - 1))]

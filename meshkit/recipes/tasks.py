@@ -32,6 +32,7 @@ VERIFIERS: dict[str, Reward] = {
 }
 """by the names that recipes have for them"""
 
+# Small enough that rollouts of a step take seconds on two cores, and large enough to learn the tasks.
 SMALL_MODEL = LlamaConfig(
     vocab_size=64,
     hidden_size=96,

@@ -150,7 +150,7 @@ def policy_loss(
         )
     policy = answers.only(bounded.losses * factor)
     kl = _kl_term(loss.kl, answers, log_probs, reference_log_probs, log_ratio)
-    # KL and entropy are outside of the factors: what a correction leaves out of the policy term still stays near the reference.
+    # KL and entropy are outside of the factors: tokens that a correction leaves out still stay near the reference model.
     total = policy + loss.kl.coefficient * kl if loss.kl.in_loss else policy
     if loss.entropy and entropy is not None:
         total = total - loss.entropy * answers.only(entropy)

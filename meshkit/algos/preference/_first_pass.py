@@ -34,8 +34,8 @@ def pair_statistics(
     Raises: DataError if log-probabilities of the reference model are needed and missing.
     """
     rewards = rewards or RunningMean()
-    # For the checks: AOT and BCO need an even number of answers, chosen and rejected in turn.
     by_kind = {loss.kind: loss for loss in losses}
+    # For its refusal: below, an odd number of answers would pair chosen with chosen.
     answers_of_pairs(batch)
     partners = None
     if by_kind.keys() & {"aot", "aot_unpaired", "bco"}:
@@ -49,7 +49,6 @@ def pair_statistics(
         if "aot_unpaired" in by_kind:
             partners = aot_unpaired_partners(ratios[:, 0], ratios[:, 1])[step.local]
         if "bco" in by_kind:
-            # After all ranks' rewards are there: the number is the same on each, and nothing has to be sent at resume.
             rewards = rewards.after(sum_and_count(by_kind["bco"].beta * ratios))
     return StepStatistics(partners=partners, reward_shift=rewards.mean), rewards
 

@@ -126,7 +126,6 @@ def _rewards(pairs: Pairs, loss: PreferenceLoss) -> tuple[Tensor, Tensor]:
 
 def _scores(pairs: Pairs, loss: PreferenceLoss, *, average: bool | None = None) -> Tensor:
     """u, after `divergence` and `average`; [N]."""
-    # Divided after f', as TRL does: the mean is of rewards, not of log-ratios.
     scores = [_score(ratio, loss.divergence, loss.alpha) for ratio in pairs.log_ratios(loss.kind)]
     if loss.average if average is None else average:
         scores = [score / tokens for score, tokens in zip(scores, pairs.lengths(loss.kind), strict=True)]
@@ -197,7 +196,6 @@ def _aot_unpaired(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     """
     partners = _partners(pairs, loss, 2, "aot_unpaired_partners")
     chosen, rejected = pairs.log_ratios(loss.kind)
-    # The value and its gradient are made apart: see above.
     terms = _logistic(loss.beta * (chosen - partners[:, 0]), loss.label_smoothing)
     terms = terms + _logistic(loss.beta * (partners[:, 1] - rejected), loss.label_smoothing)
     return terms - terms.detach() / 2

@@ -206,7 +206,6 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, metrics: 
 def _tokens_per_pair(mesh: Mesh, batch: Batch) -> Tensor:
     """Learnt tokens of chosen answers per pair, over the whole step, for `Pairs`."""
     # Ranks of cp have the same rows: numerator and denominator count them equally often.
-    # Before the batch is split: each rank has whole rows.
     learnt = ((batch["labels"] != IGNORED) & (batch["segment_ids"] % 2 == 1)).sum()
     sums = torch.stack([learnt, count_pairs(batch)]).to(mesh.device, torch.float64)
     if mesh.tokens.size() > 1:

@@ -91,7 +91,7 @@ def unpaired_loss(
             loss.kind, "Leave it out"
         )
         raise DataError(f"unpaired_loss: kind={loss.kind!r} with reference_point={reference_point}. {wanted}.")
-    # A constant: KTO takes no gradient through z (its appendix says that this keeps training stable).
+    # No gradient through z, which the KTO paper found to make training more stable.
     point = torch.as_tensor(0.0 if reference_point is None else reference_point, dtype=torch.float64).detach()
     rewards_N = loss.beta * (logps_N.double() - ref_logps_N.detach().double())
     # z is a log-ratio in KTO and a reward in BCO.

@@ -135,6 +135,8 @@ class MeshScores:
             return parts[0]
         unscored = sum((Counter(part.unscored) for part in parts), Counter())
         scored = [part.answers - sum(part.unscored.values()) for part in parts]
+        # A mean over all answers with a score, not of means: rounds may have different numbers of them. `count` leaves out
+        # the NaN of a round without any.
         totals = [part.mean * count for part, count in zip(parts, scored, strict=True) if count]
         return MeshScores(
             own=Scores(values=tuple(value for part in parts for value in part.own.values)),
@@ -158,6 +160,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     """
     # The error is gathered, not raised: a rank that raised before the collective would leave the others waiting in it.
     scores, failure = None, None
+    # One scorer for each data rank: its ranks of pp, cp and tp have the same answers, and unit tests are dear.
     if all(mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")):
         try:
             scores = scorer(answers)
@@ -169,6 +172,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     dist.all_gather_object(
         by_rank, (mesh.data_rank, scores, failure, sum(len(answer.ids) for answer in answers)), group=mesh.group
     )
+    # The lowest failing rank on every rank: all raise the same text, which is printed once.
     for rank, (_, _, text, _) in enumerate(by_rank):
         if text is not None:
             raise RewardError(f"scoring failed on rank {rank}: {text}. Mend the scorer.")
@@ -185,6 +189,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
         None,
     )
     totals = np.concatenate([each.totals for each in by_data_rank.values()])
+    # By data rank, whose ranks all give the same number.
     tokens = sum({data_rank: tokens for data_rank, _, _, tokens in by_rank}.values())
     if fail_fast and first is not None:
         raise RewardError(
@@ -231,6 +236,7 @@ def attempt(answer: Rollout, reward: Reward) -> Score | Unscored:
     try:
         return reward(answer)
     except (Exception, SystemExit) as error:
+        # SystemExit of a reward's own exit() must not end the rank. KeyboardInterrupt and _TimeIsUp pass.
         name = getattr(reward, "__name__", type(reward).__name__)
         return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {error}")
 
@@ -280,5 +286,6 @@ def _add(
         return float(numbers)
     total: np.ndarray = np.sum(vectors, axis=0)
     if len(total):
+        # A new array (np.sum makes one): the parts' vectors stay theirs.
         total[-1] += numbers
     return total
