@@ -267,8 +267,12 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     # Repeated every 0.1 s: code that swallows the first one, as a bare `except:` does, meets another.
     signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
     try:
-        yield
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
+        # Once more: the timer may have rung within the line above, which then did not stop it. It would ring in training.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

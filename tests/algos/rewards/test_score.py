@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import time
 from functools import partial
 
@@ -130,6 +131,20 @@ def test_time_is_limited_for_each_answer_in_this_process() -> None:
     assert time.monotonic() - began < 10
     assert scores.unscored == {"timed out": 2}
     np.testing.assert_array_equal(scores.totals, [math.nan, 1, math.nan, 2])
+
+
+def test_a_timer_that_rings_while_it_is_stopped_does_not_ring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timer, rings, before = signal.setitimer, [signal.SIGALRM], signal.getsignal(signal.SIGALRM)
+
+    def ring_first(timer: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        if seconds == 0 and rings:
+            signal.raise_signal(rings.pop())
+        return set_timer(timer, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", ring_first)
+    assert score([answer("1")], of_text, timeout_s=60.0).unscored == {"timed out": 1}
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_pool_kills_what_does_not_come_back_and_goes_on() -> None:
