@@ -124,7 +124,7 @@ def main() -> None:
     def scores(rollouts: list[rollout.Rollout]) -> rewards.Scores:
         if reward_model is not None:
             return rewards.model_scores(reward_model, [each.tokens for each in rollouts], seq_len=config.seq_len)
-        return rewards.score_on_mesh(meshes[rewards_on], rollouts, tasks.score, fail_fast=config.fail_fast).own
+        return rewards.score_on_mesh(meshes[rewards_on], rollouts, tasks.score, fail_fast=config.fail_fast).local
 
     def learn(samples: list[dataflow.Sample]) -> None:
         """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""

@@ -98,7 +98,7 @@ class TrainFlags(StepFlags):
 # ------------------------------------------------------------------------------------------------ the model on its mesh
 
 
-PLACES = {
+STRATEGY_FIELDS = {
     "mesh": "mesh",
     "zero": "zero",
     "sequence": "sequence",
@@ -112,7 +112,7 @@ PLACES = {
     "compile": "compile",
     "microbatches": "microbatches",
 }
-"""flag: where a `Strategy` has its choice"""
+"""flag: the field of a `Strategy` that it sets"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +211,13 @@ class ParallelFlags:
         assert self.strategy is not None
         chosen = Strategy.read(self.strategy)
         flags = dataclasses.replace(self._of_flags(), mesh=self.mesh, microbatches=getattr(self, "microbatches", None))
-        for flag, place in PLACES.items():
-            by_file, by_flag = attrgetter(place)(chosen), attrgetter(place)(flags)
+        for flag, field in STRATEGY_FIELDS.items():
+            by_file, by_flag = attrgetter(field)(chosen), attrgetter(field)(flags)
             # None in the file is no choice: the flag, or its default, fills it.
             is_open = by_file is None and flag in ("mesh", "microbatches")
             if flag in given and not is_open and by_file != by_flag:
                 raise PlanError(
-                    f"--{flag.replace('_', '-')} makes {place} {_shown(by_flag)}, but in --strategy {self.strategy} it is "
+                    f"--{flag.replace('_', '-')} makes {field} {_shown(by_flag)}, but in --strategy {self.strategy} it is "
                     f"{_shown(by_file)}: two places for one choice. Leave the flag away, or change the file."
                 )
         return chosen
@@ -264,9 +264,9 @@ class LoraFlags(ModelFlags):
         """Give the model its adapters, in place, and return the plan of both; without --lora-rank nothing changes."""
         if self.lora_rank is None:
             return plan
-        few: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
+        options: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
         # alpha / rank scales the update: twice the rank makes it 2 at any rank.
-        return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
+        return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **options)
 
     def refuse_lora_without_rank(self) -> None:
         """Raises: PlanError for flags of adapters without --lora-rank."""

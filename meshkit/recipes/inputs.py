@@ -52,7 +52,7 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
 
     vocab_size: of a tokenizer that is trained here.
     """
-    shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+    is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
     corpus = find_corpus(config.data) if config.data else standard_library()
     # A pretrained model knows only its own tokens, so its tokenizer comes before any that is trained here.
     folder = config.tokenizer or config.pretrained
@@ -61,8 +61,8 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
         if folder is not None:
             tokenizer = load_tokenizer(folder)
         else:
-            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=shows)
-        return tokenizer, prepare(corpus, tokenizer, cache, progress=shows)
+            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=is_main)
+        return tokenizer, prepare(corpus, tokenizer, cache, progress=is_main)
 
 
 def instruction_rows(config: InstructionFlags) -> TaskSplits:
@@ -80,12 +80,12 @@ def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, 
 
     folder: where one is trained on the rows, once, if neither --tokenizer nor --pretrained names another.
     """
-    given = config.tokenizer or config.pretrained
+    source = config.tokenizer or config.pretrained
     with main_rank_first():
         # Trained once and kept in the run's folder: a run that continues must not get another vocabulary.
-        if given is None and not (folder / "tokenizer.json").exists():
+        if source is None and not (folder / "tokenizer.json").exists():
             save_chat_tokenizer(rows, folder, vocab_size=vocab_size)
-    return load_chat(given or folder), given or folder
+    return load_chat(source or folder), source or folder
 
 
 def instruction_examples(config: InstructionFlags, rows: list[Record], chat: Chat, *, seq_len: int) -> list[Example]:
@@ -118,11 +118,11 @@ def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenize
         if folder is not None:
             encoder = load_encoder(folder, rows)
         else:
-            shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+            is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
             encoder = prepare_tokenizer(
                 standard_library(),
                 cache,
                 vocab_size=SMALL_PREFERENCE_MODEL.vocab_size,
-                progress=shows,
+                progress=is_main,
             )
     return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder, folder

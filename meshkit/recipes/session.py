@@ -106,14 +106,14 @@ class Session:
             return self
         if self.start:
             print0(f"resume from {self._unit} {self.start}")
-        shows = dist.get_rank() == 0
+        is_main = dist.get_rank() == 0
         with ExitStack() as files:  # what is open is closed again where opening the rest fails
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)
             files.enter_context(self._signals)
-            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=shows))
+            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=is_main))
             self.logger = files.enter_context(
-                Logger(config.out, start_step=self.start, enabled=shows and self._writes, also=[progress.update])
+                Logger(config.out, start_step=self.start, enabled=is_main and self._writes, also=[progress.update])
             )
             self._end_profiled_step = files.enter_context(
                 profile(config.out / "profile", rank=self.mesh.rank, device=self.mesh.device, enabled=config.profile)
@@ -234,8 +234,8 @@ class Session:
     def _save(self, step: int) -> None:
         config = self._config
         if self._run is not None:
-            kept = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
-            self._checkpoints.save(step, self._run, self._optimizer, **kept)
+            state = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
+            self._checkpoints.save(step, self._run, self._optimizer, **state)
             return
         # On every rank, before any part is saved: making the state is collective.
         state = self._loader.state_dict()

@@ -81,11 +81,11 @@ def warm_up_policy(
         encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)
         for row in forms_in_balance(rows)
     ]
-    size: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
+    sizes: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
     with Progress(total_steps=steps, enabled=is_main) as progress:
         if is_main:
             print(f"first {steps} steps on right answers")
-        sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
+        sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **sizes)
     config: Any = run.full_model.config
     save_pretrained(run.model, config, folder)
 
@@ -99,6 +99,6 @@ def forms_in_balance(rows: Sequence[Record]) -> list[Record]:
     for row in rows:
         # "7+12=" is the form "0+00=": for addition, how many digits each number has.
         forms.setdefault(re.sub(r"[a-z]", "a", re.sub(r"\d", "0", row.fields["prompt"])), []).append(row)
-    # sqrt: as often as the frequent forms would be too often, the same few rows would be learnt by heart.
+    # sqrt, not n: the same few rows as often as all rows of a frequent form would be learnt by heart.
     most = max(map(len, forms.values()), default=0)
     return [*rows, *(row for form in forms.values() for row in form * (math.isqrt(most // len(form)) - 1))]

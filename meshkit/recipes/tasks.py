@@ -85,8 +85,8 @@ class Tasks:
         return score(rollouts, self.reward, timeout_s=self.reward_timeout_s)
 
     def __str__(self) -> str:
-        like = self.train[0].fields["prompt"]
-        return f"{len(self.train):,} prompts, {len(self.held_out):,} held out, like {like!r}"
+        example = self.train[0].fields["prompt"]
+        return f"{len(self.train):,} prompts, {len(self.held_out):,} held out, like {example!r}"
 
 
 def load_tasks(
@@ -105,14 +105,18 @@ def load_tasks(
     task: of REFERENCE_TASKS. reward: of VERIFIERS; default that of the task, "exact" for files. max_new_tokens: default that
     of the task, 256 for files. Raises: DataError for files that cannot be read or split.
     """
-    known = REFERENCE_TASKS[task]
-    rows = split_records(read_records(data), held_out=held_out) if data else known.rows(held_out=held_out, seed=seed)
+    reference_task = REFERENCE_TASKS[task]
+    rows = (
+        split_records(read_records(data), held_out=held_out)
+        if data
+        else reference_task.rows(held_out=held_out, seed=seed)
+    )
     return Tasks(
         train=rows.train,
         held_out=rows.held_out[:evaluated],
-        reward=VERIFIERS[reward or ("exact" if data else known.reward)],
+        reward=VERIFIERS[reward or ("exact" if data else reference_task.reward)],
         reward_timeout_s=reward_timeout_s,
-        max_new_tokens=max_new_tokens or (256 if data else known.max_new_tokens),
+        max_new_tokens=max_new_tokens or (256 if data else reference_task.max_new_tokens),
     )
 
 

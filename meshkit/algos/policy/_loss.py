@@ -201,8 +201,10 @@ def _bounded(
 
 
 def _shares(loss: PolicyLoss, answers: SegmentIndex) -> Tensor:
-    # Weights of tokens whose sum is divided once, by the tokens or answers of the whole step: so microbatches and ranks add
-    # up. A mean inside of a part would weigh its tokens by the size of the part.
+    # [Note: divided once, by the whole step]
+    # A loss function returns a sum, and `Run.forward_backward` divides it by the count of the step, over all ranks and
+    # microbatches. A mean inside of a microbatch would weigh a token by how many others happen to be in its microbatch, and
+    # another mesh would train another objective. So these are only the parts of a weight that an answer decides by itself.
     mask = answers.mask.double()
     if loss.aggregation == "sequence_mean":
         return mask / answers.spread(answers.lengths.clamp(min=1))

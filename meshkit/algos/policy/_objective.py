@@ -97,7 +97,7 @@ def policy_objective(
                 ratio=values.ratios,
                 rollout_gap=gap.abs(),
             )
-        return values.losses.sum()
+        return values.losses.sum()  # See [Note: divided once, by the whole step] in _loss.py.
 
     return objective
 

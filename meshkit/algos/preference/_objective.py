@@ -114,6 +114,7 @@ def preference_objective(
             tokens_per_pair=tokens_per_pair,
         )
         values = preference_loss(pairs, *losses)
+        # See [Note: divided once, by the whole step] in policy/_loss.py.
         share = (chosen["ends"] > 0) / mesh["cp"].size()  # all ranks of cp compute the same losses
         if metrics is not None:
             metrics.add(

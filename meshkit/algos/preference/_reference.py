@@ -46,7 +46,8 @@ def stored_reference(
     refusal: list[str | None] = [None]
     if run.mesh.rank == 0 and path.exists():
         refusal = [_why_not(path, made_of)]
-    # Rank 0 looks for all: other nodes may see a file of a shared file system later.
+    # Rank 0 looks for all: other nodes may see a file of a shared file system later. See [Note: gather the error, then raise]
+    # in rewards/_score.py.
     exists_and_refusal = [path.exists(), refusal[0]]
     dist.broadcast_object_list(exists_and_refusal, src=run.mesh.ranks[0], group=run.mesh.group)
     exists, reason = exists_and_refusal

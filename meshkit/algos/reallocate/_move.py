@@ -57,7 +57,7 @@ def prepare_reallocation(
     request = _Request(
         _shards_of(src), _shards_of(dst), (mix, bucket_bytes), int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     )
-    # Before any refusal: a rank that raised alone would leave the others in the gather.
+    # See [Note: gather the error, then raise] in rewards/_score.py: every rank sees all requests, and refuses alike.
     requests: list[_Request] = [request] * dist.get_world_size()
     dist.all_gather_object(requests, request)
     _refuse_arguments(requests)

@@ -109,7 +109,8 @@ def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
 class MeshScores:
     """Scores of this data rank's answers, and totals over the whole step, which all ranks have."""
 
-    own: Scores
+    local: Scores
+    """of this data rank's answers"""
     rollouts: list[Rollout]
     """this data rank's, with their rewards: each score, a vector's sum; NaN where there is none"""
     answers: int
@@ -139,7 +140,7 @@ class MeshScores:
         # the NaN of a round without any.
         totals = [part.mean * count for part, count in zip(parts, scored, strict=True) if count]
         return MeshScores(
-            own=Scores(values=tuple(value for part in parts for value in part.own.values)),
+            local=Scores(values=tuple(value for part in parts for value in part.local.values)),
             rollouts=[rollout for part in parts for rollout in part.rollouts],
             answers=sum(part.answers for part in parts),
             tokens=sum(part.tokens for part in parts),
@@ -158,7 +159,9 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     Wire: one all-gather of the pickled scores over the mesh.
     Raises: RewardError, on every rank and with the same text.
     """
-    # The error is gathered, not raised: a rank that raised before the collective would leave the others waiting in it.
+    # [Note: gather the error, then raise]
+    # A rank that raised before the collective would leave the others waiting in it until its timeout. So what went wrong is
+    # sent along with the data, and afterwards every rank raises the same text, which `run_main` then prints once.
     scores, failure = None, None
     # One scorer for each data rank: its ranks of pp, cp and tp have the same answers, and unit tests are dear.
     if all(mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")):
@@ -172,7 +175,6 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     dist.all_gather_object(
         by_rank, (mesh.data_rank, scores, failure, sum(len(answer.ids) for answer in answers)), group=mesh.group
     )
-    # The lowest failing rank on every rank: all raise the same text, which is printed once.
     for rank, (_, _, text, _) in enumerate(by_rank):
         if text is not None:
             raise RewardError(f"scoring failed on rank {rank}: {text}. Mend the scorer.")
@@ -200,7 +202,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     mean = float(scored.mean()) if len(scored) else math.nan
     local_scores = by_data_rank[mesh.data_rank]
     return MeshScores(
-        own=local_scores,
+        local=local_scores,
         rollouts=[
             replace(each, reward=reward) for each, reward in zip(answers, local_scores.totals.tolist(), strict=True)
         ],

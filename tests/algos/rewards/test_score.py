@@ -182,7 +182,7 @@ def scores_of_ranks(spec: str, texts: list[list[str]], fail_fast: bool) -> objec
         found = score_on_mesh(mesh, answers, partial(only_first_data_rank, mesh=mesh), fail_fast=fail_fast)
     except RewardError as error:
         return str(error)
-    return found.own.totals.tolist(), found.answers, found.unscored, found.first_unscored
+    return found.local.totals.tolist(), found.answers, found.unscored, found.first_unscored
 
 
 def test_ranks_agree_on_scores_and_on_failures() -> None:
