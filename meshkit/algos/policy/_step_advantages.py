@@ -235,7 +235,6 @@ def _token_advantages(
     if isinstance(advantage, RewardToGo):
         to_go = rewards_to_go(rewards, learn, segments, discount=advantage.discount)
         return {"advantages": torch.where(scored, to_go, 0.0)}
-    # `truncated` stands at the end of an answer; `ends` leaves out ends of padding.
     cut = (batch["truncated"] > 0) & (batch["ends"] > 0)
     estimated = gae(
         rewards,

@@ -93,7 +93,7 @@ def preference_objective(
         if REFERENCE in part:
             given["reference"] = part[REFERENCE] * valid
         if wpo:
-            # Of the policy, not of the data: detached here, so that no graph is kept for a constant.
+            # WPO's weights are constants: detached before the sums, so that no graph is kept for them.
             given["aligned"] = (log_probs.detach() - log_sum_squares(logits)) * valid
         # One message for all of them; labels that are ignored have log-probability 0 already.
         sums = dict(zip(given, sums_of_answers(list(given.values()), part, mesh, answers), strict=True))
