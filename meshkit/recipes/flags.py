@@ -241,9 +241,9 @@ class ModelFlags:
 
     def shape(self, default: Any, vocab_size: int | None = None) -> Any:
         """The configuration of the model: of --pretrained as it is, of the default with the tokenizer's vocabulary."""
+        # A folder's vocabulary is not changed: its embedding may be padded beyond the tokenizer's.
         if self.pretrained is not None:
             return config_from_pretrained(self.pretrained)
-        # The folder's vocabulary is not changed: its embedding may be padded beyond the tokenizer's.
         return dataclasses.replace(default, vocab_size=vocab_size or default.vocab_size)
 
 

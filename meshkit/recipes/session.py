@@ -85,7 +85,7 @@ class Session:
         self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
         folder = config.out / "checkpoints"
         self._checkpoints = Checkpointer(folder, keep=config.keep)
-        # A folder for each part: parts are on different ranks, and each of them is saved by its own.
+        # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         self._signals = SaveOnSignal()
         self._files = ExitStack()  # open from __enter__ to __exit__

@@ -56,8 +56,8 @@ def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdi
     Raises: RewardError where the system lacks one of these. It needs Linux 5.13 or later on x86-64 or 64-bit Arm.
     Source: landlock(7), seccomp(2), setrlimit(2).
     """
-    # Only the child's own code writes it: what a program writes to the pipe itself is no verdict.
     limits = SandboxLimits() if limits is None else limits
+    # Only the child's own code writes it into a verdict: what a program writes to the pipe is none.
     password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="meshkit-sandbox-") if limits.file_bytes else nullcontext() as folder:
         order = {**asdict(limits), "program": program, "password": password, "folder": folder}

@@ -92,7 +92,7 @@ class VllmEngine:
         # The ranks of tp, cp and pp have the same prompts, and each has a whole model in vLLM: they share the requests out.
         engine, engines = self._engine_of_data_rank()
         share = range(engine, len(requests), engines)
-        # By prompt and sample, not by engine: another mesh shares them out differently, and draws the same.
+        # By prompt and sample, not by engine: another mesh shares them out differently, and keeps their streams.
         streams = [stream_of("generate", seed, prompt.key, sample) for prompt, sample in requests]
         outputs = (
             self._llm.generate(
