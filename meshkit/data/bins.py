@@ -23,9 +23,12 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Raises: DataError for a length that is above capacity.
     """
     bins: list[list[int]] = []
+    # One leaf for each bin there could be. Bins not begun yet have all their room, so the leftmost leaf with room is
+    # the next new bin where none of those begun has any.
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     # First fit in O(log n): go down to the leftmost leaf that has room.
     room = [capacity] * (2 * leaves)  # a heap-shaped tree: the most room in the bins below each node
+    # A stable sort: equal lengths stay in order, so all ranks find the same bins without a message.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > capacity:
@@ -60,6 +63,7 @@ def value_names(units: Sequence[Unit]) -> tuple[str, ...]:
                     f"{example.source}: has the values {has}, but {head.source} has {list(names)}. "
                     "Give every example the same ones."
                 )
+    # `mask` too: no loader writes one, but a loss hands batch["mask"] to the model.
     taken = {"input_ids", "labels", "position_ids", "segment_ids", "ends", "mask"} & set(names)
     if taken or len(set(names)) < len(names):
         raise DataError(f"values named {sorted(taken) or list(names)}: a name of a batch, or given twice. Rename them.")
@@ -82,6 +86,7 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
     integers = {name: np.zeros(shape, dtype=np.int64) for name in ("input_ids", "segment_ids", "ends")}
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.tile(np.arange(length), (len(rows), 1))
+    # fp64, as objectives compute: their sums over segments then agree to 1e-12 for any split of the batch.
     values = {name: np.zeros(shape, dtype=np.float64) for name in names}
     segment = 0
     for row, units in enumerate(rows):
@@ -90,6 +95,8 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
             stop = start + len(example)
             if stop > length:
                 raise DataError(f"{example.source}: does not fit into a row of {length} tokens. Call `fit` first.")
+            # Counted over the batch and not in the row: context parallelism lays rows end to end, and each example
+            # needs a number of its own there.
             segment += 1
             integers["input_ids"][row, start:stop] = example.ids
             integers["segment_ids"][row, start:stop] = segment
@@ -101,6 +108,8 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
                 if name in example.scalars:
                     values[name][row, stop - 1] = example.scalars[name]
                 else:
+                    # Shifted as labels are: place t holds the value of token t + 1, whose log-probability the model
+                    # gives there.
                     values[name][row, start : stop - 1] = example.token_values[name][1:]
             start = stop
         # Padding is a document of its own: positions restart, so attention never looks at it from an example.
