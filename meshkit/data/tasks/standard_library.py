@@ -145,7 +145,7 @@ def _functions_of(name: str, path: Path) -> Iterator[Function]:
             tree = ast.parse(text)
     except SyntaxError:
         return  # a template or a file for another version
-    lines = text.splitlines(keepends=True)
+    lines = _lines(text)
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     yield from _walk(tree, module, name, lines)
 
@@ -160,7 +160,7 @@ def _walk(node: ast.AST, prefix: str, file: str, lines: list[str]) -> Iterator[F
             if summary and len(child.body) > 1 and first.end_lineno is not None and child.end_lineno is not None:
                 cut = first.end_lineno  # the docstring's last line ends the head
                 source = textwrap.dedent("".join(lines[child.lineno - 1 : child.end_lineno]))
-                parts = source.splitlines(keepends=True)
+                parts = _lines(source)
                 head, body = parts[: cut - child.lineno + 1], parts[cut - child.lineno + 1 :]
                 if "".join(body).strip():
                     yield Function(
@@ -171,6 +171,12 @@ def _walk(node: ast.AST, prefix: str, file: str, lines: list[str]) -> Iterator[F
                         file=file,
                         line=child.lineno,
                     )
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that ast counts, each with its end."""
+    # Not splitlines, which also cuts at form feeds and U+2028: every later function of the file would be cut elsewhere.
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
 def _split(rows: Iterator[tuple[Function, dict[str, Any]]], held_out: float) -> TaskSplits:
