@@ -52,6 +52,17 @@ class ContextPolicy:
                 f"context kv_heads_per_gather={self.kv_heads_per_gather}: at least 1 head is sent at a time."
             )
 
+        if self.kv_heads_per_gather > 1 and self.scheme not in ("auto", "all_gather"):
+            raise PlanError(
+                f"context kv_heads_per_gather={self.kv_heads_per_gather} is of the scheme all_gather, but this one is "
+                f"{self.scheme!r}. Leave it away, or use scheme='all_gather'."
+            )
+        if self.slack and self.balance not in ("auto", "locality"):
+            raise PlanError(
+                f"context slack={self.slack} trades balance of work for bytes, but balance={self.balance!r} does not look at "
+                "it. Leave slack away, or use balance='locality'."
+            )
+
     def refuse_misfit(self, ranks: int) -> None:
         """Raises: PlanError if `ulysses` does not divide the ranks of cp."""
         if self.ulysses is not None and (self.ulysses < 1 or ranks % self.ulysses):

@@ -10,12 +10,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from meshkit.errors import PlanError
+from meshkit.plan import listed
 
 RecomputeMode = Literal["none", "full", "selective", "activation"]
 Kept = Literal["matmul", "attention", "collective", "product"]
 States = Literal["fp32", "8bit", "4bit", "fp8"]
 Recipe = Literal["tensorwise", "rowwise"]
 LossBackend = Literal["torch", "liger"]
+
+DEFAULT_KEEP: tuple[Kept, ...] = ("matmul", "attention", "collective")
+DEFAULT_STAGING = 256 << 20
+DEFAULT_LOSS_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +36,12 @@ class Recompute:
 
     mode: RecomputeMode = "full"
     every: int = 1
-    keep: tuple[Kept, ...] = ("matmul", "attention", "collective")
+    keep: tuple[Kept, ...] = DEFAULT_KEEP
     every_second_matmul: bool = False
 
     def __post_init__(self) -> None:
         _refuse_other(f"Recompute(mode={self.mode!r})", self.mode, RecomputeMode)
-        if isinstance(self.keep, list):
-            object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", listed(self.keep, where="Recompute", argument="keep"))
         for kind in self.keep:
             _refuse_other(f"Recompute(keep={self.keep!r}): {kind!r}", kind, Kept)
         if not isinstance(self.every, int) or self.every < 1:
@@ -47,6 +51,30 @@ class Recompute:
                 f"Recompute(every_second_matmul=True) halves what is kept of matrix products, but mode={self.mode!r} with "
                 f"keep={self.keep!r} keeps none. Use mode='selective' with 'matmul' in keep."
             )
+        self._refuse_idle()
+
+    def _refuse_idle(self) -> None:
+        """Raises: PlanError for what the mode does not look at: it would be passed over in silence."""
+        asked = f"Recompute(mode={self.mode!r}, keep={self.keep!r})"
+        if self.mode == "none" and self.every > 1:
+            raise PlanError(
+                f"Recompute(mode='none', every={self.every}): no block is treated, so not every {self.every}-th either. "
+                "Choose another mode, or leave every away."
+            )
+        if self.mode == "selective" and "product" in self.keep:
+            raise PlanError(
+                f"{asked}: 'product' is what mode='activation' may keep. Leave it out, or use mode='activation'."
+            )
+        if self.keep == DEFAULT_KEEP or self.mode == "selective":
+            return
+        if self.mode == "activation" and set(self.keep) - {"product"}:
+            raise PlanError(
+                f"{asked}: mode='activation' keeps matrix products anyway, attention and collectives too; only 'product' is "
+                "a choice. Use keep=('product',), or leave keep away."
+            )
+        if self.mode in ("none", "full"):
+            does = "keeps everything anyway" if self.mode == "none" else "runs all of a block again and keeps its input"
+            raise PlanError(f"{asked}: mode={self.mode!r} {does}. Use mode='selective', or leave keep away.")
 
     @property
     def runs_block_again(self) -> bool:
@@ -118,7 +146,7 @@ class ActivationOffload:
     ahead: int = 1
     reserve: int = 0
     folder: Path | None = None
-    staging: int = 256 << 20
+    staging: int = DEFAULT_STAGING
 
     def __post_init__(self) -> None:
         if self.to not in ("host", "disk"):
@@ -132,6 +160,11 @@ class ActivationOffload:
             raise PlanError(
                 f'ActivationOffload(folder={str(self.folder)!r}) is where to="disk" writes. Give to="disk" too.'
             )
+        if self.staging != DEFAULT_STAGING and self.to == "host":
+            raise PlanError(
+                f'ActivationOffload(staging={self.staging}) is host memory for writes of to="disk". Give to="disk" too, or '
+                "leave staging away."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +175,7 @@ class ChunkedLoss:
     Raises: PlanError for no tokens, or an unknown backend.
     """
 
-    tokens: int = 1024
+    tokens: int = DEFAULT_LOSS_TOKENS
     backend: LossBackend = "torch"
 
     def __post_init__(self) -> None:
@@ -151,6 +184,11 @@ class ChunkedLoss:
         if self.backend not in get_args(LossBackend):
             choices = " or ".join(repr(choice) for choice in get_args(LossBackend))
             raise PlanError(f"ChunkedLoss(backend={self.backend!r}): choose {choices}.")
+        if self.backend == "liger" and self.tokens != DEFAULT_LOSS_TOKENS:
+            raise PlanError(
+                f"ChunkedLoss(tokens={self.tokens}, backend='liger'): liger chooses its own chunks. Leave tokens away, or "
+                "use backend='torch'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

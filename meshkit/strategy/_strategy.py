@@ -12,7 +12,7 @@ from typing import Any
 
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
-from meshkit.plan import Plan
+from meshkit.plan import Plan, frozen_table
 from meshkit.strategy._context import ContextPolicy
 from meshkit.strategy._experts import ExpertPolicy
 from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
@@ -73,12 +73,8 @@ class Strategy:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
                 raise PlanError(f"Strategy({name}={value!r}): give {wanted}.")
-        for pattern, override in self.overrides.items():
-            if not isinstance(override, BlockOverride):
-                raise PlanError(
-                    f"Strategy(overrides={{{pattern!r}: {override!r}}}): give a BlockOverride, for example "
-                    'BlockOverride(recompute="full").'
-                )
+        overrides = frozen_table(self.overrides, BlockOverride, where="Strategy", argument="overrides")
+        object.__setattr__(self, "overrides", overrides)
         count = self.microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise PlanError(f"Strategy(microbatches={count!r}): a step has a whole number of microbatches, at least 1.")
@@ -160,5 +156,4 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "experts": (ExpertPolicy,),
     "pipeline": (PipelinePolicy,),
     "compile": (bool, str),
-    "overrides": (Mapping,),
 }
