@@ -461,12 +461,6 @@ REFUSED |= {
         {"memory": MemoryPolicy(offload=ActivationOffload(keep_last=2))},
         r"ActivationOffload\(keep_last=2\) keeps all of the 2 blocks",
     ),
-    "a budget of other microbatches": (
-        llama,
-        "pp=2",
-        {"memory": MemoryPolicy(recompute=Budget(bytes=10**9, rows=1, seq_len=8, microbatches=2)), "microbatches": 4},
-        "microbatches=2, but the strategy has microbatches=4",
-    ),
     "a scalar parameter": (
         lambda: Own(torch.tensor(1.0)),
         "dp_shard=2",

@@ -117,6 +117,11 @@ def plan_experts(
             f"expert_parallel: ep={ep} etp={etp}, but the plan has no experts(). Name the modules that hold stacked experts, "
             "or leave ep and etp away."
         )
+    if not layouts and policy != ExpertPolicy():
+        raise PlanError(
+            f"{policy}, but the plan has no experts() that it could be about. Name the modules that hold stacked experts, or "
+            "leave the policy away."
+        )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
     return layouts
