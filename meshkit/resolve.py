@@ -81,6 +81,14 @@ class Resolved:
         """The number of tokens of a rank of cp is a multiple of this."""
         return self.spec.tp if self.sequence else 1
 
+    def refuse_tokens(self, seq_len: int) -> None:
+        """Raises: PlanError for rows whose tokens the ranks of tp cannot share evenly. With cp rows are padded."""
+        if self.spec.cp == 1 and seq_len % self.sequence_multiple:
+            raise PlanError(
+                f"seq_len={seq_len} with sequence=True: the {self.spec.tp} ranks of tp cannot share {seq_len} tokens evenly. "
+                f"Pad rows to a multiple of {self.spec.tp}, or use sequence=False."
+            )
+
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes weight gradients separately from input gradients (zero bubble)."""

@@ -18,7 +18,7 @@ from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
 from meshkit.errors import PlanError
-from meshkit.plan import listed
+from meshkit.plan.match import listed
 from meshkit.strategy import Precision
 
 
@@ -108,10 +108,11 @@ def refuse_unshardable(params: Mapping[str, torch.Tensor], units: Sequence[str])
         dtype = params[name].dtype
         first, first_dtype = first_of_unit.setdefault(unit, (name, dtype))
         if dtype != first_dtype:
+            where = repr(unit) if unit else "the root unit"
             raise PlanError(
-                f"fully_shard: {unit or 'the root unit'!r} has parameters in two dtypes: {first!r} is {_short(first_dtype)} "
-                f"and {name!r} {_short(dtype)}, and FSDP reduces a unit's gradients in one buffer. Give them one dtype (a "
-                "Precision casts for computing), or name a unit of their own."
+                f"fully_shard: {where} has parameters in two dtypes: {first!r} is {_short(first_dtype)} and {name!r} "
+                f"{_short(dtype)}, and FSDP reduces a unit's gradients in one buffer. Give them one dtype (a Precision casts "
+                "for computing), or name a unit of their own."
             )
 
 
@@ -219,9 +220,9 @@ def _refuse_sharded(modules: Mapping[str, nn.Module], units: Sequence[str]) -> N
     """Raises: PlanError for a unit that FSDP2 has taken before. Inner modules may be: see `ignored`."""
     for name in ("", *units):
         if isinstance(modules[name], FSDPModule):
+            where = repr(name) if name else "the module"
             raise PlanError(
-                f"fully_shard: {name or 'the module'!r} is sharded already. Call it once for each module, with all of its "
-                "units."
+                f"fully_shard: {where} is sharded already. Call it once for each module, with all of its units."
             )
 
 

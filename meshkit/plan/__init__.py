@@ -1,8 +1,6 @@
 """The plan (parallelization plan): by name, each module's style on the tensor axis; blocks, FSDP units, initial values."""
 
 from .auto import auto_plan as auto_plan
-from .match import frozen_table as frozen_table
-from .match import listed as listed
 from .match import match_names as match_names
 from .match import match_table as match_table
 from .styles import Init as Init

@@ -188,3 +188,10 @@ class Plan:
         ):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
         return "\n".join(lines)
+
+
+def style_table(plan: object, *, where: str) -> Mapping[str, Style]:
+    """The table of styles that a block is given. Raises: PlanError for a whole `Plan`, and for anything else."""
+    if isinstance(plan, Plan):
+        raise PlanError(f"{where}(plan=Plan(...)): a block alone takes the table of styles. Give plan.tensor.")
+    return frozen_table(plan, Style, where=where, argument="plan")

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from meshkit.errors import PlanError
-from meshkit.plan import listed
+from meshkit.plan.match import listed
 
 RecomputeMode = Literal["none", "full", "selective", "activation"]
 Kept = Literal["matmul", "attention", "collective", "product"]

@@ -12,7 +12,8 @@ from typing import Any
 
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
-from meshkit.plan import Plan, frozen_table
+from meshkit.plan import Plan
+from meshkit.plan.match import frozen_table
 from meshkit.strategy._context import ContextPolicy
 from meshkit.strategy._experts import ExpertPolicy
 from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import meshkit as mk
-from meshkit.models import LLAMA_PLAN, Llama
-from meshkit.program import read_program
-from meshkit.resolve import resolve
 from meshkit.strategy import (
     ActivationOffload,
-    Budget,
-    Capacity,
     ChunkedLoss,
     ContextPolicy,
     ExpertPolicy,
-    MemoryPolicy,
-    PipelinePolicy,
     Recompute,
-    Strategy,
 )
-from tests.tiny import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
@@ -31,6 +33,7 @@ from meshkit.parallel.pipeline._stages import StagedModel, Stages, plan_stages
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, messages, need_of
 from meshkit.parallel.pipeline.schedules import Generator, named
 from meshkit.plan import match_names
+from meshkit.plan.match import listed
 from meshkit.strategy import PipelinePolicy
 
 _KEY = "_meshkit_pipeline"
@@ -304,6 +307,10 @@ def pipeline_parallel(
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
+    require("pipeline_parallel", "module", module, nn.Module)
+    require("pipeline_parallel", "mesh", mesh, DeviceMesh)
+    require("pipeline_parallel", "policy", policy, PipelinePolicy, NoneType)
+    blocks = listed(blocks, where="pipeline_parallel", argument="blocks")
     if mesh.ndim != 1:
         raise PlanError(f"pipeline_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['pp'].")
     if pipeline_of(module) is not None:

@@ -13,6 +13,7 @@ from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape, choose_for_rows, model_window
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
+from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
 from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars
@@ -20,7 +21,7 @@ from meshkit.preflight.explain._traffic_experts import add_balance, add_experts,
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
-from meshkit.step import Run, refuse_microbatches
+from meshkit.step import Run
 from meshkit.strategy import Strategy
 
 
@@ -56,7 +57,9 @@ def explain(
         strategy = resolved.strategy
     else:
         strategy = Strategy.of(strategy, choices)
-        resolved = resolve(read_program(model), strategy, _spec(spec, strategy), device_type=device or default_device())
+        resolved = resolve(
+            read_program(model), strategy, spec_of(spec, strategy), device_type=device or default_device()
+        )
     count = (strategy.microbatches or 1) if microbatches is None else microbatches
     return explain_resolved(resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate)
 
@@ -64,13 +67,6 @@ def explain(
 def default_device() -> str:
     """The device type that a run here would use: "cuda" where there is a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _spec(spec: MeshSpec | str | None, strategy: Strategy) -> MeshSpec:
-    if spec is None:
-        return strategy.mesh_for()
-    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
-    return wanted.resolve(wanted.world_size)
 
 
 def explain_resolved(
@@ -83,8 +79,9 @@ def explain_resolved(
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
     """`explain` of a strategy that is resolved already, such as `run.resolved`."""
-    refuse_microbatches(microbatches)
-    rank_model = RankModel(resolved=resolved, coordinate=coordinate or {})
+    refuse_sizes(rows, seq_len, microbatches)
+    resolved.refuse_tokens(seq_len)
+    rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
     batches = [

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.parallel.pipeline import Schedule
+from meshkit.preflight._arguments import coordinate_of, refuse_sizes, spec_of
 from meshkit.preflight._format import format_axes
 from meshkit.preflight.estimate import (
     Build,
@@ -19,10 +20,8 @@ from meshkit.preflight.estimate import (
     Kernels,
     MakeOptimizer,
     builder_of,
-    coordinate_of,
     estimate,
     fake_mesh,
-    resolve_spec,
 )
 from meshkit.preflight.explain import Explanation, default_device, explain_resolved
 from meshkit.program import read_program
@@ -163,7 +162,8 @@ def explain_page(
     Raises: MeshError and PlanError as the real run would, and MeshError where there is a process group.
     """
     chosen = Strategy.of(strategy, choices)
-    sizes = resolve_spec(spec, chosen, world_size)
+    sizes = spec_of(spec, chosen, world_size)
+    refuse_sizes(rows, seq_len, microbatches)
     with resolved_run(model, sizes, strategy, choices, kernels=kernels) as resolved:
         count = (resolved.strategy.microbatches or 1) if microbatches is None else microbatches
         explanations = _explanations(resolved, rows=rows, seq_len=seq_len, microbatches=count)
