@@ -51,6 +51,8 @@ class Strategy:
     dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
     a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
     overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
+    A choice that a run can do nothing with is refused by `resolve`. What an axis of one rank has as it was asked for is not:
+    sequence on tp=1, context on cp=1, zero on dp_shard=1; so one file fits many meshes.
     Raises: PlanError and MeshError for values that no model and no world could have.
     """
 
