@@ -97,6 +97,7 @@ def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dic
     chosen = Strategy.of(strategy, choices)
 
     def build(mesh: Mesh) -> Run:
+        # A copy: parallelize works in place, and the caller's model stays as it is for the run, or the next estimate.
         return parallelize(copy.deepcopy(model), mesh, chosen)
 
     return build
@@ -113,6 +114,7 @@ def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -
         stack.enter_context(_torch.hiding_shape_propagation())
         stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
+        # With cp attention is an operator of meshkit's, which calls kernels and nothing of torch.nn.functional.
         if kernels == "cuda":
             stack.enter_context(cuda_kernels(attention=spec.cp == 1))
         yield mesh
@@ -188,6 +190,7 @@ def measure(run: Run, optimizer: torch.optim.Optimizer, *, rows: int, seq_len: i
     device = run.mesh.device
     tracker = tracker_of(run)
     if device.type == "cuda":
+        # max_memory_allocated counts what tensors occupy, in blocks of CUDA_GRANULE, and no cached, free blocks.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats(device)
             tracked_step(tracker, run, optimizer, batch, microbatches)

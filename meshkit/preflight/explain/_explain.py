@@ -84,6 +84,7 @@ def explain_resolved(
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
+    # As `Run.parts` makes them: they differ by at most a row, and one without rows runs a row of zeros.
     batches = [
         _local_batch(
             rank_model,
@@ -98,6 +99,7 @@ def explain_resolved(
         if resolved.layout is not None:
             add_tensor(log, rank_model, resolved.layout, batch)
         add_experts(log, rank_model, batch)
+    # Below what is once a step, or depends on all of its microbatches.
     add_balance(log, rank_model, batches)
     if (choice := resolved.choice_of(stage_rank)) is not None:
         notes.append(str(choice))
@@ -122,6 +124,7 @@ def explain_resolved(
 
 def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     """The tokens of the microbatch that this rank holds under context parallelism, and how attention is computed."""
+    # How tokens are split depends on who sees whom, so it is decided for each microbatch, as `split_batch` does in the run.
     spec = rank_model.spec
     if spec.cp == 1:
         return batch
