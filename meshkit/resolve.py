@@ -118,6 +118,7 @@ class Resolved:
 
     def choice_of(self, pp_rank: int) -> Choice | None:
         """What a `Budget` chose for that rank of pp; `str()` is a table. None without a budget."""
+        # Without pp there is one choice, of all ranks.
         return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
 
 
@@ -285,6 +286,7 @@ def _priced(program: Program, fp8: Sequence[str], policy: Fp8 | None) -> torch.n
     """The model whose blocks a `Budget` prices, with the linear layers that the run will have (fp8)."""
     if not fp8 or policy is None:
         return program.model
+    # On a copy: resolve changes nothing, and `parallelize` changes the linears of the real model itself.
     copy = program.frozen().model
     fp8_linears(copy, linears=fp8, policy=policy)
     return copy
@@ -298,6 +300,7 @@ def _treatments(strategy: Strategy, names: _Names, choices: Sequence[Choice]) ->
                 "Strategy(overrides=...) with a Budget: the budget chooses for every block. Leave one of them away."
             )
         return {name: treatment for choice in choices for name, treatment in choice.treatments.items()}
+    # Of all blocks, not of one stage's: `every` and `keep_last` count over the full model.
     treated = treatments(strategy.memory, names.blocks)
     overridden = match_table(strategy.overrides, treated, what="block")
     treated |= {name: _overridden(name, treated, override, strategy.memory) for name, override in overridden.items()}
@@ -311,6 +314,7 @@ def _overridden(
     """The block's treatment with its override put in. Raises: PlanError for an offload that the block cannot have."""
     treatment = treated[name]
     if override.recompute is not None:
+        # every=1: a block that is named is treated, whatever its place in a run of `every` blocks.
         mode = override.recompute
         chosen = Recompute(mode=mode) if isinstance(mode, str) else replace(mode, every=1)
         treatment = replace(treatment, recompute=chosen)
@@ -332,7 +336,7 @@ def _overridden(
 
 
 def _refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
-    wanted = strategy.mesh
+    wanted = strategy.mesh  # an axis of -1 fits any size, as in `init_mesh`
     if isinstance(wanted, MeshSpec) and any(
         size not in (-1, getattr(spec, axis)) for axis, size in vars(wanted).items()
     ):
@@ -420,6 +424,8 @@ def _short(spec: MeshSpec) -> str:
 
 
 def _refuse_meta(program: Program) -> None:
+    # A parameter on meta gets its value from `init_weights` or a checkpoint. A buffer (rotary frequencies, a causal mask) was
+    # computed by the constructor, which nobody can run again.
     for name, buffer in program.model.named_buffers():
         if buffer.is_meta:
             raise PlanError(
@@ -429,6 +435,7 @@ def _refuse_meta(program: Program) -> None:
 
 
 def _refuse_backend(asked: bool | str) -> None:
+    # torch.compile refuses it too, but when half of the model is changed. exclude_tags=(): backends for debugging as well.
     if isinstance(asked, str) and asked not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise PlanError(
             f"compile={asked!r} is no backend of torch.compile. Use True, which is inductor, or one of {', '.join(known)}."
@@ -469,6 +476,7 @@ def _refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshS
 
 def _refuse_idle_ranks(program: Program, cut: Cut, ranks: int) -> None:
     """A rank of pp that trains nothing would have an optimizer without parameters."""
+    # `trained` has tied parameters under each of their names: a head that is the embedding trains on the last rank too.
     for rank in range(ranks):
         if not any(cut.runs(name, rank) for name in program.trained):
             raise PlanError(

@@ -68,6 +68,7 @@ class ExpertPolicy:
 
     def refuse_misfit(self, *, ep: int, etp: int) -> None:
         """Raises: PlanError for hot experts on a mesh that does not share experts whole."""
+        # With etp no rank holds an expert whole that it could copy to others.
         if self.hot and (ep == 1 or etp > 1):
             raise PlanError(
                 f"ExpertPolicy: hot={self.hot} copies experts between ranks of ep that hold them whole, but the mesh has "

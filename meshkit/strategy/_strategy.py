@@ -69,6 +69,7 @@ class Strategy:
     overrides: Mapping[str, BlockOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # object.__setattr__, since it is frozen: equal choices are brought to one form, and are then equal records.
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
         for name, kinds in _KINDS.items():
@@ -98,6 +99,7 @@ class Strategy:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"Did you mean {near[0]!r}? " if near else ""
                 raise PlanError(f"there is no choice {name!r}. {hint}A strategy has {', '.join(names)}.")
+        # None is a recipe's flag that was not given; no choice means anything else by it.
         given = {name: choice for name, choice in choices.items() if choice is not None}
         if strategy is None:
             return Strategy(**given)
