@@ -12,6 +12,7 @@ from meshkit.errors import DataError, MeshError, PlanError
 from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.strategy import Strategy
 from tests.tiny import tiny_config
+from tests.world import pool
 
 SAID: dict[str, Any] = {"rows": 2, "seq_len": 8}
 
@@ -70,6 +71,24 @@ def test_a_rank_that_the_mesh_has_not_is_refused(verb: Any, asked: Any, kind: ty
 def test_a_mesh_that_is_none_is_refused(verb: Any) -> None:
     with pytest.raises(MeshError, match=r"spec=2: give a MeshSpec"):
         verb(2, **SAID)
+
+
+def meshes_that_are_none() -> list[str]:
+    said = []
+    for mesh in ("dp_shard=1", None, mk.MeshSpec()):
+        try:
+            mk.parallelize(model(), mesh)  # type: ignore[arg-type]
+        except PlanError as error:
+            said.append(str(error))
+    return said
+
+
+def test_parallelize_takes_a_mesh_and_a_module() -> None:
+    (said,) = pool(1).run(meshes_that_are_none)
+    assert len(said) == 3 and said[0] == "parallelize(mesh='dp_shard=1'): give Mesh. Make one by mk.init_mesh."
+    for verb in (mk.explain, mk.estimate, mk.preflight.page.explain_page):
+        with pytest.raises(PlanError, match=r"parallelize\(model=3\): give Module"):
+            verb(3, "dp_shard=2", **SAID)  # type: ignore[operator]
 
 
 def test_a_rank_without_rows_is_explained() -> None:

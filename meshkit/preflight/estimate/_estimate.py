@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshkit._parallelize import parallelize
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimating
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh, MeshSpec, init_mesh
@@ -87,6 +88,8 @@ def estimate(
 
 def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:
     """(mesh) -> Run for a module or a function. verb: for errors. Raises: PlanError for choices beside a function."""
+    if not callable(model):
+        require("parallelize", "model", model, nn.Module)
     if not isinstance(model, nn.Module):
         given_choices = (["strategy"] if strategy is not None else []) + list(choices)
         if given_choices:
