@@ -85,6 +85,7 @@ def check(
         sharded or {},
         dtype,
         timeout_s,
+        # No mixed precision, whose rounding would hide small mistakes, and no compiled graphs, which hide modules.
         replace(chosen, memory=replace(chosen.memory, precision=None), compile=False),
     )
     request.refuse()
@@ -107,6 +108,7 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
         raise MeshError(
             f"check: the mesh is on {len(mesh.ranks)} of {dist.get_world_size()} ranks. Give a mesh of all of them."
         )
+    # Made by all ranks, though only the first uses it: new groups are a collective of the world.
     one_rank = init_mesh(MeshSpec(), ranks=[mesh.ranks[0]], device_type=mesh.device_type)
     with default_dtype(request.dtype):
         if request.builds_all:
@@ -163,6 +165,7 @@ def _step(request: Request, mesh: Mesh, built: Run | nn.Module) -> tuple[Facts |
     raised: Exception | None = None
     loss: Any = None
     try:
+        # Inside of `order` every collective is announced in the store before it is called; see _collective_order.py.
         with torch.compiler.set_stance("force_eager"), order:  # modules inside of compiled blocks would not be seen
             loss = request.step(built, {name: tensor[rows].to(mesh.device) for name, tensor in batch.items()})
             shards = with_gradients(shards, model, optimizer)

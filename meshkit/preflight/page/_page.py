@@ -170,6 +170,7 @@ def explain_page(
         full_model = resolved.program.model
         parameters, name = sum(param.numel() for param in full_model.parameters()), type(full_model).__name__
 
+    # Each estimate is a fake world of its own, in which this process is another rank: one after the other.
     def estimated(rank: int) -> Estimate | None:
         if not memory_bars:
             return None
@@ -230,6 +231,7 @@ def _explanations(resolved: Resolved, **step: Any) -> list[tuple[tuple[int, ...]
         if class_key not in first:
             first[class_key] = explain_resolved(resolved, coordinate=coordinate, **step)
         explanation = first[class_key]
+        # Ranks with equal parameters and messages are one group: the page shows differences, not 64 times the same.
         key = (str(explanation.params), frozenset(explanation.messages.items()))
         groups.setdefault(key, ([], explanation))[0].append(rank)
     return [(tuple(ranks), explanation) for ranks, explanation in groups.values()]
