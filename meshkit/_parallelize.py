@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
 from meshkit.faults.location import register_modules
@@ -43,6 +44,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
+    require("parallelize", "mesh", mesh, Mesh)
     mesh.require_here("parallelize")
     # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model).frozen()

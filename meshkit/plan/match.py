@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from meshkit.core.frozen_mapping import FrozenMapping
 from meshkit.errors import PlanError
 
 Value = TypeVar("Value")
@@ -39,6 +40,46 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
 def match_names(patterns: Iterable[str], names: Iterable[str], *, what: str) -> list[str]:
     """The names that the patterns match, in the order of `names`. Raises as `match_table` does."""
     return list(match_table(dict.fromkeys(patterns), names, what=what))
+
+
+def listed(names: Any, *, where: str, argument: str) -> tuple[str, ...]:
+    """The names or patterns of an argument. where: the call or the record, for errors.
+
+    Raises: PlanError for one text, which Python would take letter by letter, and for what is no list of texts.
+    """
+    asked = f"{where}({argument}={names!r})"
+    if isinstance(names, str):
+        raise PlanError(f"{asked}: a list of patterns, not one text. Write [{names!r}].")
+    if not isinstance(names, Iterable):
+        raise PlanError(f"{asked}: a list of patterns. Write, for example, ['layers.*'], or [] for none.")
+    patterns: tuple[Any, ...] = tuple(names)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise PlanError(f"{asked}: {pattern!r} is no pattern. Write texts, for example 'layers.*'.")
+    return patterns
+
+
+def frozen_table(table: Any, kind: type[Value], *, where: str, argument: str) -> FrozenMapping[Value]:
+    """A table from patterns to values of one kind, as its record keeps it. Raises: PlanError for anything else."""
+    if not isinstance(table, Mapping):
+        raise PlanError(
+            f"{where}({argument}={table!r}): give a table from patterns to {kind.__name__}s, for example {{}}."
+        )
+    listed(table, where=where, argument=argument)
+    for pattern, value in table.items():
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"{where}({argument}=...): {pattern!r} is {value!r}, which is no {kind.__name__}. Give "
+                f"{_EXAMPLES[kind.__name__]}."
+            )
+    return FrozenMapping(table)
+
+
+_EXAMPLES = {
+    "Style": "column(), row(), or another function of mk.plan",
+    "Init": "normal(), uniform() or constant() of mk.initialize",
+    "BlockOverride": 'a BlockOverride, for example BlockOverride(recompute="full")',
+}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

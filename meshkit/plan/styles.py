@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshkit.errors import PlanError
+from meshkit.plan.match import frozen_table, listed
 
 Kind = Literal[
     "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
@@ -39,6 +40,8 @@ class Style:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
+        for name in ("projections", "columns", "rows"):
+            object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
@@ -170,6 +173,12 @@ class Plan:
     mlps: tuple[str, ...] = ()
     init: Mapping[str, Init] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("blocks", "units", "attention", "mlps"):
+            object.__setattr__(self, name, listed(getattr(self, name), where="Plan", argument=name))
+        object.__setattr__(self, "tensor", frozen_table(self.tensor, Style, where="Plan", argument="tensor"))
+        object.__setattr__(self, "init", frozen_table(self.init, Init, where="Plan", argument="init"))
+
     def __str__(self) -> str:
         lines = ["Plan"]
         for title, table in (("tensor", self.tensor), ("init", self.init)):
@@ -182,3 +191,10 @@ class Plan:
         ):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
         return "\n".join(lines)
+
+
+def style_table(plan: object, *, where: str) -> Mapping[str, Style]:
+    """The table of styles that a block is given. Raises: PlanError for a whole `Plan`, and for anything else."""
+    if isinstance(plan, Plan):
+        raise PlanError(f"{where}(plan=Plan(...)): a block alone takes the table of styles. Give plan.tensor.")
+    return frozen_table(plan, Style, where=where, argument="plan")

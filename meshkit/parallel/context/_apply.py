@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.core.arguments import require
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
@@ -22,6 +24,7 @@ from meshkit.parallel.context._foreign import (
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import match_names
+from meshkit.plan.match import listed
 from meshkit.strategy import ContextPolicy
 
 
@@ -52,8 +55,17 @@ def context_parallel(
     Wire: each attention sends the scheme's messages; `explain` prints them.
     Raises: PlanError for a module that takes no mask, and for attention dropout, which would depend on the split.
     """
+    require("context_parallel", "module", module, nn.Module)
+    require("context_parallel", "mesh", mesh, DeviceMesh)
+    require("context_parallel", "policy", policy, ContextPolicy, NoneType)
+    attention = listed(attention, where="context_parallel", argument="attention")
     if mesh.ndim != 1:
         raise PlanError(f"context_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['cp'].")
+    if context_of(module) is not None:
+        raise PlanError(
+            f"context_parallel: this {type(module).__name__} went through it already, and would split what is split. Call it "
+            "once for each module."
+        )
     policy = policy or ContextPolicy()
     named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)

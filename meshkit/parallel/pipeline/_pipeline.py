@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
@@ -29,6 +31,7 @@ from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._stages import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, messages, need_of
 from meshkit.plan import match_names
+from meshkit.plan.match import listed
 from meshkit.strategy import PipelinePolicy
 
 _KEY = "_meshkit_pipeline"
@@ -213,6 +216,10 @@ def pipeline_parallel(
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
+    require("pipeline_parallel", "module", module, nn.Module)
+    require("pipeline_parallel", "mesh", mesh, DeviceMesh)
+    require("pipeline_parallel", "policy", policy, PipelinePolicy, NoneType)
+    blocks = listed(blocks, where="pipeline_parallel", argument="blocks")
     if mesh.ndim != 1:
         raise PlanError(f"pipeline_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['pp'].")
     if pipeline_of(module) is not None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
@@ -29,6 +30,7 @@ from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
 from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
+from meshkit.plan.styles import style_table
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
 
@@ -56,6 +58,9 @@ def tensor_parallel(
     Raises: PlanError for a plan that does not fit the module or the axis.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
+    require("tensor_parallel", "module", module, nn.Module)
+    require("tensor_parallel", "mesh", mesh, DeviceMesh)
+    plan = style_table(plan, where="tensor_parallel")
     if mesh.ndim != 1:
         raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
     refuse_without_sequence(regather=regather, sequence=sequence)
@@ -64,6 +69,7 @@ def tensor_parallel(
         match_table(plan, dict(module.named_modules(remove_duplicate=False)), what="module")
         return module
     layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
+    _refuse_split(module, layout)
     _distribute(module, mesh, layout)
     for name, child in list(module.named_modules()):
         _localize(child, name, mesh, layout)
@@ -76,6 +82,16 @@ def tensor_parallel(
                 _keep_sharded_input(modules, layout, call, region)
     _set_kv_groups(modules, layout, mesh.get_local_rank())
     return module
+
+
+def _refuse_split(module: nn.Module, layout: TensorLayout) -> None:
+    """Raises: PlanError for a parameter that is a DTensor before it is split here. Those of experts may be: they stay so."""
+    for name, param in module.named_parameters():
+        if name in layout.params and isinstance(param, DTensor):
+            raise PlanError(
+                f"tensor_parallel: {name!r} is split over a mesh already. Split over tp first, then fully_shard, and each "
+                "module once."
+            )
 
 
 class FakeAxis:
