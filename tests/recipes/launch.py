@@ -31,8 +31,21 @@ def start(ranks: int, script: str, *flags: str) -> subprocess.Popen[str]:
     return start_command([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), str(ROOT / script), *flags])
 
 
+# The kernel tells torchrun to end once its parent, pytest, is gone: torchrun ends its ranks then, with SIGTERM, and after
+# 30 s with SIGKILL. It is asked by a first program that turns into torchrun, since in this process, which has threads,
+# nothing may run between fork and exec. `getppid` is asked last: pytest may have ended before the kernel was told.
+PR_SET_PDEATHSIG = 1
+END_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 def start_command(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """more: variables of the environment."""
+    """The command, which gets a SIGTERM when this process ends, however it ends. more: variables of the environment."""
+    command = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
