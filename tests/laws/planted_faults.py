@@ -86,7 +86,7 @@ FAULTS = [
         8,
         "ceil(capacity.factor * pairs / experts)",
         "int(capacity.factor * pairs / experts)",
-        "tests/parallel/expert/test_dispatchers.py::test_a_share_that_is_no_whole_number_is_rounded_up",
+        "tests/parallel/expert/test_conformance.py::test_a_share_that_is_no_whole_number_is_rounded_up",
     ),
     Fault(
         9,
@@ -104,7 +104,7 @@ FAULTS = [
         11,
         "not now.left and before is not None",
         "before is not None",
-        "tests/faults/test_roll.py::test_a_rank_that_said_how_it_ended_is_not_silent_after_it",
+        "tests/faults/test_heartbeat.py::test_a_rank_that_said_how_it_ended_is_not_silent_after_it",
     ),
     Fault(
         12,
@@ -122,13 +122,13 @@ FAULTS = [
         14,
         "weight**2 / (tokens * squared)",
         "weight**2 / ((tokens - 1) * squared)",
-        "tests/algos/policy/test_edges.py::test_the_effective_share_is_that_of_kish",
+        "tests/algos/policy/test_silent_errors.py::test_the_effective_share_is_that_of_kish",
     ),
     Fault(
         15,
         "sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize)",
         "transfers",
-        "tests/algos/reallocate/test_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
+        "tests/algos/reallocate/test_move.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
     ),
     Fault(
         16,

@@ -20,7 +20,7 @@ from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
 from meshkit.strategy import ExpertPolicy
-from tests.own_part import computed_once, difference
+from tests.compare_shards import computed_once, difference
 from tests.tiny import tiny_config
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5

@@ -15,9 +15,9 @@ from meshkit.models import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig, buil
 from meshkit.models.deepseek import look_ahead, mtp_loss
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect
 from meshkit.step import count_labels, next_token_loss
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
-from tests.own_part import difference
 from tests.world import RankError, pool, run_ranks
 
 TOL = 1e-10

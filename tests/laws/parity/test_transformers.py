@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshkit as mk
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
-from tests.own_part import difference
 from tests.world import pool
 
 TOL = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
