@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -143,6 +144,12 @@ def _run_script(script: str, flags: tuple[str, ...], environment: dict[str, str]
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def command_line(flags: Mapping[str, object], **changed: object) -> list[str]:
+    """`--name value` of each flag, with these changed or added: `seq_len=8` is `--seq-len 8`."""
+    chosen = {**flags, **{name.replace("_", "-"): value for name, value in changed.items()}}
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
 def read_losses(out: Path) -> dict[int, float]:
