@@ -1,6 +1,6 @@
-"""A tensor on a mesh held against the whole one it should be, which rank 0 computes: each rank looks at its own part.
+"""Compare a DTensor with the full tensor it should be: each rank compares its shard.
 
-So copies that differ between ranks show as well, and a comparison costs no collective. Every rank must be asked.
+So replicas that differ between ranks are seen too, and a comparison costs no collective. Every rank must be asked.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from torch import Tensor
 
 from meshkit.core.sharding import local_slices, local_tensor
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def computed_once(function: Callable[..., Found], *args: object) -> Found:
-    """What `function(*args)` is on rank 0, on every rank: an oracle need not be computed by all of them."""
-    found: list[Found | None] = [function(*args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return found[0]
+def computed_once(function: Callable[..., Result], *args: object) -> Result:
+    """`function(*args)` of rank 0, broadcast to every rank: an oracle need not be computed by all of them."""
+    result: list[Result | None] = [function(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    assert result[0] is not None
+    return result[0]
 
 
 def difference(value: Tensor | None, expected: Tensor) -> float:
-    """The largest absolute difference of this rank's part; 0 where it holds nothing, inf where one of both is NaN."""
+    """The largest absolute difference of this rank's shard: 0 of an empty one, inf where one of both is NaN."""
     assert value is not None
     assert value.shape == expected.shape
-    own, wanted = local_tensor(value), expected.detach()[local_slices(value)]
-    assert own.shape == wanted.shape
-    apart = (own.to(wanted.dtype) - wanted).abs().nan_to_num(nan=torch.inf)  # `max` of Python loses a NaN
-    return float(apart.max()) if own.numel() else 0.0
+    shard, expected_shard = local_tensor(value), expected.detach()[local_slices(value)]
+    assert shard.shape == expected_shard.shape
+    # inf for NaN: callers take the `max` of several differences, and Python's `max(0.0, nan)` is 0.0.
+    errors = (shard.to(expected_shard.dtype) - expected_shard).abs().nan_to_num(nan=torch.inf)
+    return float(errors.max()) if shard.numel() else 0.0
 
 
 def same_bits(value: Tensor, expected: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The oracle's own test: whatever element is wrong, a rank that holds it says so, and no other."""
+"""Whatever element of a tensor is wrong, each rank that holds it says so, and no other."""
 
 from __future__ import annotations
 
