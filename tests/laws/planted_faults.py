@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meshkit", "tests", "docs", "examples", "pyproject.toml", "README.md")
-TIME_S = 200.0  # for a loaded machine; ranks that hang are seen in seconds: see [Note: stuck ranks] in tests/world.py
+TIME_S = 200.0  # of a test on a loaded machine; ranks that hang end in seconds: see [Note: stuck ranks] in tests/world.py
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[bool, float]:
         text=True,
     ) as process:
         try:
-            output = process.communicate(timeout=TIME_S)[0]
+            output = process.communicate(timeout=TIME_S * len(tests))[0]
         finally:
             process.kill()
     if process.returncode not in (0, 1):  # as for a test that is not there any more
