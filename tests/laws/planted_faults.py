@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meshkit", "tests", "docs", "examples", "pyproject.toml", "README.md")
-TIME_S = 200.0  # of a test on a loaded machine; ranks that hang end in seconds: see [Note: stuck ranks] in tests/world.py
+TIME_S = 200.0  # of a test on a loaded machine; ranks that hang: [Note: stuck ranks] in tests/world.py
 
 
 @dataclass(frozen=True)
