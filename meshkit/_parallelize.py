@@ -44,6 +44,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
     mesh.require_here("parallelize")
+    # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model).frozen()
     resolved = resolve(program, Strategy.of(strategy, choices), mesh.spec, device_type=mesh.device.type)
     move(model, mesh.device)
@@ -81,6 +82,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     if resolved.strategy.compile:
         _compile(names, blocks, resolved)
     _shard(model, mesh, resolved, names, blocks, resolved.units_of(stage))
+    # Last: what was on meta is allocated as shards, so no rank ever holds the full model.
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
@@ -118,6 +120,7 @@ def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resol
     backend = resolved.strategy.compile
     _torch.allow_recompiles(len(blocks))
     for name in blocks:
+        # fullgraph elsewhere: a break would be a silent loss of speed, and is refused instead.
         one_graph = not any(other.startswith(f"{name}.") for other in resolved.experts)
         names[name].compile(fullgraph=one_graph, backend="inductor" if backend is True else str(backend))
 

@@ -55,13 +55,14 @@ class Zero:
 
 
 def zero_stage(zero: int | None, *, pipelined: bool) -> int:
-    """The stage of a run: 3, or with pp 1. Raises: PlanError for another one with pp."""
+    """The stage of a run: 3, or with pp 1. Raises: PlanError for one that does not exist, and for another one with pp."""
     if pipelined and zero not in (None, 1):
         raise PlanError(
             f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
             "zero away, or give dp_shard the ranks of pp."
         )
-    return zero or (1 if pipelined else 3)
+    # Not `zero or ...`: 0, which other libraries give to plain replication, would silently shard everything.
+    return Zero((1 if pipelined else 3) if zero is None else zero).stage
 
 
 def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list[str]:

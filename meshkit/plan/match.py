@@ -20,6 +20,7 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
     """
     names = list(names)
     matched: dict[str, tuple[str, Value]] = {}  # name -> (pattern, value)
+    # Strict in both directions: a typo would leave a module whole, and of two styles one would be dropped, without a word.
     for pattern, value in table.items():
         expression = _compile(pattern)
         matches = [name for name in names if expression.fullmatch(name)]
@@ -31,6 +32,7 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
                     f"plan: two patterns match the {what} {name!r}: {matched[name][0]!r} and {pattern!r}. Make one narrower."
                 )
             matched[name] = (pattern, value)
+    # In the order of the model and not of the table: whoever hooks or shards by it does so alike for every plan.
     return {name: matched[name][1] for name in names if name in matched}
 
 
@@ -57,6 +59,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def _no_match(pattern: str, names: list[str], what: str) -> str:
     # Compare shapes of names, not numbers: `layers.3.mlp` is near `layers.*.mpl`.
     general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names if name}
+    # cutoff 0: the nearest name of the model is a hint even where nothing is like the pattern.
     near = difflib.get_close_matches(pattern, general, n=1, cutoff=0.0)
     hint = f"The nearest is {near[0]!r}." if near else f"The model has no {what} with a name."
     return f"plan: pattern {pattern!r} matches no {what}. {hint} Correct the pattern, or remove it."

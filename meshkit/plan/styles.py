@@ -23,6 +23,7 @@ InitKind = Literal["normal", "uniform", "constant"]
 class Style:
     """How one module is split on the tensor or expert axes. Made by the functions below, which document the kinds."""
 
+    # One class for all kinds, and not one each: a layout branches on `kind`, and two styles that say the same are equal.
     kind: Kind
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -34,6 +35,7 @@ class Style:
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
 
+    # The annotation holds only where a type checker runs.
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
@@ -118,6 +120,7 @@ def attention(
     `head_dim` names the module's attribute with the size of a head. If the axis does not divide the key/value heads, every
     rank stores all of them, and computes those that its query heads read.
     """
+    # Names and not modules: a plan is made without a model, and serves all of one family.
     return Style("attention", optional, (query, key, value, output), head_dim)
 
 

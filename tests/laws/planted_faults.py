@@ -150,8 +150,8 @@ FAULTS = [
     ),
     Fault(
         19,
-        "pending.wait()\n        block = arriving\n\n\ndef _ring_gradients",
-        "block = arriving\n\n\ndef _ring_gradients",
+        "pending.wait()\n        block = arriving\n\n\ndef ring_gradients",
+        "block = arriving\n\n\ndef ring_gradients",
         "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
     ),
     Fault(

@@ -106,6 +106,17 @@ def test_auto_plan_finds_the_blocks_and_says_what_it_decided() -> None:
     assert "column()" in str(plan)
 
 
+def test_auto_plan_takes_layers_for_blocks_however_many_experts_each_has() -> None:
+    with torch.device("meta"):
+        model = mk.models.Llama(mk.models.LLAMA32_1B)
+    layers = len(model.layers)
+    for layer in model.layers:
+        layer.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers + 1))
+    plan = mk.plan.auto_plan(model)
+    assert plan.blocks == ("layers.*",)
+    assert plan.tensor["layers.0"] == mk.plan.split()
+
+
 def test_auto_plan_of_our_llama_is_the_written_one_but_for_the_split() -> None:
     config = mk.models.LLAMA32_1B
     with torch.device("meta"):

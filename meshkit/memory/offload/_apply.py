@@ -48,6 +48,7 @@ def offload_activations(
             )
         if hasattr(modules[name], "_offload"):
             raise PlanError(f"offload_activations: block {name!r} is offloaded already. Name each block once.")
+    # Parameters may still be on meta, or on the host where an optimizer of the host keeps them: the mesh says more.
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     if mesh is not None:
         device = device_of(mesh)
@@ -80,6 +81,7 @@ def offload_of(module: nn.Module) -> Offload | None:
 
 def _offloaded(call: Any, offload: Offload, *, keeps: bool) -> Any:
     def offloaded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # In evaluation and generation nothing is saved, so nothing can move.
         if not torch.is_grad_enabled():
             return call(self, *args, **kwargs)
         if torch.compiler.is_compiling():

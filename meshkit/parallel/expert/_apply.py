@@ -100,6 +100,7 @@ def expert_parallel(
         raise PlanError(f"expert_parallel needs the axis ep, or ep and etp, but got {mesh.mesh_dim_names}.")
     ep, etp = mesh.size(0), mesh.size(1) if mesh.ndim == 2 else 1
     policy = policy or ExpertPolicy()
+    # A module is left as it is on one rank under a plain policy: its own forward then computes all experts.
     for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp).items():
         if ep * etp > 1 or (tp is not None and tp.size() > 1) or policy != ExpertPolicy():
             split = tp if tp is not None and tp.size() > 1 and not sequence else None

@@ -155,6 +155,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replic
             local = local.narrow(placement.dim, shard.start, shard.stop - shard.start)
     if any(isinstance(placement, Shard) for placement in placements):
         local = local.clone()  # a view would keep the memory of the full parameter alive
+    # Shape and stride are given, since DTensor would take all shards to be as large as this one. A check would be a message.
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
     )
@@ -321,6 +322,7 @@ def _keep_sharded_input(modules: Mapping[str, nn.Module], layout: TensorLayout, 
 
 def _on_first_input(module: nn.Module, change: Any) -> None:
     """Apply `change` to the first argument of the module's forward, passed by position or by name."""
+    # By name too: transformers' decoder layers call their attention as self_attn(hidden_states=...).
     first = next(iter(inspect.signature(module.forward).parameters))
 
     def hook(
