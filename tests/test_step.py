@@ -15,8 +15,8 @@ from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.core.sharding import local_tensor
 from meshkit.models import LLAMA_PLAN
 from meshkit.step import split_rows
+from tests.compare_shards import difference
 from tests.laws.parity.cases import Cell, batches, build, mesh_for
-from tests.own_part import difference
 from tests.plan.test_plan import MLP, Stack
 from tests.world import RankError, pool, run_ranks
 

@@ -7,6 +7,7 @@ from torch import nn
 import meshkit as mk
 from meshkit.parallel.tensor.layout import tensor_layout
 from meshkit.plan import Style, match_names, match_table
+from tests.tiny import tiny_config
 
 
 class MLP(nn.Module):
@@ -82,17 +83,7 @@ def test_a_tied_parameter_needs_one_layout() -> None:
 
 
 def test_more_ranks_than_query_heads_are_refused() -> None:
-    model = mk.models.Llama(
-        mk.models.LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=4,
-        )
-    )
+    model = mk.models.Llama(tiny_config(num_attention_heads=2))
     with pytest.raises(mk.errors.PlanError, match="tp=4 needs at least 4 query heads, but 'layers.0.self_attn' has 2"):
         tensor_layout(model, mk.models.LLAMA_PLAN.tensor, size=4, sequence=False)
 

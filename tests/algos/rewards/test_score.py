@@ -29,18 +29,10 @@ from meshkit.algos.rewards import (
 from meshkit.algos.rollout import Rollout
 from meshkit.errors import DataError, RewardError
 from meshkit.models.reward import REWARD_PLAN, RewardModel
+from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
-CONFIG = mk.models.LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
 
 
 def answer(text: str, *, truncated: bool = False, **fields: object) -> Rollout:
@@ -213,7 +205,7 @@ def scores_by_model(spec: str, lengths: list[list[int]]) -> list[float]:
     try:
         mesh = mk.init_mesh(spec)
         with torch.device("meta"):
-            model = RewardModel(CONFIG)
+            model = RewardModel(tiny_config())
         run = mk.parallelize(model, mesh, plan=REWARD_PLAN)
         mk.init_weights(run.model, seed=0)
         draws = [np.random.default_rng(length) for length in lengths[mesh.data_rank]]
