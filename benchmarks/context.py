@@ -142,14 +142,14 @@ def flash_backward(
     if q.is_cuda:
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed
         )
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal
         )
-    dq, dk, dv = found
+    dq, dk, dv = grads
     return dq, dk, dv
 
 
@@ -174,27 +174,27 @@ def shape_of(settings: Settings) -> Shape:
 
 def loops(settings: Settings, mesh: mk.Mesh) -> Iterator[tuple[str, Loop, mk.context.SplitMask | None]]:
     """(name, forward and backward of this rank's part, who holds which tokens; None: contiguous)."""
-    whole = inputs(settings, mesh.device)
+    full = inputs(settings, mesh.device)
     rank, ranks = mesh.rank, mesh.spec.world_size
     if settings.documents == 1:
-        own = [x.chunk(ranks, dim=1)[rank].contiguous() for x in whole]
+        shards = [x.chunk(ranks, dim=1)[rank].contiguous() for x in full]
 
         def plain_ring() -> tuple[Tensor, ...]:
-            q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in own[:3])
+            q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in shards[:3])
             out = PlainRing.apply(q, k, v)
-            grads = torch.autograd.grad(out, (q, k, v), own[3].transpose(1, 2))
+            grads = torch.autograd.grad(out, (q, k, v), shards[3].transpose(1, 2))
             return tuple(x.transpose(1, 2) for x in (out.detach(), *grads))
 
         yield "plain ring", plain_ring, None
         if mesh.device_type == "cuda":
-            yield "torch context_parallel", torch_context_parallel(own, mesh), None
+            yield "torch context_parallel", torch_context_parallel(shards, mesh), None
     policies = {"auto": mk.strategy.ContextPolicy()} | {
         scheme: mk.strategy.ContextPolicy(scheme=scheme) for scheme in ("ring", "group_cast", "all_gather", "ulysses")
     }
     for name, policy in policies.items():
         layout = choose(settings.mask, ranks, policy, shape_of(settings)).layout
         mask = mk.context.SplitMask(layout, mesh["cp"])
-        mine = [torch.cat([x[:, first:after] for first, after in layout.runs[rank]], dim=1) for x in whole]
+        mine = [torch.cat([x[:, first:after] for first, after in layout.runs[rank]], dim=1) for x in full]
 
         def split(mask: mk.context.SplitMask = mask, mine: list[Tensor] = mine) -> tuple[Tensor, ...]:
             q, k, v = (x.detach().requires_grad_() for x in mine[:3])
@@ -204,18 +204,18 @@ def loops(settings: Settings, mesh: mk.Mesh) -> Iterator[tuple[str, Loop, mk.con
         yield f"meshkit {name}", split, mask
 
 
-def torch_context_parallel(own: list[Tensor], mesh: mk.Mesh) -> Loop:
+def torch_context_parallel(shards: list[Tensor], mesh: mk.Mesh) -> Loop:
     """PyTorch's own, with its head-tail order; its SDPA takes no grouped heads, so keys and values are repeated."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    ratio = own[0].shape[2] // own[1].shape[2]
+    ratio = shards[0].shape[2] // shards[1].shape[2]
 
     def run() -> tuple[Tensor, ...]:
-        q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in own[:3])
+        q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in shards[:3])
         with context_parallel(mesh["cp"], buffers=[], buffer_seq_dims=[]):
             wide = (x.repeat_interleave(ratio, 1) for x in (k, v))
             out = F.scaled_dot_product_attention(q, *wide, is_causal=True)
-            grads = torch.autograd.grad(out, (q, k, v), own[3].transpose(1, 2))
+            grads = torch.autograd.grad(out, (q, k, v), shards[3].transpose(1, 2))
         return tuple(x.transpose(1, 2) for x in (out.detach(), *grads))
 
     return run
@@ -235,23 +235,23 @@ def refuse_other_results(
 ) -> None:
     if "torch" in name:
         return  # its order of tokens is its own
-    for mine, whole in zip(loop(), one_device(settings, mesh.device), strict=True):
+    for mine, full in zip(loop(), one_device(settings, mesh.device), strict=True):
         if mask is None:
-            expected = whole.chunk(mesh.spec.world_size, dim=1)[mesh.rank]
+            expected = full.chunk(mesh.spec.world_size, dim=1)[mesh.rank]
         else:
-            expected = torch.cat([whole[:, first:after] for first, after in mask.layout.runs[mesh.rank]], dim=1)
+            expected = torch.cat([full[:, first:after] for first, after in mask.layout.runs[mesh.rank]], dim=1)
         worst = float((mine - expected).abs().max() / expected.abs().max())
         assert worst <= TOL[settings.dtype], f"{name} differs from one device by {worst:.1e}"
 
 
 def compare_on_ranks(settings: Settings) -> None:
     mesh = mk.init_mesh("cp=-1")
-    made = list(loops(settings, mesh))
-    for name, loop, mask in made:
+    all_loops = list(loops(settings, mesh))
+    for name, loop, mask in all_loops:
         refuse_other_results(name, loop, mask, settings, mesh)
-    taken: dict[str, list[Turn]] = {name: [] for name, _, _ in made}
+    taken: dict[str, list[Turn]] = {name: [] for name, _, _ in all_loops}
     for _ in range(settings.rounds):
-        for name, loop, _ in made:
+        for name, loop, _ in all_loops:
             taken[name].append(timed(loop, mesh))
     if mesh.rank:
         return
@@ -263,7 +263,7 @@ def compare_on_ranks(settings: Settings) -> None:
         busiest = spread([base.busiest_cpu_s / mine.busiest_cpu_s for base, mine in rounds])
         cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in (wall, busiest)]
         table.add_row(name, *cells, f"{1e3 * min(turn.wall_s for turn in turns):.1f}")
-        layout = next(mask.layout if mask else None for loop, _, mask in made if loop == name)
+        layout = next(mask.layout if mask else None for loop, _, mask in all_loops if loop == name)
         record(
             settings,
             loop=name,
@@ -304,7 +304,7 @@ def split_cost(settings: Settings, *, ranks: int) -> None:
     q, k, v, dout = inputs(settings, device)
     scale = settings.head_dim**-0.5
 
-    def whole() -> None:
+    def run_whole() -> None:
         """The kernel itself on each document: what nobody can beat without splitting."""
         for first, after in settings.mask.components:
             rows = [x[:, first:after].transpose(1, 2) for x in (q, k, v, dout)]
@@ -315,9 +315,9 @@ def split_cost(settings: Settings, *, ranks: int) -> None:
         layout = choose(settings.mask, ranks, mk.strategy.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
         for group in range(ranks):
             steps = plan(layout, group).steps
-            mine = [pieces[group] for pieces in own]
+            mine = [pieces[group] for pieces in shards]
             running = Forward(mine[0], scale)
-            keys = [[take(x[step.owner], step.keys) for x in own[1:3]] for step in steps]
+            keys = [[take(x[step.owner], step.keys) for x in shards[1:3]] for step in steps]
             for step, (k_part, v_part) in zip(steps, keys, strict=True):
                 running.add(k_part, v_part, step.tiles)
             backward = Backward(mine[3], mine[0], running.out.to(q.dtype), running.lse, scale)
@@ -326,18 +326,20 @@ def split_cost(settings: Settings, *, ranks: int) -> None:
                 backward.add(k_part, v_part, step.tiles, dk, dv)
 
     layout = choose(settings.mask, ranks, mk.strategy.ContextPolicy(scheme="group_cast"), shape_of(settings)).layout
-    own = [[torch.cat([x[:, a:b] for a, b in runs], dim=1) for runs in layout.runs] for x in (q, k, v, dout)]
+    shards = [[torch.cat([x[:, a:b] for a, b in runs], dim=1) for runs in layout.runs] for x in (q, k, v, dout)]
     walls: dict[str, list[float]] = {"whole": [], "parts": []}
     for _ in range(settings.rounds + 1):  # the first round warms up
-        for name, run in (("whole", whole), ("parts", parts)):
+        for name, run in (("whole", run_whole), ("parts", parts)):
             begin = time.perf_counter()
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             walls[name].append(time.perf_counter() - begin)
-    ratio = spread([one / many for one, many in zip(walls["whole"][1:], walls["parts"][1:], strict=True)])
-    what = "causal" if settings.documents == 1 else f"{settings.documents} documents"
-    print(f"{settings.tokens} tokens, {what}, {ranks} ranks: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
+    ratio = spread([unsplit / split for unsplit, split in zip(walls["whole"][1:], walls["parts"][1:], strict=True)])
+    masking = "causal" if settings.documents == 1 else f"{settings.documents} documents"
+    print(
+        f"{settings.tokens} tokens, {masking}, {ranks} ranks: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+    )
     record(
         settings, loop="split", against="whole attention", ranks=ranks, speed_ratio=asdict(ratio), layout="group_cast"
     )

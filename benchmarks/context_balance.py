@@ -59,14 +59,14 @@ def largest_first(mask: Mask, parts: int, *, chunk: int) -> list[Runs]:
     """Equal chunks, those with the most work first, to the least loaded rank with room: as MagiAttention dispatches."""
     chunks = [((first, min(first + chunk, mask.tokens)),) for first in range(0, mask.tokens, chunk)]
     pairs = work(mask, chunks)
-    held: list[list[Interval]] = [[] for _ in range(parts)]
+    runs_of_rank: list[list[Interval]] = [[] for _ in range(parts)]
     loads = [(0, rank) for rank in range(parts)]
     for index in sorted(range(len(chunks)), key=lambda index: -pairs[index]):
         load, rank = heapq.heappop(loads)
-        held[rank] += chunks[index]
-        if len(held[rank]) < -(-len(chunks) // parts):
+        runs_of_rank[rank] += chunks[index]
+        if len(runs_of_rank[rank]) < -(-len(chunks) // parts):
             heapq.heappush(loads, (load + pairs[index], rank))
-    return [tuple(sorted(runs)) for runs in held]
+    return [tuple(sorted(runs)) for runs in runs_of_rank]
 
 
 def spread_out(mask: Mask, parts: int, *, spread: float) -> list[Runs]:
@@ -74,7 +74,7 @@ def spread_out(mask: Mask, parts: int, *, spread: float) -> list[Runs]:
 
     Small: at most `spread` of a rank's mean work, and of its tokens; every rank holds equally many tokens.
     """
-    held: list[list[Interval]] = [[] for _ in range(parts)]
+    runs_of_rank: list[list[Interval]] = [[] for _ in range(parts)]
     room, loads, target = [-(-mask.tokens // parts)] * parts, [0] * parts, mask.area / parts
     for first, after in sorted(mask.components, key=lambda document: document[0] - document[1]):
         length = after - first
@@ -89,10 +89,10 @@ def spread_out(mask: Mask, parts: int, *, spread: float) -> list[Runs]:
             accumulate([size // 2 for size in sizes] + [size - size // 2 for size in reversed(sizes)], initial=first)
         )
         for rank, (low, high) in zip([*members, *reversed(members)], edges, strict=True):
-            held[rank].append((low, high))
+            runs_of_rank[rank].append((low, high))
             room[rank] -= high - low
             loads[rank] += (high - low) * (low + high + 1 - 2 * first) // 2
-    return [tuple(sorted(run for run in runs if run[0] < run[1])) for runs in held]
+    return [tuple(sorted(run for run in runs if run[0] < run[1])) for runs in runs_of_rank]
 
 
 def even_sizes(total: int, room: list[int]) -> list[int]:
@@ -152,17 +152,17 @@ def measure(planner: Planner, masks: list[Mask], ranks: int) -> Found:
     )
 
 
-def table(ranks: int, found: dict[str, Found]) -> Table:
+def table(ranks: int, measured: dict[str, Found]) -> Table:
     titles = ("work (worst)", "KV (max rank)", "runs a rank", "plan ms", "time")
     out = Table(f"{ranks} ranks", *(Column(title, justify="right") for title in titles))
-    for name, one in found.items():
-        ratio = one.plan_ms / found["zigzag per document"].plan_ms
+    for name, row in measured.items():
+        ratio = row.plan_ms / measured["zigzag per document"].plan_ms
         out.add_row(
             name,
-            f"{one.work:.3f} ({one.work_worst:.3f})",
-            f"{one.kv:.2f} ({one.kv_max:.2f})",
-            f"{one.runs:.0f}",
-            f"{one.plan_ms:.1f}",
+            f"{row.work:.3f} ({row.work_worst:.3f})",
+            f"{row.kv:.2f} ({row.kv_max:.2f})",
+            f"{row.runs:.0f}",
+            f"{row.plan_ms:.1f}",
             f"{ratio:.2f}",
         )
     return out
@@ -171,14 +171,14 @@ def table(ranks: int, found: dict[str, Found]) -> Table:
 def main(settings: Settings) -> None:
     masks = [packing(seed) for seed in range(PACKINGS)]
     results = {ranks: {name: measure(plan, masks, ranks) for name, plan in PLANNERS.items()} for ranks in RANKS}
-    for ranks, found in results.items():
-        Console(soft_wrap=True, width=110).print(table(ranks, found))
+    for ranks, measured in results.items():
+        Console(soft_wrap=True, width=110).print(table(ranks, measured))
     if settings.record:
         common = {**environment(), "tokens": TOKENS, "packings": PACKINGS}
         with RESULTS.open("a") as file:
-            for ranks, found in results.items():
-                for name, one in found.items():
-                    numbers = {key: round(value, 4) for key, value in asdict(one).items()}
+            for ranks, measured in results.items():
+                for name, row in measured.items():
+                    numbers = {key: round(value, 4) for key, value in asdict(row).items()}
                     file.write(json.dumps({**common, "ranks": ranks, "assignment": name, **numbers}) + "\n")
 
 

@@ -59,7 +59,7 @@ CHANGES = (
         kind="a context scheme",
         example="group_cast",
         names=r"[\"']group_cast[\"']|_cast_(blocks|gradients)",
-        defined=("_cast_blocks", "_cast_gradients"),
+        defined=("cast_blocks", "cast_gradients"),
         within=("parallel/context", "strategy"),
     ),
     Change(kind="a schedule", example="v_half", names=r"\bv_half\b|[\"']v-half[\"']", defined=("v_half",)),
@@ -101,13 +101,13 @@ def code_lines(path: Path, without: tuple[str, ...]) -> Iterator[tuple[int, str]
 
 def places(names: str, within: tuple[str, ...], defined: tuple[str, ...] = ()) -> list[str]:
     """file:line of each line of code that names it."""
-    found = []
+    hits = []
     for path in sorted((ROOT / "meshkit").rglob("*.py")):
         inside = str(path.relative_to(ROOT / "meshkit"))
         if any(not room or inside == f"{room}.py" or inside.startswith(f"{room}/") for room in within):
             lines = code_lines(path, defined)
-            found += [f"meshkit/{inside}:{number}" for number, line in lines if re.search(names, line)]
-    return found
+            hits += [f"meshkit/{inside}:{number}" for number, line in lines if re.search(names, line)]
+    return hits
 
 
 def choice(name: str) -> list[str]:
@@ -117,34 +117,34 @@ def choice(name: str) -> list[str]:
 
 def count() -> dict[str, dict[str, list[str]]]:
     """By kind and example: places."""
-    told = {"a choice of parallelize": {name: choice(name) for name in CHOICES}}
+    counts = {"a choice of parallelize": {name: choice(name) for name in CHOICES}}
     for change in CHANGES:
-        told[change.kind] = {change.example: places(change.names, change.within, change.defined)}
-        if not told[change.kind][change.example]:
+        counts[change.kind] = {change.example: places(change.names, change.within, change.defined)}
+        if not counts[change.kind][change.example]:
             raise SystemExit(f"{change.kind}: nothing names {change.example}. Was it renamed? Edit CHANGES.")
-    return told
+    return counts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="add a row of results")
-    told, counted, console = parser.parse_args(), count(), Console(width=140)
+    options, counted, console = parser.parse_args(), count(), Console(width=140)
     table = Table("to add", "as", "lines", "files")
     values: dict[str, dict[str, float]] = {}
     for kind, examples in counted.items():
-        lines = statistics.mean(len(found) for found in examples.values())
-        files = statistics.mean(len({place.partition(":")[0] for place in found}) for found in examples.values())
+        lines = statistics.mean(len(hits) for hits in examples.values())
+        files = statistics.mean(len({hit.partition(":")[0] for hit in hits}) for hits in examples.values())
         values[kind] = {"lines": round(lines, 1), "files": round(files, 1)}
         table.add_row(kind, ", ".join(examples), f"{lines:.1f}", f"{files:.1f}")
     console.print(table)
     for examples in counted.values():
-        for example, found in examples.items():
-            console.print(f"{example}: {' '.join(found)}", markup=False)
-    if told.record:
+        for example, hits in examples.items():
+            console.print(f"{example}: {' '.join(hits)}", markup=False)
+    if options.record:
         row = {
             **environment(),
             **values,
-            "places": {name: found for each in counted.values() for name, found in each.items()},
+            "places": {name: hits for each in counted.values() for name, hits in each.items()},
         }
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -117,14 +117,14 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def largest_difference(models: dict[str, nn.Module], batch: dict[str, Tensor]) -> float:
     """Relative, of logits, loss and the gradients that have one name everywhere, from those of the first model."""
-    found = {}
+    values = {}
     for name, model in models.items():
         with torch.no_grad():
             logits = getattr(out := model(batch["input_ids"]), "logits", out)
         loss = step(model, batch)
         grads = {key.removeprefix("model."): param.grad for key, param in model.named_parameters()}
-        found[name] = {"logits": logits, "loss": loss, **grads}
-    expected, *others = found.values()
+        values[name] = {"logits": logits, "loss": loss, **grads}
+    expected, *others = values.values()
     worst = 0.0
     for other in others:
         for key in expected.keys() & other.keys():
@@ -182,23 +182,25 @@ def main(settings: Settings) -> None:
         taken = measure(models, batch, settings)
         load.append(round(os.getloadavg()[0], 1))
         rates = {name: batch["labels"].numel() / statistics.median(times) for name, times in taken.items()}
-        found = ratios(taken)
+        speed_ratios = ratios(taken)
         for name, rate in rates.items():
-            row = next(((title, one) for title, one in found.items() if title.endswith(f"/ {name}")), None)
+            row = next(((title, ratio) for title, ratio in speed_ratios.items() if title.endswith(f"/ {name}")), None)
             text = f"{row[1].median:.2f} ({row[1].low:.2f} to {row[1].high:.2f})" if row else ""
             table.add_row(shape, f"{name}: {rate:.0f}", row[0] if row else "", text)
         if settings.record:
-            record(settings, shape=shape, difference=worst, loadavg=load, tokens_per_cpu_s=rates, speed_ratio=found)
+            record(
+                settings, shape=shape, difference=worst, loadavg=load, tokens_per_cpu_s=rates, speed_ratio=speed_ratios
+            )
     Console(soft_wrap=True, width=120).print(table)
 
 
 def record(
-    settings: Settings, *, speed_ratio: dict[str, Spread], tokens_per_cpu_s: dict[str, float], **found: Any
+    settings: Settings, *, speed_ratio: dict[str, Spread], tokens_per_cpu_s: dict[str, float], **numbers: Any
 ) -> None:
-    row = {**environment(), "transformers": transformers.__version__, **dataclasses.asdict(settings), **found}
+    row = {**environment(), "transformers": transformers.__version__, **dataclasses.asdict(settings), **numbers}
     del row["shapes"], row["record"]
     row["tokens_per_cpu_s"] = {name: round(rate, 1) for name, rate in tokens_per_cpu_s.items()}
-    row["speed_ratio"] = {name: dataclasses.asdict(one) for name, one in speed_ratio.items()}
+    row["speed_ratio"] = {name: dataclasses.asdict(ratio) for name, ratio in speed_ratio.items()}
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")

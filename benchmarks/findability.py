@@ -49,7 +49,7 @@ class Idea:
 
 
 IDEAS = (
-    Idea("ring hop", ("ring",), ("_ring_blocks",)),
+    Idea("ring hop", ("ring",), ("ring_blocks",)),
     Idea("zigzag", ("zigzag", "zig zag"), ("zigzag",)),
     Idea(
         "loss normalised",
@@ -150,9 +150,9 @@ def opened(idea: Idea, files: list[File]) -> tuple[int, str]:
     before = 0
     for term in idea.terms:
         hits = [file.path for file in ranked(term, files)]
-        places = [place for place, path in enumerate(hits, 1) if path in answers]
-        if places:
-            return before + places[0], term
+        ranks = [rank for rank, path in enumerate(hits, 1) if path in answers]
+        if ranks:
+            return before + ranks[0], term
         before += len(hits)
     return len(files), "none"
 
@@ -162,12 +162,12 @@ def main() -> int:
     parser.add_argument("--assert", dest="must", action="store_true", help="fail above the target")
     parser.add_argument("--record", action="store_true", help="add a row of results")
     parser.add_argument("--show", metavar="TERM", help="what one would open, in order")
-    told = parser.parse_args()
+    options = parser.parse_args()
     files, console = library(), Console()
-    if told.show:
-        for place, file in enumerate(ranked(told.show, files)[:30], 1):
+    if options.show:
+        for rank, file in enumerate(ranked(options.show, files)[:30], 1):
             console.print(
-                f"{place:3} {file.score(pattern(told.show)):5.1f} {file.path}: {file.first_line}",
+                f"{rank:3} {file.score(pattern(options.show)):5.1f} {file.path}: {file.first_line}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -183,12 +183,12 @@ def main() -> int:
     console.print(
         f"{len(values)} ideas: median {median:g}, {within} within 3 files, {len(beyond)} beyond {WORST}: {', '.join(beyond)}"
     )
-    if told.record:
+    if options.record:
         row = {**environment(), "median": median, "within_3": within, "beyond_5": len(beyond)}
         row["files_opened"] = {name: count for name, (count, _) in counts.items()}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    return int(told.must and (median > MEDIAN or bool(beyond)))
+    return int(options.must and (median > MEDIAN or bool(beyond)))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def main(settings: Settings) -> None:
 
     greedy = Sampling(max_new_tokens=settings.new_tokens, temperature=0, stop_ids=ends)
     expected = theirs_of(do_sample=False)
-    found = ours_of(greedy, 1, 0)
-    if not all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True)):
+    answers = ours_of(greedy, 1, 0)
+    if not all(np.array_equal(answer, other) for answer, other in zip(answers, expected, strict=True)):
         raise SystemExit("the greedy answers differ, so no speeds are compared")
     sampling = Sampling(max_new_tokens=settings.new_tokens, stop_ids=ends)
     rates: dict[str, list[float]] = {"ours": [], "transformers": []}
@@ -129,8 +129,8 @@ def padded(prompts: list[Prompt]) -> dict[str, torch.Tensor]:
 
 def until_end(ids: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
     """The answer with its end, without what follows."""
-    found = np.flatnonzero(np.isin(ids, ends))
-    return ids[: found[0] + 1] if len(found) else ids
+    end_positions = np.flatnonzero(np.isin(ids, ends))
+    return ids[: end_positions[0] + 1] if len(end_positions) else ids
 
 
 if __name__ == "__main__":

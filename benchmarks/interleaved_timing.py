@@ -53,12 +53,12 @@ def world(run_rank: Callable[..., None], arguments: tuple[Any, ...], *, ranks: i
         processes = start_processes(_run_rank, given, nprocs=ranks, join=False, daemon=True, start_method="forkserver")
 
         def answers() -> list[Any]:
-            found = []
+            replies = []
             for ours, _ in pipes:
                 while not ours.poll(1.0):
                     processes.join(timeout=0)  # raises what a rank raised
-                found.append(ours.recv())
-            return found
+                replies.append(ours.recv())
+            return replies
 
         def block() -> Block:
             for ours, _ in pipes:

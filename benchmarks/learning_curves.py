@@ -18,13 +18,13 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 320, 50, 16, 310, 40
 
 def rows() -> list[tuple[str, dict[str, Any]]]:
     """The last row of each recipe, task and seed."""
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    newest: dict[tuple[str, str, int], dict[str, Any]] = {}
     for recipe in RECIPES:
         path = ROOT / "benchmarks" / "results" / f"{recipe}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             row = json.loads(line)
-            found[recipe, row["task"], row["seed"]] = row
-    return [(f"{recipe}, {task}, seed {seed}", row) for (recipe, task, seed), row in found.items()]
+            newest[recipe, row["task"], row["seed"]] = row
+    return [(f"{recipe}, {task}, seed {seed}", row) for (recipe, task, seed), row in newest.items()]
 
 
 def draw(curves: list[tuple[str, dict[str, Any]]]) -> str:
@@ -51,8 +51,8 @@ def draw(curves: list[tuple[str, dict[str, Any]]]) -> str:
     for index, (name, row) in enumerate(curves):
         colour = COLOURS[index % len(COLOURS)]
         points = [(0, row["held_out_before"]), *((step, held_out) for step, held_out, *_ in row["curve"])]
-        line = " ".join(f"{x(step):.1f},{y(share):.1f}" for step, share in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        points_text = " ".join(f"{x(step):.1f},{y(share):.1f}" for step, share in points)
+        parts.append(f'<polyline points="{points_text}" fill="none" stroke="{colour}" stroke-width="2"/>')
         at = TOP + 14 + 20 * index
         end = f"{points[0][1]:.2f} to {points[-1][1]:.2f}"
         parts.append(f'<rect x="{WIDTH - RIGHT + 16}" y="{at - 9}" width="10" height="10" fill="{colour}"/>')

@@ -200,11 +200,11 @@ def _shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh, *, bf16: bool) -> 
 
 def _clip_mixed(groups: Iterable[list[Tensor]]) -> None:
     """clip_grad_norm_ refuses parameters of two meshes, or DTensors beside plain ones; matrices and norms differ so."""
-    held = list(groups)
-    norms = [get_total_norm([param.grad for param in group if param.grad is not None]) for group in held]
+    groups_of_params = list(groups)
+    norms = [get_total_norm([param.grad for param in group if param.grad is not None]) for group in groups_of_params]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms))
-    for group in held:
+    for group in groups_of_params:
         clip_grads_with_norm_(group, MAX_NORM, total)
 
 

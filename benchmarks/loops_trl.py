@@ -123,8 +123,8 @@ def train_grpo(
         return [reward(text, right) for text, right in zip(completions, gold, strict=True)]
 
     written = _Steps(turns, mean=False)
-    steps, own = len(records) // prompts, prompts * samples // dist.get_world_size()
-    with _arguments(steps, prompts * samples, own) as arguments:
+    steps, rows_of_rank = len(records) // prompts, prompts * samples // dist.get_world_size()
+    with _arguments(steps, prompts * samples, rows_of_rank) as arguments:
         del arguments["train_sampling_strategy"]
         trainer = Trainer(
             model,
@@ -166,7 +166,7 @@ class _Steps(TrainerCallback):
 @contextmanager
 def _arguments(steps: int, samples: int, rows: int) -> Iterator[dict[str, Any]]:
     """Arguments of every trainer, for steps of so many samples in microbatches of `rows`."""
-    own = samples // dist.get_world_size()
+    answers_of_rank = samples // dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
         yield {
             "output_dir": folder,
@@ -175,7 +175,7 @@ def _arguments(steps: int, samples: int, rows: int) -> Iterator[dict[str, Any]]:
             "gradient_checkpointing": False,
             "max_steps": steps,
             "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": own // rows,
+            "gradient_accumulation_steps": answers_of_rank // rows,
             "train_sampling_strategy": "sequential",
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant",

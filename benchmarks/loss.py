@@ -94,10 +94,12 @@ def largest_difference(models: dict[str, nn.Module], hidden: Tensor, labels: Ten
     expected: list[Tensor] = []
     worst = 0.0
     for model in models.values():
-        found = [step(model, hidden, labels), hidden.grad, model.lm_head.weight.grad]
-        expected = expected or found
-        for value, wanted in zip(found, expected, strict=True):
-            worst = max(worst, float((value - wanted).norm(dtype=torch.float32) / wanted.norm(dtype=torch.float32)))
+        values = [step(model, hidden, labels), hidden.grad, model.lm_head.weight.grad]
+        expected = expected or values
+        for value, reference in zip(values, expected, strict=True):
+            worst = max(
+                worst, float((value - reference).norm(dtype=torch.float32) / reference.norm(dtype=torch.float32))
+            )
     return worst
 
 
@@ -106,9 +108,9 @@ def largest_difference(models: dict[str, nn.Module], hidden: Tensor, labels: Ten
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     if device.type != "cuda":
-        with Peak() as held:
+        with Peak() as peak:
             run()
-        return held.bytes
+        return peak.bytes
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -158,7 +160,8 @@ def main() -> None:
                 times[name].append(taken)
     load.append(round(os.getloadavg()[0], 1))
     ratios = {
-        name: spread([own / whole for own, whole in zip(times[name], times[WHOLE], strict=True)]) for name in models
+        name: spread([seconds / whole for seconds, whole in zip(times[name], times[WHOLE], strict=True)])
+        for name in models
     }
     show(settings, size, dtype, peaks, times, ratios)
     if settings.record:

@@ -84,22 +84,22 @@ def main() -> None:
     for name, policy in policies():
         run = run_of(shape, policy, mesh)
         measured = measure(run, mk.adamw(run, lr=1e-4), rows=options.rows, seq_len=seq_len)
-        told = predicted[name].beside(measured)
+        prediction = predicted[name].beside(measured)
         row = {
             "benchmark": "memory",
             "configuration": name,
             "model_layers": shape.num_hidden_layers,
             "rows": options.rows,
             "seq_len": seq_len,
-            "predicted_bytes": told.peak_bytes,
+            "predicted_bytes": prediction.peak_bytes,
             "measured_bytes": measured,
-            "ratio": round(told.peak_bytes / measured, 4),
-            "where": told.where,
+            "ratio": round(prediction.peak_bytes / measured, 4),
+            "where": prediction.where,
             **environment(),
         }
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{name:40} predicted {told.peak_bytes:>15,}  measured {measured:>15,}  ratio {row['ratio']}")
+        print(f"{name:40} predicted {prediction.peak_bytes:>15,}  measured {measured:>15,}  ratio {row['ratio']}")
         del run
         if on_gpu:
             torch.cuda.empty_cache()

@@ -25,14 +25,14 @@ POLICIES = {
 def main() -> None:
     with torch.device("meta"):
         model = Llama(LLAMA32_1B)
-    told = {
+    estimates = {
         name: mk.estimate(model, "dp_shard=8", plan=LLAMA_PLAN, rows=1, seq_len=8192, memory=policy)
         for name, policy in POLICIES.items()
     }
     path = Path(sys.argv[1])
-    path.write_text(svg(told), encoding="utf-8")
-    for name, one in told.items():
-        print(f"{name:28} {one.peak_bytes:>15,} bytes in the {one.where.removeprefix('the ')}")
+    path.write_text(svg(estimates), encoding="utf-8")
+    for name, estimate in estimates.items():
+        print(f"{name:28} {estimate.peak_bytes:>15,} bytes in the {estimate.where.removeprefix('the ')}")
 
 
 if __name__ == "__main__":

@@ -95,12 +95,12 @@ def step(model: nn.Module, ids: Tensor) -> tuple[float, int]:
     before = torch.cuda.memory_allocated() if on_gpu else resident_bytes()
     start = time.perf_counter()
     loss = model(ids).float().square().mean()
-    held = 0 if on_gpu else resident_bytes() - before
+    memory_bytes = 0 if on_gpu else resident_bytes() - before
     loss.backward()
     if on_gpu:
         torch.cuda.synchronize()
-        held = torch.cuda.max_memory_allocated() - before
-    return time.perf_counter() - start, held
+        memory_bytes = torch.cuda.max_memory_allocated() - before
+    return time.perf_counter() - start, memory_bytes
 
 
 def resident_bytes() -> int:
@@ -120,10 +120,10 @@ def main() -> None:
             assert torch.equal(ours.grad, first.grad), f"{policy} changes gradients"  # type: ignore[arg-type]  # not None
     seconds: dict[object, list[float]] = {policy: [] for policy in policies}
     waited: dict[object, list[float]] = {policy: [] for policy in policies}
-    held: dict[object, int] = {}
+    memory_bytes: dict[object, int] = {}
     for _ in range(settings.rounds):
         for policy, (model, offload) in models.items():
-            took, held[policy] = step(model, ids)
+            took, memory_bytes[policy] = step(model, ids)
             seconds[policy].append(took)
             if offload is not None:
                 offload.end_step()
@@ -131,12 +131,12 @@ def main() -> None:
 
     table = Table("recompute", "offload", "memory MiB", "out MiB", "time / none", "quartiles", "waited s")
     for policy, (_, offload) in models.items():
-        ratios = spread([own / first for own, first in zip(seconds[policy], seconds[POLICIES[0]], strict=True)])
+        ratios = spread([mine / first for mine, first in zip(seconds[policy], seconds[POLICIES[0]], strict=True)])
         staged = offload.tier.memory.arena.peak_bytes if offload is not None and not ids.is_cuda else 0
         row = {
             "recompute": policy[0],
             "offload": policy[1] or "none",
-            "memory_mib": round((held[policy] + staged) / 2**20, 1),
+            "memory_mib": round((memory_bytes[policy] + staged) / 2**20, 1),
             "stored_mib": round(offload.last_step.stored_bytes / 2**20, 1) if offload is not None else 0.0,
             "time_ratio": asdict(ratios),
             "step_s": round(statistics.median(seconds[policy]), 4),

@@ -26,11 +26,11 @@ def layers(parameters: int) -> list[nn.Parameter]:
     width = 1024
     count = max(1, parameters // (width * width))
     generator = torch.Generator().manual_seed(0)
-    made = []
+    params = []
     for _ in range(count):
-        made.append(nn.Parameter(torch.randn(width, width, generator=generator)))
-        made.append(nn.Parameter(torch.randn(width, generator=generator)))
-    return made
+        params.append(nn.Parameter(torch.randn(width, width, generator=generator)))
+        params.append(nn.Parameter(torch.randn(width, generator=generator)))
+    return params
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -83,7 +83,7 @@ def main() -> None:
     print(json.dumps(row))
 
 
-def _stay(optimizer: OffloadedAdamW, held: object, which: int) -> Tensor | None:
+def _stay(optimizer: OffloadedAdamW, state: object, which: int) -> Tensor | None:
     return None
 
 

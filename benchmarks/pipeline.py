@@ -90,8 +90,8 @@ class Loop:
     modules: Sequence[nn.Module]
 
     def named_gradients(self) -> dict[str, Tensor]:
-        found = (named for module in self.modules for named in module.named_parameters())
-        return {name: param.grad for name, param in found if param.grad is not None}
+        named_parameters = (named for module in self.modules for named in module.named_parameters())
+        return {name: param.grad for name, param in named_parameters if param.grad is not None}
 
     def run(self, input_ids: Tensor, labels: Tensor) -> Tensor | None:
         for module in self.modules:
@@ -142,12 +142,12 @@ def torch_loop(name: Name, model: Llama, run: mk.Run, settings: Settings, mesh: 
     """The same layers on the same ranks. Losses are divided by the tokens of the step, so its gradients are not scaled."""
     assert run.pipeline is not None
     cut = run.pipeline.cut
-    own = cut.stages_of(run.pipeline.rank)
-    modules = [Stage(model, cut.stages.modules_of(stage), settings.tokens, mesh.device) for stage in own]
+    stages_of_rank = cut.stages_of(run.pipeline.rank)
+    modules = [Stage(model, cut.stages.modules_of(stage), settings.tokens, mesh.device) for stage in stages_of_rank]
     group = mesh["pp"].get_group()
     stages = [
         PipelineStage(module.to(mesh.device), stage, cut.stages.count, mesh.device, group=group)
-        for stage, module in zip(own, modules, strict=True)
+        for stage, module in zip(stages_of_rank, modules, strict=True)
     ]
     tokens = settings.microbatches * settings.rows * settings.tokens
     schedule = THEIRS[name](
@@ -158,7 +158,7 @@ def torch_loop(name: Name, model: Llama, run: mk.Run, settings: Settings, mesh: 
     )
     mapped = stages[0].stage_index_to_group_rank
     assert tuple(mapped[stage] for stage in range(cut.stages.count)) == cut.placement, f"{name}: stages on other ranks"
-    first, last = 0 in own, cut.stages.count - 1 in own
+    first, last = 0 in stages_of_rank, cut.stages.count - 1 in stages_of_rank
 
     def step(input_ids: Tensor, labels: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
@@ -258,10 +258,10 @@ def cpu_peak_bytes(loop: Loop, batch: tuple[Tensor, Tensor]) -> int:
         loop.run(*batch)
     results = profiler.profiler.kineto_results
     notes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    live = peak = 0
     for _, change in sorted(notes, key=lambda note: note[0]):
-        held += change
-        peak = max(peak, held)
+        live += change
+        peak = max(peak, live)
     return peak
 
 
@@ -273,10 +273,13 @@ def compare(settings: Settings) -> None:
     )
     for name in settings.schedules:
         run, loops = both_loops(name, settings, mesh)
-        found = differences(loops, batch, mesh)
+        difference = differences(loops, batch, mesh)
         if mesh.rank == 0:
-            print(f"{name}: loss differs by {found.loss:.1e}, gradients by {found.gradient:.1e} at most", flush=True)
-        if not max(found.loss, found.gradient) <= TOL_FP32:  # true for nan as well
+            print(
+                f"{name}: loss differs by {difference.loss:.1e}, gradients by {difference.gradient:.1e} at most",
+                flush=True,
+            )
+        if not max(difference.loss, difference.gradient) <= TOL_FP32:  # true for nan as well
             text = f"{name}: more than {TOL_FP32:.0e}, so it is not the same work: no ratio."
             raise SystemExit(text if mesh.rank == 0 else 1)
         for loop in loops.values():
@@ -310,7 +313,7 @@ def compare(settings: Settings) -> None:
                 schedule=name,
                 mesh=f"pp={mesh.spec.pp}",
                 blocks_of_stages=sizes,
-                differences=asdict(found),
+                differences=asdict(difference),
                 speed_ratio=asdict(speed),
                 busiest_rank_cpu_ratio=asdict(busiest),
                 peak_memory_ratio=round(memory, 4),
@@ -327,8 +330,8 @@ def compare(settings: Settings) -> None:
         console.print(table)
 
 
-def shown(one: Spread) -> str:
-    return f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})"
+def shown(ratio: Spread) -> str:
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def record(settings: Settings, **measured: Any) -> None:

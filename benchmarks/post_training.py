@@ -147,7 +147,7 @@ def prepare(settings: Settings) -> Data:
         bins = first_fit_decreasing([unit_length(unit) for unit in units], settings.seq_len)
         samples = [[units[index] for index in indices] for indices in bins]
     size = settings.global_batch
-    order = [permute(place, len(samples), seed=0, epoch=0) for place in range(settings.all_steps * size)]
+    order = [permute(index, len(samples), seed=0, epoch=0) for index in range(settings.all_steps * size)]
     steps = [[samples[index] for index in order[first : first + size]] for first in range(0, len(order), size)]
     return Data(tokenizer=tokenizer, units=units, steps=steps)
 
@@ -257,9 +257,11 @@ def measures(taken: list[Block], data: Data, settings: Settings) -> dict[str, An
 def main(settings: Settings) -> None:
     console = Console(soft_wrap=True, width=110)
     data = prepare(settings)
-    own = settings.global_batch // mk.MeshSpec.parse(settings.mesh).world_size
-    if refused := [rows for rows in settings.trl_rows if own % rows]:
-        raise SystemExit(f"--trl-rows {refused}: a rank has {own} samples in a step, which these do not divide.")
+    samples_of_rank = settings.global_batch // mk.MeshSpec.parse(settings.mesh).world_size
+    if refused := [rows for rows in settings.trl_rows if samples_of_rank % rows]:
+        raise SystemExit(
+            f"--trl-rows {refused}: a rank has {samples_of_rank} samples in a step, which these do not divide."
+        )
     longest = max(len(example) for unit in data.units for example in members(unit))
     mean = data.tokens(range(settings.all_steps)) / settings.all_steps
     console.print(
@@ -275,12 +277,12 @@ def main(settings: Settings) -> None:
         blocks = take_turns(worlds, settings.rounds)
     loadavg.append(round(os.getloadavg()[0], 1))
     losses, worst = refuse_other_losses(blocks, steps=PROOF_STEPS, tolerance=TOL_LOSS)
-    found = {loop: measures(taken, data, settings) for loop, taken in blocks.items()}
+    measured = {loop: measures(taken, data, settings) for loop, taken in blocks.items()}
     ratios = {loop: compare(blocks["meshkit"], blocks[loop]) for loop in loops[1:]}
     console.print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
     console.print(f"all loops within {worst:.1e} of each other; load average {loadavg[0]:.1f} to {loadavg[1]:.1f}")
     table = Table("loop", *(Column(title, justify="right") for title in ("tokens/s", "CPU ms/1000 tokens", "peak MiB")))
-    for loop, value in found.items():
+    for loop, value in measured.items():
         cells = (
             f"{value['tokens_per_s']:.0f}",
             f"{value['cpu_ms_per_1000_tokens']:.0f}",
@@ -313,8 +315,8 @@ def main(settings: Settings) -> None:
                     **common,
                     "trl_rows": int(loop.removeprefix("trl/")),
                     **spreads,
-                    "meshkit": found["meshkit"],
-                    "trl": found[loop],
+                    "meshkit": measured["meshkit"],
+                    "trl": measured[loop],
                 }
                 file.write(json.dumps(row) + "\n")
 

@@ -93,7 +93,9 @@ class Settings:
 
 def reward(text: str, gold: str) -> float:
     """The part of the answer's characters that stand where they should."""
-    return sum(own == right for own, right in zip(text, gold, strict=False)) / max(len(text), len(gold))
+    return sum(symbol == gold_symbol for symbol, gold_symbol in zip(text, gold, strict=False)) / max(
+        len(text), len(gold)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the loops
@@ -120,10 +122,10 @@ def with_meshkit(records: list[Record], tokenizer: Tokenizer, settings: Settings
     optimizer = mk.adamw(run, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     sampling = Sampling(max_new_tokens=settings.max_new_tokens, stop_ids=(tokenizer.eos_id,))
     for step in range(settings.all_steps):
-        asked = own_prompts(records, step, mesh.data_rank, mesh.data_ranks, settings)
+        batch_rows = prompts_of_rank(records, step, mesh.data_rank, mesh.data_ranks, settings)
         prompts = [
             Prompt(ids=tokenizer.encode(records[key].fields["prompt"]), key=key, fields=records[key].fields)
-            for key in asked
+            for key in batch_rows
         ]
         written = generate(run, prompts, sampling=sampling, samples=settings.samples)
         if settings.part == "training":
@@ -162,12 +164,14 @@ def with_transformers(records: list[Record], tokenizer: Tokenizer, settings: Set
     """One call of `generate` for all answers of a rank, prompts padded on the left, as TRL calls it."""
     model = transformers_llama(settings.config(tokenizer), use_cache=True).eval()
     for step in range(settings.all_steps):
-        asked = own_prompts(records, step, dist.get_rank(), dist.get_world_size(), settings)
-        prompts = [tokenizer.encode(records[key].fields["prompt"]) for key in asked for _ in range(settings.samples)]
+        batch_rows = prompts_of_rank(records, step, dist.get_rank(), dist.get_world_size(), settings)
+        prompts = [
+            tokenizer.encode(records[key].fields["prompt"]) for key in batch_rows for _ in range(settings.samples)
+        ]
         longest = max(map(len, prompts))
         padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-        found = model.generate(
+        generated = model.generate(
             input_ids=padded,
             attention_mask=mask,
             do_sample=True,
@@ -176,18 +180,18 @@ def with_transformers(records: list[Record], tokenizer: Tokenizer, settings: Set
             eos_token_id=tokenizer.eos_id,
             pad_token_id=0,
         )[:, longest:]
-        ended = (found == tokenizer.eos_id).cumsum(1)
-        written = (ended - (found == tokenizer.eos_id).long() == 0).sum()  # the first eos is part of an answer
+        ended = (generated == tokenizer.eos_id).cumsum(1)
+        written = (ended - (generated == tokenizer.eos_id).long() == 0).sum()  # the first eos is part of an answer
         turns.end_step(on_all_ranks(int(written)))
 
 
 LOOPS = {"meshkit": with_meshkit, "trl": with_trl, "transformers": with_transformers}
 
 
-def own_prompts(records: list[Record], step: int, rank: int, ranks: int, settings: Settings) -> range:
-    own = settings.prompts // ranks
-    first = step * settings.prompts + rank * own
-    return range(first, first + own)
+def prompts_of_rank(records: list[Record], step: int, rank: int, ranks: int, settings: Settings) -> range:
+    count = settings.prompts // ranks
+    first = step * settings.prompts + rank * count
+    return range(first, first + count)
 
 
 def on_all_ranks(count: int) -> Tensor:
@@ -236,14 +240,14 @@ def main(settings: Settings) -> None:
     console.print(", ".join(f"{loop} writes {count:.0f} tokens a step" for loop, count in tokens.items()))
     if not abs(ours - theirs) <= TOL_TOKENS * theirs:
         raise SystemExit("not the same work.")
-    found = {loop: measures(taken, settings) for loop, taken in blocks.items()}
+    measured = {loop: measures(taken, settings) for loop, taken in blocks.items()}
     ratio = compare(*blocks.values())
     console.print(f"load average {loadavg[0]:.1f} to {loadavg[1]:.1f}")
     titles = ("samples/s", "answer tokens/s", "CPU ms/sample", "peak MiB")
     table = Table("loop", *(Column(title, justify="right") for title in titles))
-    for loop, value in found.items():
-        *own, peak = value.values()
-        table.add_row(loop, *(f"{one:.1f}" for one in own), f"{peak / 2**20:.1f}")
+    for loop, value in measured.items():
+        *numbers, peak = value.values()
+        table.add_row(loop, *(f"{number:.1f}" for number in numbers), f"{peak / 2**20:.1f}")
     console.print(table)
     table = Table("ratio", "speed", "CPU time", "peak memory")
     table.add_row(" / ".join(loops), *(f"{one.median:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in ratio.values()))
@@ -257,7 +261,7 @@ def main(settings: Settings) -> None:
             "loadavg": loadavg,
             "answer_tokens_per_step": tokens,
             **{name: dataclasses.asdict(one) for name, one in ratio.items()},
-            **found,
+            **measured,
         }
         RESULTS.parent.mkdir(exist_ok=True)
         with RESULTS.open("a") as file:

@@ -60,11 +60,11 @@ def train(settings: Settings, layout: str, out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_until(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> int:
+def same_until(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> int:
     """The last step before a reward differs."""
-    for one, other in zip(found, expected, strict=True):
-        if abs(one["reward"] - other["reward"]) > TOL_REWARD:
-            return int(one["step"]) - 1
+    for row, reference in zip(rows, expected, strict=True):
+        if abs(row["reward"] - reference["reward"]) > TOL_REWARD:
+            return int(row["step"]) - 1
     return int(expected[-1]["step"])
 
 
@@ -85,15 +85,15 @@ def main(settings: Settings) -> None:
     compared = {}
     for layout in settings.layouts:
         pairs = zip(held_out(logs[layout]), held_out(logs[settings.layouts[0]]), strict=True)
-        apart = max(abs(own - expected) for (_, own), (_, expected) in pairs)
+        gap = max(abs(share - expected) for (_, share), (_, expected) in pairs)
         same = same_until(logs[layout], logs[settings.layouts[0]])
-        compared[layout] = {"same_until": same, "apart": round(apart, 3), "held_out": held_out(logs[layout])}
-        table.add_row(layout, str(same), f"{apart:.3f}", f"{held_out(logs[layout])[-1][1]:.3f}")
+        compared[layout] = {"same_until": same, "apart": round(gap, 3), "held_out": held_out(logs[layout])}
+        table.add_row(layout, str(same), f"{gap:.3f}", f"{held_out(logs[layout])[-1][1]:.3f}")
     console.print(table)
     if settings.record:
-        told = {name: getattr(settings, name) for name in ("task", "steps", "seed")}
+        options = {name: getattr(settings, name) for name in ("task", "steps", "seed")}
         with RESULTS.open("a") as file:
-            file.write(json.dumps({**environment(), **told, "layouts": compared}) + "\n")
+            file.write(json.dumps({**environment(), **options, "layouts": compared}) + "\n")
 
 
 if __name__ == "__main__":

@@ -124,12 +124,12 @@ def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, 
     imported_bytes = resident_bytes()
     device = join_world(rank, work.mesh.world_size, folder, device_type=work.device_type)
     step = LOOPS[loop](work)
-    losses = [step(*own_batch(index, work, device)).item() for index in range(settings.warmup)]
+    losses = [step(*batch_of_rank(index, work, device)).item() for index in range(settings.warmup)]
     reset_peak(device)
     done = settings.warmup
     pipe.send("warm")
     while pipe.recv() == "run":
-        batches = [own_batch(done + index, work, device) for index in range(settings.steps)]
+        batches = [batch_of_rank(done + index, work, device) for index in range(settings.steps)]
         done += settings.steps
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -143,12 +143,12 @@ def run_rank(rank: int, loop: str, work: Work, settings: Settings, folder: str, 
     dist.destroy_process_group()
 
 
-def own_batch(step: int, work: Work, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch_of_rank(step: int, work: Work, device: torch.device) -> tuple[Tensor, Tensor]:
     """(input_ids, labels) of one step for this rank. tp is the innermost axis: its ranks read the same rows."""
     # Of few ids, so that there is something to learn and a wrong gradient shows in the losses.
     ids = torch.randint(0, 256, (work.rows, work.tokens + 1), generator=torch.Generator().manual_seed(step))
-    own = ids.chunk(work.mesh.world_size // work.mesh.tp)[dist.get_rank() // work.mesh.tp].to(device)
-    return own[:, :-1].contiguous(), own[:, 1:].contiguous()
+    ids_of_rank = ids.chunk(work.mesh.world_size // work.mesh.tp)[dist.get_rank() // work.mesh.tp].to(device)
+    return ids_of_rank[:, :-1].contiguous(), ids_of_rank[:, 1:].contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------ comparing
@@ -248,27 +248,29 @@ def measures(taken: list[Block], work: Work, steps: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ reporting
 
 
-def loops_table(own: dict[str, dict[str, Any]]) -> Table:
+def loops_table(measured: dict[str, dict[str, Any]]) -> Table:
     columns = {
         "tokens/s": lambda value: f"{value['tokens_per_s']:.0f}",
         "CPU ms/step": lambda value: f"{value['cpu_ms_per_step']:.0f}",
         "peak MiB": lambda value: f"{value['peak_bytes'] / 2**20:.1f}",
     }
-    if all("mfu_full" in value for value in own.values()):
+    if all("mfu_full" in value for value in measured.values()):
         columns |= {
             "MFU full": lambda value: f"{value['mfu_full']:.1%}",
             "MFU causal": lambda value: f"{value['mfu_causal']:.1%}",
         }
     table = Table("loop", *(Column(title, justify="right") for title in columns))
-    for loop, value in own.items():
+    for loop, value in measured.items():
         table.add_row(loop, *(cell(value) for cell in columns.values()))
     return table
 
 
 def ratios_table(ratios: dict[str, dict[str, Spread]]) -> Table:
     table = Table("ratio", "tokens/s", "CPU time", "peak memory")
-    for title, found in ratios.items():
-        table.add_row(title, *(f"{one.median:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in found.values()))
+    for title, spreads in ratios.items():
+        table.add_row(
+            title, *(f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]" for spread in spreads.values())
+        )
     return table
 
 
@@ -293,13 +295,13 @@ def main(settings: Settings) -> None:
         blocks, steps=PROOF_STEPS, tolerance=TOL_LOSS_BF16 if work.bf16 else TOL_LOSS_FP32
     )
 
-    own = {loop: measures(taken, work, settings.steps) for loop, taken in blocks.items()}
+    measured = {loop: measures(taken, work, settings.steps) for loop, taken in blocks.items()}
     first, *others = loops
     ratios = {other: compare(blocks[first], blocks[other]) for other in others}
     console.print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
     console.print(f"all loops within {worst:.1e} of each other; load average {loadavg[0]:.1f} to {loadavg[1]:.1f}")
-    console.print(loops_table(own))
-    console.print(ratios_table({f"{first} / {other}": found for other, found in ratios.items()}))
+    console.print(loops_table(measured))
+    console.print(ratios_table({f"{first} / {other}": compared for other, compared in ratios.items()}))
     if settings.record:
         common = {
             **environment(),
@@ -313,10 +315,12 @@ def main(settings: Settings) -> None:
         }
         RESULTS.parent.mkdir(exist_ok=True)
         with RESULTS.open("a") as file:
-            for other, found in ratios.items():
-                spreads = {name: dataclasses.asdict(one) for name, one in found.items()}
+            for other, compared in ratios.items():
+                spreads = {name: dataclasses.asdict(spread) for name, spread in compared.items()}
                 versions = {"peer_version": importlib.metadata.version(other)} if other in PEERS else {}
-                file.write(json.dumps({**common, **versions, **spreads, first: own[first], other: own[other]}) + "\n")
+                file.write(
+                    json.dumps({**common, **versions, **spreads, first: measured[first], other: measured[other]}) + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def room(path: Path) -> str:
 def arrows(files: list[Path]) -> set[tuple[str, str]]:
     """(room, room that it imports); the package's own table of contents and command line are no room."""
     rooms = {room(path) for path in files} - {"__init__", "__main__"}
-    found = set[tuple[str, str]]()
+    pairs = set[tuple[str, str]]()
     for path in files:
         module = ["meshkit", *path.relative_to(ROOT / "meshkit").with_suffix("").parts]
         for node in ast.walk(ast.parse(path.read_text())):
@@ -50,8 +50,8 @@ def arrows(files: list[Path]) -> set[tuple[str, str]]:
             for name in names:
                 parts = name.split(".")
                 if parts[0] == "meshkit" and len(parts) > 1 and parts[1] in rooms and room(path) in rooms - {parts[1]}:
-                    found.add((room(path), parts[1]))
-    return found
+                    pairs.add((room(path), parts[1]))
+    return pairs
 
 
 def comment_share(files: list[Path]) -> float:
@@ -88,16 +88,16 @@ def functions(files: list[Path]) -> list[tuple[int, str]]:
 
 
 def flags(files: list[Path]) -> list[str]:
-    found = []
+    names = []
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found += [
+                names += [
                     each.target.id
                     for each in node.body
                     if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
                 ]
-    return found
+    return names
 
 
 def lines_of(paths: list[Path]) -> int:
@@ -112,9 +112,9 @@ def measure() -> dict[str, Any]:
     by_room = Counter[str]()
     for path, size in zip(files, sizes, strict=True):
         by_room[room(path)] += size
-    longest, where = max(functions(files))
+    longest, longest_name = max(functions(files))
     lengths = sorted(length for length, _ in functions(files))
-    told = flags(recipes)
+    flag_names = flags(recipes)
     index = ROOT / "docs/names.md"
     names = re.search(r"^(\d+) names", index.read_text(), re.MULTILINE) if index.exists() else None
     top = ast.parse((ROOT / "meshkit/__init__.py").read_text())
@@ -131,11 +131,11 @@ def measure() -> dict[str, Any]:
         "public_names": int(names[1]) if names else None,
         "recipe_lines": {path.name: lines_of([path]) for path in recipes} | {"all": lines_of(recipes)},
         "shared_recipe_lines": lines_of(shared),
-        "recipe_flags": len(told),
-        "recipe_flags_distinct": len(set(told)),
+        "recipe_flags": len(flag_names),
+        "recipe_flags_distinct": len(set(flag_names)),
         "comments_per_code_line": round(comment_share(files), 4),
         "longest_function": longest,
-        "longest_function_is": where,
+        "longest_function_is": longest_name,
         "functions": len(lengths),
         "functions_up_to_40_lines": round(sum(length <= 40 for length in lengths) / len(lengths), 4),
         "function_p95": lengths[int(0.95 * len(lengths))],
@@ -148,7 +148,7 @@ def measure() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="add a row of results")
-    told = parser.parse_args()
+    options = parser.parse_args()
     measured = measure()
     table = Table("measure", "value")
     for name, value in measured.items():
@@ -156,7 +156,7 @@ def main() -> int:
             name, ", ".join(f"{each} {size}" for each, size in value.items()) if isinstance(value, dict) else str(value)
         )
     Console(width=140).print(table)
-    if told.record:
+    if options.record:
         with RESULTS.open("a") as file:
             file.write(json.dumps({**environment(), **measured}) + "\n")
     return 0

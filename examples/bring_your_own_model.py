@@ -1,10 +1,10 @@
-"""Three models meshkit has never seen, through the same calls: an MLP, a transformer of yours, one of transformers'.
+"""Custom models: an MLP, a hand-written transformer and one of Hugging Face transformers, through the same calls.
 
 torchrun --nproc-per-node 4 examples/bring_your_own_model.py --kind mlp --mesh "dp_shard=2 tp=2"
 torchrun --nproc-per-node 4 examples/bring_your_own_model.py --kind transformer --mesh "dp_shard=2 tp=2" --sequence
 torchrun --nproc-per-node 4 examples/bring_your_own_model.py --kind transformers --mesh "tp=4"   # needs transformers
 
-Each prints the plan that was written or derived, what is held and sent, and a loss that falls; on any mesh the same one.
+Each prints its plan, written or derived, the memory and messages of a rank, and a falling loss that is the same on any mesh.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def count_examples(batch: dict[str, Tensor]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ a transformer, and its plan
 class Block(nn.Module):
-    """Attention whose projections sit in the block itself; it counts heads by what it is given."""
+    """Attention whose projections sit in the block itself; it counts heads by the width it gets, which tp divides."""
 
     def __init__(self, width: int = 64, head: int = 16) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def transformers_model() -> nn.Module:
         head_dim=16,
         use_cache=False,
     )
-    with mk.models.meta_parameters():  # shards are made where they live; no rank holds the whole
+    with mk.models.meta_parameters():  # init_weights makes each shard on its rank; no rank ever holds the full model
         return Qwen3ForCausalLM(config)
 
 
@@ -133,12 +133,12 @@ def main() -> None:
     for step in range(config.steps):
         if config.kind == "mlp":
             x = torch.randn(8, 16, generator=generator)
-            whole = {"x": x, "y": x.square().mean(-1, keepdim=True)}
+            rows = {"x": x, "y": x.square().mean(-1, keepdim=True)}
             losses = {"loss": squared_error, "count": count_examples}
         else:
             ids = (torch.arange(33) * torch.randint(1, 5, (8, 1), generator=generator)) % 97
-            whole, losses = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, {}
-        batch = {name: tensor.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, tensor in whole.items()}
+            rows, losses = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, {}
+        batch = {name: tensor.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, tensor in rows.items()}
         loss = run.forward_backward(batch, **losses)
         mk.clip_grad_norm(run, 1.0)
         optimizer.step()

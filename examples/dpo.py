@@ -1,4 +1,4 @@
-"""Train a language model on preferences, by DPO and its family, from pairs to a Hugging Face folder. Read it top to bottom.
+"""Direct preference optimization (DPO) and its family on a mesh, from pairs to a Hugging Face folder. Read it top to bottom.
 
 CPU, 2 ranks    torchrun --nproc-per-node 2 examples/dpo.py
 go on, on 4     torchrun --nproc-per-node 4 examples/dpo.py --steps 200 --mesh "dp_shard=2 tp=2"
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import meshkit as mk
-from meshkit.algos import preference, rollout, sft
+from meshkit.algos import preference, rollout
 from meshkit.data import Chat, ExampleLoader, check_examples, encode_pairs
 from meshkit.recipes import (
     SMALL_PREFERENCE_MODEL,
@@ -39,6 +39,7 @@ from meshkit.recipes import (
     pair_means,
     preference_rows,
     print0,
+    sft_phase,
     text_encoder,
 )
 
@@ -76,7 +77,7 @@ class Config(TrainFlags, ParallelFlags, LoraFlags, PairFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(SMALL_PREFERENCE_MODEL, vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
@@ -89,7 +90,7 @@ def main() -> None:
     losses = preference.parse_losses(config.loss)
     refuse(config, losses)
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -106,23 +107,22 @@ def main() -> None:
     print0(f"train     {check_examples(train, tokenizer)}")
     print0(f"held out  {check_examples(held_out, tokenizer)}")
 
-    # ---------------------------------------------------------------------------------------------- something to begin with
+    # ---------------------------------------------------------------------------------------------- the first model
     begin = config.pretrained or config.out / "sft-model"
     sizes = {"seq_len": config.seq_len, "global_batch": config.global_batch, "seed": config.seed}
     if config.pretrained is None and not begin.exists():
         print0(f"the chosen answers first, {config.sft_steps} steps")
         run = build(dataclasses.replace(config, lora_rank=None), mesh, vocab_size=tokenizer.vocab_size)
         mk.init_weights(run.model, seed=config.seed, plan=run.plan)
-        taught = {**sizes, "steps": config.sft_steps, "microbatches": config.microbatches, "clip": config.clip}
-        taught |= {"lr_kind": config.lr_kind, "warmup_steps": config.warmup_steps}
         optimizer = mk.adamw(run, lr=config.sft_lr, weight_decay=config.weight_decay)
-        if not sft.sft_phase(run, optimizer, [pair.chosen for pair in train], config.out / "sft", **taught):
+        first = dataclasses.replace(config, out=config.out / "sft", steps=config.sft_steps)
+        if not sft_phase(run, optimizer, [pair.chosen for pair in train], first):
             return
         nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
         mk.models.save_pretrained(run.model, run.full_model.config, begin)
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     config = dataclasses.replace(config, pretrained=begin)
     run = build(config, mesh)
     mk.models.load_pretrained(run.model, begin)
@@ -130,7 +130,7 @@ def main() -> None:
     every, trained = run.full_model.parameters(), [p for p in run.full_model.parameters() if p.requires_grad]
     print0(f"model {sum(p.numel() for p in every):,} parameters, {sum(p.numel() for p in trained):,} train")
 
-    # ---------------------------------------------------------------------------------------------- what it is compared with
+    # ---------------------------------------------------------------------------------------------- the reference model
     reference = None
     if config.reference == "stored":
         path = config.reference_file or config.out / "reference.safetensors"
@@ -146,32 +146,32 @@ def main() -> None:
         reference = build(config, mesh)
         mk.models.load_pretrained(reference.model, begin)
 
-    def preferring(batch: dict[str, Any], metrics: mk.metrics.MetricSums) -> Any:
-        """The loss of a batch, to which the reference's log-probabilities are added."""
+    def objective(batch: dict[str, Any], metrics: mk.metrics.MetricSums) -> Any:
+        """The loss of a batch; adds the reference model's log-probabilities to the batch."""
         if reference is not None:
             with mk.lora.disabled(run.model) if reference is run else nullcontext():
                 batch[rollout.REFERENCE] = rollout.token_values(reference, batch, microbatches=config.microbatches)
         return preference.preference_objective(mesh, batch, *losses, wpo=config.wpo, metrics=metrics)
 
     # ---------------------------------------------------------------------------------------------- the loop
-    where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
+    ranks = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
+    loader = ExampleLoader(train, **sizes, **ranks, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     sums = mk.metrics.MetricSums(mesh, (*SEEN, "tokens"))
-    references = mk.Checkpointer(config.out / "reference", keep=config.keep)  # of one that moves
+    references = mk.Checkpointer(config.out / "reference", keep=config.keep)  # of the moving reference model
     with references, Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         if session.start and config.reference == "moving":
             references.load(reference, None, step=session.start)
         for step in session.steps():
             batch = next(loader)
-            how = {
-                "loss": preferring(batch, sums),
+            options = {
+                "loss": objective(batch, sums),
                 "count": preference.count_pairs,
                 "microbatches": config.microbatches,
             }
             with session.trace_pipeline(run):
-                loss = run.forward_backward(batch, **how, step=step)
+                loss = run.forward_backward(batch, **options, step=step)
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()
@@ -184,22 +184,24 @@ def main() -> None:
             session.log(loss=loss, grad_norm=norm, **{f"train/{name}": value for name, value in means.items()})
             session.stop_clock(tokens=tokens)
             if session.evaluates(step):
-                means = pair_means(run, held_out, preferring, SEEN, seq_len=config.seq_len)
+                means = pair_means(run, held_out, objective, SEEN, seq_len=config.seq_len)
                 session.log(**{f"held_out/{name}": value for name, value in means.items()})
                 print0(f"step {step}, held out: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
-            if session.saves(step) and config.reference == "moving":  # first: then every checkpoint has its reference
+            if (
+                session.saves(step) and config.reference == "moving"
+            ):  # before the session's: every checkpoint has its reference
                 references.save(step, reference, None)
     if session.stopped or session.start > config.steps:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export_model(run, export, encoder, came_from=folder, base=begin)
     print0(f"model in {export}")
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------------------------------------- refusals
 def refuse(config: Config, losses: tuple[preference.PreferenceLoss, ...]) -> None:
-    """Combinations that cannot be, before anything is read."""
+    """Refuse combinations that cannot be, before anything is read."""
     for kind in (loss.kind for loss in losses if loss.kind.startswith("aot")):
         raise mk.errors.PlanError(
             f"--loss {kind} sorts the pairs of a step in a pass of its own, which this recipe has not."

@@ -54,9 +54,9 @@ class Config(PolicyFlags, ParallelFlags):
     updates: int = 1
     """optimizer steps on the answers of a step"""
     sampling_rounds: int = 10
-    """with dynamic sampling (DAPO): at most so many times are answers written in a step, to --prompts prompts each time"""
+    """with dynamic sampling (DAPO): the most rounds of generation in a step, each of --prompts prompts"""
     selftest: bool = False
-    """two steps at a learning rate of 0, of which nothing is kept: ratios must be 1, and generator and trainer agree"""
+    """two steps at a learning rate of 0, without checkpoints: ratios must be 1, and generator and trainer agree"""
     out: Path = Path("runs/grpo")
     seq_len: int = 64
     steps: int = 300
@@ -67,7 +67,7 @@ class Config(PolicyFlags, ParallelFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
-    """The model in parts, without values."""
+    """The sharded model, without values."""
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
     return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
@@ -80,31 +80,31 @@ def main() -> None:
     if config.selftest:
         config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
-    # ---------------------------------------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------------------------------------- tasks and prompts
     tasks, tokenizer, sampling = policy_tasks(config)
     sampling = dataclasses.replace(sampling, max_new_tokens=rules.limit(tasks.max_new_tokens))
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
 
-    # ---------------------------------------------------------------------------------------------- something to begin with
-    in_parts = partial(build, config, mesh)
-    first = first_policy(config, in_parts, tasks, tokenizer)
-    run = run_from(first, in_parts)
-    reference = run_from(first, in_parts) if config.kl else None
+    # ---------------------------------------------------------------------------------------------- the first model
+    build_run = partial(build, config, mesh)
+    first = first_policy(config, build_run, tasks, tokenizer)
+    run = run_from(first, build_run)
+    reference = run_from(first, build_run) if config.kl else None
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)
 
     def ask() -> MeshScores:
-        """What the model writes to the next prompts, and what that is worth."""
-        asked = encode_prompts(next(prompts), tokenizer)
-        rollouts = write(asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
+        """Rollouts of the next prompts, with their rewards."""
+        batch = encode_prompts(next(prompts), tokenizer)
+        rollouts = write(batch, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
         return score_on_mesh(mesh, rollouts, tasks.score, fail_fast=config.fail_fast)
 
     def held_out_score() -> float:
@@ -112,8 +112,8 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the loop
     sums = policy.policy_sums(mesh)
-    kept = {"optimizer": optimizer, "scheduler": scheduler, "loader": prompts}
-    with Session(run, config, **kept, writes=not config.selftest) as session:
+    state = {"optimizer": optimizer, "scheduler": scheduler, "loader": prompts}
+    with Session(run, config, **state, writes=not config.selftest) as session:
         if session.start == 0:
             print0(f"held out before the first step: {held_out_score():.3f}")
         for step in session.steps():
@@ -137,9 +137,9 @@ def main() -> None:
             )
             for _ in range(config.updates):
                 objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
-                how = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
                 with session.trace_pipeline(run):
-                    loss_value = run.forward_backward(batch, **how)
+                    loss_value = run.forward_backward(batch, **options)
                 norm = mk.clip_grad_norm(run, config.clip)
                 if session.guard.allows(run, norm, step=step):
                     optimizer.step()
@@ -161,7 +161,7 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     if config.selftest:
         print0(f"selftest passed: ratios are 1, log-probabilities differ by {metrics['rollout_gap_max']:.1e} at most")
         return
@@ -170,15 +170,15 @@ def main() -> None:
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-# ---------------------------------------------------------------------------------------------- is it sound?
+# ---------------------------------------------------------------------------------------------- selftest
 def check_selftest(metrics: dict[str, float], step: int) -> None:
-    """With weights that do not change."""
-    off = {
+    """Refuse a difference between generator and trainer; the weights have not changed, so each number should be 0."""
+    differences = {
         "clipped": metrics["clipped_low"] + metrics["clipped_high"],
         "ratio_max - 1": abs(metrics["ratio_max"] - 1),
         "rollout_gap_max": metrics["rollout_gap_max"],
     }
-    if wrong := {name: value for name, value in off.items() if not value <= TOL_SELFTEST}:
+    if wrong := {name: value for name, value in differences.items() if not value <= TOL_SELFTEST}:
         raise mk.errors.StepError(
             f"selftest, step {step}: {wrong}, and each should be at most {TOL_SELFTEST}. Generator and trainer do not "
             "compute the same policy: compare --precision, the temperature, and the model's folder."

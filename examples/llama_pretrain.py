@@ -58,7 +58,7 @@ class Config(TrainFlags, ParallelFlags, PretrainFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     with torch.device("meta"):
         model = mk.models.Llama(config.shape(MODELS[config.model], vocab_size))
     return mk.parallelize(model, mesh, config.parallel(plan=mk.models.LLAMA_PLAN))
@@ -67,7 +67,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 def main() -> None:
     config = Config.parse()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -85,7 +85,7 @@ def main() -> None:
     )
     print0(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
@@ -99,9 +99,8 @@ def main() -> None:
         print0(mk.explain(run, **sizes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    flops = ModelFlops.from_config(run.full_model.config).per_token(
-        config.seq_len
-    )  # documents packed into it make it less
+    # An upper bound: attention that stops at the end of a packed document needs less.
+    flops = ModelFlops.from_config(run.full_model.config).per_token(config.seq_len)
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
@@ -128,7 +127,7 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     mk.models.save_pretrained(run.model, run.full_model.config, export)
     ids = tokenizer.encode(config.prompt)

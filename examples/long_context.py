@@ -66,15 +66,15 @@ class Config(TrainFlags, ParallelFlags, TextFlags):
     balance: Literal["auto", "contiguous", "zigzag", "per_document", "locality"] = "auto"
     """which rank holds which tokens"""
     ulysses: int | None = None
-    """with ring or group_cast: so many consecutive ranks trade tokens for heads"""
+    """with ring or group_cast: the number of consecutive ranks that trade tokens for heads"""
     slack: float = 0.0
     """how much more than the mean the busiest rank may work, in order to send less"""
     window: int = 64
-    """the tokens that the comparison at the end can look back on"""
+    """tokens that the comparison at the end can look back on"""
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(DEMO, vocab_size)
     rope = dataclasses.replace(shape.rope, theta=config.rope_theta or shape.rope.theta)
     longest = max(shape.max_position_embeddings, config.seq_len)
@@ -89,7 +89,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 def main() -> None:
     config = Config.parse()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -106,7 +106,7 @@ def main() -> None:
     )
     print0(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
@@ -115,7 +115,7 @@ def main() -> None:
     scheduler = config.lr_schedule(optimizer)
     print0(f"model {sum(p.numel() for p in run.parameters()):,} parameters")
 
-    # ---------------------------------------------------------------------------------------------- who holds which tokens
+    # ---------------------------------------------------------------------------------------------- load balance over cp
     rows = -(-config.global_batch // mesh.data_ranks)
     masks = document_masks(next(evaluation_batches(splits.held_out, seq_len=config.seq_len, batch=rows)))
     lengths = sorted(after - first for mask in masks for first, after in mask.components)
@@ -123,13 +123,12 @@ def main() -> None:
     chosen = run.strategy.context
     for policy in dict.fromkeys((chosen, dataclasses.replace(chosen, balance="contiguous"))):
         other = dataclasses.replace(run.strategy, context=policy)
-        told = mk.explain(run.full_model, mesh.spec, other, rows=rows, seq_len=config.seq_len, mask=masks)
-        print0("\n".join(f"balance {policy.balance:11} {note}" for note in told.notes))
+        explained = mk.explain(run.full_model, mesh.spec, other, rows=rows, seq_len=config.seq_len, mask=masks)
+        print0("\n".join(f"balance {policy.balance:11} {note}" for note in explained.notes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    flops = ModelFlops.from_config(run.full_model.config).per_token(
-        config.seq_len
-    )  # documents packed into it make it less
+    # An upper bound: attention that stops at the end of a packed document needs less.
+    flops = ModelFlops.from_config(run.full_model.config).per_token(config.seq_len)
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
@@ -148,7 +147,7 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     mk.models.save_pretrained(run.model, run.full_model.config, export)
     print0(f"\nheld out: {bits_per_byte(table):.3f} bits per byte; model in {export}")

@@ -1,4 +1,4 @@
-"""Pretrain a mixture of experts on a mesh, and watch how evenly its experts are used. Read it top to bottom.
+"""Pretrain a mixture of experts (MoE) on a mesh, and watch the load balance of its experts. Read it top to bottom.
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/moe_pretrain.py --mesh "dp_shard=4 ep=4"
 one process     python examples/moe_pretrain.py
@@ -59,21 +59,21 @@ class Config(TrainFlags, ParallelFlags, PretrainFlags):
     steps: int = 200
 
     bias_speed: float = 1e-2
-    """balance without a loss: so much a router's biases move after a step; 0: no biases"""
+    """load balancing without a loss: how far a router's biases move after a step; 0: no biases"""
     balance_loss: Literal["none", "sequence", "batch", "global"] = "none"
-    """balance by a loss: whose tokens are to be spread evenly"""
+    """load balancing by a loss: over which tokens it is computed"""
     balance_coefficient: float = 1e-2
     """of that loss"""
     z_loss: float = 0.0
     """coefficient of the loss that keeps the routers' logits small"""
     capacity: float | None = None
-    """an expert takes at most so many times its even share of a rank's tokens; default: all that choose it"""
+    """the most tokens an expert takes of a rank, as a multiple of its even share; default: all that choose it"""
     picture_every: int = 20
     """the load of every layer and expert for TensorBoard"""
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(MODELS[config.model], vocab_size)
     if not isinstance(shape, mk.models.Qwen3MoeConfig | mk.models.MixtralConfig):
         raise mk.errors.PlanError(
@@ -94,7 +94,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 def main() -> None:
     config = Config.parse()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -112,7 +112,7 @@ def main() -> None:
     )
     print0(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
@@ -129,7 +129,7 @@ def main() -> None:
         print0(mk.explain(run, **sizes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    flops = active.per_token(config.seq_len)  # documents packed into it make it less
+    flops = active.per_token(config.seq_len)  # an upper bound, as in llama_pretrain.py
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
             batch = next(loader)
@@ -164,9 +164,9 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     model_at = config.out / ("checkpoints" if config.bias_speed else f"model-{config.steps}")
-    if not config.bias_speed:  # transformers' families have no place for these biases
+    if not config.bias_speed:  # the Hugging Face formats of these families have no key for router biases
         mk.models.save_pretrained(run.model, run.full_model.config, model_at)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)

@@ -1,4 +1,4 @@
-"""PPO on a mesh: a critic, a reference, and a dataflow whose generation may have ranks or a layout of its own.
+"""Proximal policy optimization (PPO) on a mesh: actor, critic, reference model, and generation on any ranks or layout.
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2 tp=2"
 another task    torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_replicate=4" --task reversal --out runs/ppo-reversal
@@ -10,10 +10,11 @@ your model      torchrun --nproc-per-node 8 examples/ppo.py --mesh "dp_shard=8" 
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
 
 Without --pretrained a small model first learns the task from right answers, until it is right now and then. In each step the
-actor writes answers, they are scored, critic and reference look at them, and actor and critic learn. --reward-model takes the
-scores from a folder of examples/reward_model.py. A run that finds checkpoints in --out continues from them, with the answers
-that were pending, on whatever meshes it is started. Reversal goes from about a half of the held-out prompts right to 0.99 in
-150 steps, addition from 0.43 to 0.98 with --lr 3e-4 --steps 500 in 12 min 22 s of 2 cores (benchmarks/results/ppo.jsonl).
+actor writes answers, they are scored, critic and reference model evaluate them, and actor and critic learn. --reward-model
+takes the scores from a folder of examples/reward_model.py. A run that finds checkpoints in --out continues from them, with
+the answers that were pending, on whatever meshes it is started. Reversal goes from about a half of the held-out prompts right
+to 0.99 in 150 steps, addition from 0.43 to 0.98 with --lr 3e-4 --steps 500 in 12 min 22 s of 2 cores
+(benchmarks/results/ppo.jsonl).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Config(PolicyFlags, SamplerFlags):
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
     preset: str = "PPO"
     epochs: int = 2
-    """times that a step's answers are learnt from"""
+    """passes over the answers of a step"""
     minibatches: int = 1
-    """optimizer steps of each of them"""
+    """optimizer steps of a pass"""
     decay: float = 0.95
     """lambda of GAE"""
     critic_lr: float = 1e-3
-    """constant"""
+    """learning rate of the critic, constant"""
     critic_warmup: int = 5
     """steps in which only the critic learns"""
     sequence: bool = False
@@ -72,7 +73,7 @@ class Config(PolicyFlags, SamplerFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) -> mk.Run:
-    """A model in parts, without values; with `scores` one that gives a number for each token."""
+    """A sharded model, without values; with `scores` one that gives a number for each token."""
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape) if scores else mk.models.build_model(shape)
     plan = mk.models.reward_plan(shape) if scores else mk.models.model_plan(shape)
@@ -84,33 +85,33 @@ def main() -> None:
     loss = config.policy_loss(critic=True)
     loss = dataclasses.replace(loss, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
 
-    # ---------------------------------------------------------------------------------------------- who: the meshes
+    # ---------------------------------------------------------------------------------------------- the meshes
     world, meshes = mk.init_mesh(), actor_and_sampler(config)
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
     for name, mesh in meshes.items():
         print0(f"{name}  {mesh.describe()}")
 
-    # ---------------------------------------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------------------------------------- tasks and prompts
     tasks, tokenizer, sampling = policy_tasks(config)
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the models
     start = config.pretrained or config.out / "sft-model"
-    actor = critic = reference = judge = None  # on ranks that do not learn
+    actor = critic = reference = reward_model = None  # on ranks that do not learn
     optimizer = critic_optimizer = scheduler = None
     if actor_mesh.here:
-        in_parts, scoring = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
-        first_policy(config, in_parts, tasks, tokenizer)
-        actor = run_from(start, in_parts)
-        critic = run_from(start, scoring, fresh=("score.weight",), seed=config.seed)
-        reference = run_from(start, in_parts) if config.kl else None
-        judge = run_from(config.reward_model, scoring) if config.reward_model else None
+        build_actor, build_scorer = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
+        first_policy(config, build_actor, tasks, tokenizer)
+        actor = run_from(start, build_actor)
+        critic = run_from(start, build_scorer, fresh=("score.weight",), seed=config.seed)
+        reference = run_from(start, build_actor) if config.kl else None
+        reward_model = run_from(config.reward_model, build_scorer) if config.reward_model else None
         optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
-    dist.barrier()  # the folder is there
+    dist.barrier()  # until the folder is written
     sampler, syncs = actor, []
     if config.sampler_mesh is not None:
         sampler = run_from(start, partial(build, config, sampler_mesh)) if sampler_mesh.here else None
@@ -119,37 +120,39 @@ def main() -> None:
         syncs = [dataflow.Sync(name="weights", source="actor", destination="sampler", function=weights)]
     engine = engine_of(config, sampler) if sampler is not None else None
 
-    # ---------------------------------------------------------------------------------------------- what they do
+    # ---------------------------------------------------------------------------------------------- calls of the dataflow
     def scores(rollouts: list[rollout.Rollout]) -> rewards.Scores:
-        if judge is not None:
-            return rewards.model_scores(judge, [each.tokens for each in rollouts], seq_len=config.seq_len)
-        return rewards.score_on_mesh(meshes[judges], rollouts, tasks.score, fail_fast=config.fail_fast).own
+        if reward_model is not None:
+            return rewards.model_scores(reward_model, [each.tokens for each in rollouts], seq_len=config.seq_len)
+        return rewards.score_on_mesh(meshes[rewards_on], rollouts, tasks.score, fail_fast=config.fail_fast).local
 
     def learn(samples: list[dataflow.Sample]) -> None:
-        """Advantages over the whole step; then each minibatch teaches the critic, and after its warm-up the actor."""
-        rollouts = [dataflow.rollout_of(sample, looked_at) for sample in samples]
+        """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""
+        rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
         batch = policy.pack_rollouts(
-            rollouts, seq_len=config.seq_len, values=looked_at, pad_multiple=actor_mesh.row_multiple
+            rollouts, seq_len=config.seq_len, values=value_names, pad_multiple=actor_mesh.row_multiple
         )
         advantages = policy.step_advantages(actor_mesh, batch, loss)
         batch |= advantages.values
         session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
-        whose = batch["groups"] % config.minibatches  # whole prompts, so that every mesh has the same minibatches
-        for part in [*range(config.minibatches)] * config.epochs:
-            own = take_segments(batch, batch["segment_ids"][(batch["ends"] > 0) & (whose == part)].tolist())
-            objective = policy.value_objective(actor_mesh, own, metrics=critic_sums)
-            session.log(value_loss=critic.forward_backward(own, microbatches=config.microbatches, loss=objective))
+        # All answers to a prompt are in one minibatch, so that minibatches are the same on every mesh.
+        minibatch_of = batch["groups"] % config.minibatches
+        for index in [*range(config.minibatches)] * config.epochs:
+            segments = batch["segment_ids"][(batch["ends"] > 0) & (minibatch_of == index)].tolist()
+            minibatch = take_segments(batch, segments)
+            objective = policy.value_objective(actor_mesh, minibatch, metrics=critic_sums)
+            session.log(value_loss=critic.forward_backward(minibatch, loss=objective, microbatches=config.microbatches))
             if session.guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
             if flow.iteration < config.critic_warmup:
                 continue
             objective = policy.policy_objective(
-                actor_mesh, own, loss, temperature=config.temperature, metrics=actor_sums
+                actor_mesh, minibatch, loss, temperature=config.temperature, metrics=actor_sums
             )
-            how = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+            options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
             with session.trace_pipeline(actor):
-                loss_value = actor.forward_backward(own, **how)
+                loss_value = actor.forward_backward(minibatch, **options)
             norm = mk.clip_grad_norm(actor, config.clip)
             session.log(loss=loss_value, grad_norm=norm, lr=scheduler.get_last_lr()[0])
             if session.guard.allows(actor, norm, step=flow.iteration + 1):
@@ -160,18 +163,19 @@ def main() -> None:
         session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 
     log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
-    look = partial(dataflow.log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
-    looks = [look("old_log_probs", actor, log_probs), look("old_values", critic, policy.critic_values)]
-    looks += [look(rollout.REFERENCE, reference, log_probs)] if config.kl else []
-    looked_at, judges = [call.name for call in looks], "actor" if config.reward_model else "sampler"
-    needs = (*dataflow.ROLLOUT, "reward", *looked_at)
-    write = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
+    call = partial(dataflow.log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
+    value_calls = [call("old_log_probs", actor, log_probs), call("old_values", critic, policy.critic_values)]
+    value_calls += [call(rollout.REFERENCE, reference, log_probs)] if config.kl else []
+    value_names = [each.name for each in value_calls]
+    rewards_on = "actor" if config.reward_model else "sampler"
+    needs = (*dataflow.ROLLOUT, "reward", *value_names)
+    options = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
     flow = dataflow.Flow(
         meshes,
         [
-            dataflow.rollout_call(engine, tokenizer, on="sampler", **write),
-            dataflow.reward_call(scores, on=judges),
-            *looks,
+            dataflow.rollout_call(engine, tokenizer, on="sampler", **options),
+            dataflow.reward_call(scores, on=rewards_on),
+            *value_calls,
             dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
         ],
         source=lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
@@ -183,8 +187,8 @@ def main() -> None:
     print0(flow.describe())
 
     def held_out_score() -> float:
-        how = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
-        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **how)
+        options = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
+        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **options)
 
     # ---------------------------------------------------------------------------------------------- the loop
     parts = {"actor": (actor, optimizer, scheduler), "critic": (critic, critic_optimizer, None)}
@@ -192,7 +196,7 @@ def main() -> None:
         if session.start == 0:
             print0(f"held out before the first step: {held_out_score():.3f}")
         for sync in syncs if session.start else ():
-            sync.function()  # the sampler gets what was resumed
+            sync.function()  # the sampler gets the resumed weights
         for step in session.steps():
             samples = flow.step()
             session.log(**{f"seconds/{name}": seconds for name, seconds in flow.seconds.items()})
@@ -205,7 +209,7 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     if actor_mesh.here:
         export_model(actor, export, tokenizer)

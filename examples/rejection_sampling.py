@@ -54,11 +54,11 @@ class Config(ParallelFlags, RolloutFlags):
     prompts: int = 256
     samples: int = 4
     best: int = 1
-    """answers kept of each prompt, at most"""
+    """the most answers to keep of each prompt"""
     threshold: float = 1.0
-    """the least score that is kept"""
+    """the least score to keep"""
     epochs: int = 2
-    """times that the answers of a round are learnt"""
+    """passes over the answers of a round"""
     global_batch: int = 32
     """answers of one optimizer step, over all ranks"""
     seq_len: int = 64
@@ -70,7 +70,7 @@ class Config(ParallelFlags, RolloutFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, with the small model's shape."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, with the small model's shape."""
     shape = shape or config.shape(small_model())
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
@@ -80,19 +80,19 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
 def main() -> None:
     config = Config.parse()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
-    # ---------------------------------------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------------------------------------- tasks and prompts
     tasks, tokenizer, sampling = policy_tasks(config)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
 
-    # ---------------------------------------------------------------------------------------------- something to begin with
-    in_parts = partial(build, config, mesh)
-    run = run_from(first_policy(config, in_parts, tasks, tokenizer), in_parts)
+    # ---------------------------------------------------------------------------------------------- the first model
+    build_run = partial(build, config, mesh)
+    run = run_from(first_policy(config, build_run, tasks, tokenizer), build_run)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)
@@ -105,19 +105,21 @@ def main() -> None:
         if session.start == 0:
             print0(f"held out before the first round: {held_out_score():.3f}")
         for step in session.steps():
-            # What the model writes, what that is worth, and which of it all ranks keep.
-            asked = rollout.encode_prompts(next(prompts), tokenizer)
-            written = write(asked, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
+            # Write rollouts, score them, and keep the best ones, the same on all ranks.
+            batch = rollout.encode_prompts(next(prompts), tokenizer)
+            written = write(batch, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
             scores = rewards.score_on_mesh(mesh, written, tasks.score, fail_fast=config.fail_fast)
             scored = torch.tensor([each.reward for each in scores.rollouts], dtype=torch.float64)
             groups = torch.tensor([each.key for each in scores.rollouts], dtype=torch.int64)
             chosen = policy.select_best(scored, groups, best=config.best) & policy.select_above(
                 scored, config.threshold
             )
-            own = [lesson(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep]
-            kept = [example for part in gather_over_data(mesh, own) for example in part]
+            selected = [
+                learnt_example(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep
+            ]
+            kept = [example for part in gather_over_data(mesh, selected) for example in part]
 
-            # What it learns from that.
+            # Learn from them.
             session.log(kept=len(kept), **scores.scalars())
             if kept:
                 sft.sft_steps(
@@ -143,13 +145,13 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.rounds}"
     export_model(run, export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 
-def lesson(written: rollout.Rollout) -> Example:
+def learnt_example(written: rollout.Rollout) -> Example:
     """The rollout as if it were data: only what the model wrote is learnt, its end too."""
     return Example(ids=written.tokens, learn=np.arange(len(written.tokens)) >= len(written.prompt_ids))
 

@@ -1,4 +1,4 @@
-"""Train a reward model on preferences, from pairs to a Hugging Face folder. Read it top to bottom; copy what you need.
+"""Train a reward model on preferences (Bradley-Terry), from pairs to a Hugging Face folder. Read it top to bottom.
 
 CPU, 2 ranks    torchrun --nproc-per-node 2 examples/reward_model.py
 go on, on 4     torchrun --nproc-per-node 4 examples/reward_model.py --steps 600 --mesh "dp_shard=2 tp=2"
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.algos import preference
-from meshkit.algos.sft import sft_phase
 from meshkit.data import ExampleLoader, Record, augment_across_prompts, check_examples, encode_pairs, fit
 from meshkit.metrics import MetricSums
 from meshkit.recipes import (
@@ -40,6 +39,7 @@ from meshkit.recipes import (
     pair_means,
     preference_rows,
     print0,
+    sft_phase,
     text_encoder,
 )
 
@@ -68,7 +68,7 @@ class Config(TrainFlags, ParallelFlags, PairFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(SMALL_PREFERENCE_MODEL, vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape)
@@ -76,14 +76,14 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 
 def estimated_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What an estimate runs, whose batches have no pairs."""
+    """The loss of `python -m meshkit estimate`, whose batches have no pairs."""
     return model(batch["input_ids"]).sum()
 
 
 def main() -> None:
     config = Config.parse()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -91,15 +91,15 @@ def main() -> None:
     rows = preference_rows(config, every=True, seed=config.seed)
     encoder, tokenizer, folder = text_encoder(config, rows.train)
     length = {"seq_len": config.seq_len, "truncate": config.truncate}
-    read = {**length, "scalars": ("margin",) if config.margin else ()}
-    train = encode_pairs(rows.train, encoder, **read)
+    options = {**length, "scalars": ("margin",) if config.margin else ()}
+    train = encode_pairs(rows.train, encoder, **options)
     if config.across_prompts:
         train = fit(augment_across_prompts(train, seed=config.seed), **length)
-    held_out = {kind: encode_pairs(of_kind, encoder, **read) for kind, of_kind in by_kind(rows.held_out).items()}
+    held_out = {kind: encode_pairs(of_kind, encoder, **options) for kind, of_kind in by_kind(rows.held_out).items()}
     print0(f"train     {check_examples(train, tokenizer)}")
     print0(f"held out  {check_examples([pair for pairs in held_out.values() for pair in pairs], tokenizer)}")
 
-    # ---------------------------------------------------------------------------------------------- something to begin with
+    # ---------------------------------------------------------------------------------------------- the first model
     begin = config.pretrained or (config.out / "language-model" if config.language_steps else None)
     sizes = {"seq_len": config.seq_len, "global_batch": config.global_batch, "seed": config.seed}
     if config.pretrained is None and config.language_steps and not begin.exists():
@@ -110,26 +110,31 @@ def main() -> None:
         run = mk.parallelize(model, mesh, plan=mk.models.LLAMA_PLAN, sequence=config.sequence)
         mk.init_weights(run.model, seed=config.seed)
         optimizer, chosen = mk.adamw(run, lr=config.language_lr), [pair.chosen for pair in train]
-        taught = {"steps": config.language_steps, "warmup_steps": 0, "microbatches": config.microbatches, **sizes}
-        if not sft_phase(run, optimizer, chosen, config.out / "language", **taught):
+        first = {
+            "out": config.out / "language",
+            "steps": config.language_steps,
+            "lr_kind": "constant",
+            "warmup_steps": 0,
+        }
+        if not sft_phase(run, optimizer, chosen, dataclasses.replace(config, **first)):
             return
         mk.models.save_pretrained(run.model, shape, begin)
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     config = dataclasses.replace(config, pretrained=begin)
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if begin is not None:
         mk.models.load_pretrained(run.model, begin, fresh=["score.weight"])  # a language model has none
-    where = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
-    loader = ExampleLoader(train, **sizes, **where, packing="step", vocab_size=run.full_model.config.vocab_size)
+    ranks = {"rank": mesh.data_rank, "ranks": mesh.data_ranks, "pad_multiple": mesh.row_multiple}
+    loader = ExampleLoader(train, **sizes, **ranks, packing="step", vocab_size=run.full_model.config.vocab_size)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
 
     # ---------------------------------------------------------------------------------------------- the loop
     def without_centring(batch: dict[str, Tensor], metrics: MetricSums) -> object:
-        return preference.reward_objective(mesh, batch, metrics=metrics)  # so that runs compare
+        return preference.reward_objective(mesh, batch, metrics=metrics)  # so that runs with another --center compare
 
     sums = MetricSums(mesh, (*SEEN, "tokens"))
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
@@ -156,21 +161,21 @@ def main() -> None:
                 }
                 means = over_kinds(means_of, {kind: len(pairs) for kind, pairs in held_out.items()})
                 session.log(**{f"held_out/{name}": value for name, value in means.items()})
-                session.log(**{f"held_out_accuracy/{kind}": of["accuracy"] for kind, of in means_of.items()})
+                session.log(**{f"held_out_accuracy/{kind}": row["accuracy"] for kind, row in means_of.items()})
                 print0(f"step {step}: held-out accuracy {means['accuracy']:.3f}")
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     export_model(run, export, encoder, came_from=folder)
     print0(f"\n{'held out':>12} {'pairs':>7} {'accuracy':>9} {'margin':>8}")
-    for kind, of in means_of.items():
-        print0(f"{kind:>12} {len(held_out[kind]):7,} {of['accuracy']:9.3f} {of['margin']:8.3f}")
+    for kind, row in means_of.items():
+        print0(f"{kind:>12} {len(held_out[kind]):7,} {row['accuracy']:9.3f} {row['margin']:8.3f}")
     print0(f"all of them: accuracy {means['accuracy']:.3f}; model in {export}")
 
 
-# ---------------------------------------------------------------------------------------------- how many are right
+# ---------------------------------------------------------------------------------------------- accuracy by kind
 def by_kind(rows: list[Record]) -> dict[str, list[Record]]:
     """Rows by their field `kind`, where they have one."""
     kinds: defaultdict[str, list[Record]] = defaultdict(list)

@@ -86,7 +86,7 @@ class Config(TrainFlags, ParallelFlags, LoraFlags, InstructionFlags):
 
 
 def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Run:
-    """The model in parts, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
+    """The sharded model, without values; `python -m meshkit estimate` runs it too, before there is a tokenizer."""
     shape = config.shape(MODELS[config.model], vocab_size)
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
@@ -103,7 +103,7 @@ def main() -> None:
         )
     config.refuse_lora_without_rank()
 
-    # ---------------------------------------------------------------------------------------------- who: the mesh
+    # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
@@ -119,7 +119,7 @@ def main() -> None:
         f"data  {len(train):,} examples, {len(held_out):,} held out; {left_out:,} are longer than {config.seq_len} tokens"
     )
 
-    # ---------------------------------------------------------------------------------------------- the model, in parts
+    # ---------------------------------------------------------------------------------------------- the sharded model
     run = build(config, mesh, vocab_size=chat.tokenizer.vocab_size)
     shape = run.full_model.config
     report = check_examples(train + held_out, chat.tokenizer, vocab_size=shape.vocab_size, allow=config.allow)
@@ -171,17 +171,17 @@ def main() -> None:
     if not session.finished:
         return
 
-    # ---------------------------------------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------------------------------------- export
     kind = "model" if config.lora_rank is None else "adapter"
     export = config.out / f"{kind}-{config.steps}"
     export_model(run, export, chat, came_from=folder, base=config.pretrained)
     print0(f"\nheld out: {nats:.3f} nats per token of an answer; {kind} in {export}")
     decode = chat.tokenizer.decode
     for example in (held_out[0], held_out[-1]):
-        asked, answer = example.ids[: example.prompt_length], example.ids[example.prompt_length :].tolist()
+        prompt, answer = example.ids[: example.prompt_length], example.ids[example.prompt_length :].tolist()
         ends = (int(example.ids[example.learn][-1]),)
-        written = write_sample(run, asked, tokens=config.sample_tokens, seed=config.seed, stop_ids=ends)
-        print0(f"{'─' * 20} {example.source} {'─' * 20}\n{decode(asked.tolist())}")
+        written = write_sample(run, prompt, tokens=config.sample_tokens, seed=config.seed, stop_ids=ends)
+        print0(f"{'─' * 20} {example.source} {'─' * 20}\n{decode(prompt.tolist())}")
         print0(f"{'─' * 8} the model\n{decode(written)}\n{'─' * 8} the data\n{decode(answer)}")
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
 from meshkit.faults.location import register_modules
@@ -43,7 +44,9 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
+    require("parallelize", "mesh", mesh, Mesh)
     mesh.require_here("parallelize")
+    # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model).frozen()
     resolved = resolve(program, Strategy.of(strategy, choices), mesh.spec, device_type=mesh.device.type)
     move(model, mesh.device)
@@ -81,6 +84,7 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     if resolved.strategy.compile:
         _compile(names, blocks, resolved)
     _shard(model, mesh, resolved, names, blocks, resolved.units_of(stage))
+    # Last: what was on meta is allocated as shards, so no rank ever holds the full model.
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
@@ -118,6 +122,7 @@ def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resol
     backend = resolved.strategy.compile
     _torch.allow_recompiles(len(blocks))
     for name in blocks:
+        # fullgraph elsewhere: a break would be a silent loss of speed, and is refused instead.
         one_graph = not any(other.startswith(f"{name}.") for other in resolved.experts)
         names[name].compile(fullgraph=one_graph, backend="inductor" if backend is True else str(backend))
 

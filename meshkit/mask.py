@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshkit.errors import PlanError
 
+# A number and not infinity: bands travel in int64 tables, and sums with positions stay exact and far from overflow.
 FAR = 1 << 40
 """a distance that no sequence reaches: stands for no bound"""
 
@@ -103,6 +104,7 @@ class Mask:
         for length in lengths:
             if length < 0:
                 raise PlanError(f"Mask.documents: a document has length {length}. Lengths are at least 0.")
+            # An empty document leaves no band, so that masks which show the same are equal.
             if length:
                 end = start + length
                 bands.append(Band(start, end, start, end, high=0 if kind == "causal" else FAR))
@@ -143,6 +145,7 @@ class Mask:
             if not (0 <= entry.q0 <= entry.q1 <= tokens and 0 <= entry.k0 <= entry.k1 <= tokens):
                 raise PlanError(f"Mask.intervals: {entry} lies outside of the {tokens} tokens.")
             clipped = entry.clip((0, tokens), (0, tokens))
+            # Of visible pairs, not of rectangles: a causal entry leaves half of its rectangle to others.
             for other in bands:
                 if clipped is not None and _overlap(clipped, other) is not None:
                     raise PlanError(
@@ -160,6 +163,7 @@ class Mask:
         """
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids.diff(dim=1) != 1
+        # On the host: bands are Python integers. On a device this waits, once for each batch.
         firsts = [*starts.flatten().nonzero().flatten().tolist(), position_ids.numel()]
         return Mask.documents([after - first for first, after in pairwise(firsts)], window=window)
 
@@ -190,6 +194,7 @@ class Mask:
     @cached_property
     def components(self) -> tuple[Interval, ...]:
         """The intervals of tokens that are connected by visible pairs: the documents, where documents are packed."""
+        # In order of their first token, each span either meets the last interval or begins a new one.
         spans = sorted((min(band.q0, band.k0), max(band.q1, band.k1)) for band in self.bands)
         merged: list[Interval] = []
         for first, after in spans:
@@ -213,6 +218,7 @@ class Mask:
                 f"the mask is of {self.tokens} tokens, but the batch has {rows} rows of {tokens}. Give a mask of {tokens} "
                 f"tokens for every row, or of all {rows * tokens} tokens, rows end to end."
             )
+        # A component lies in one row exactly if none of its pairs crosses rows.
         for first, after in self.components:
             if first // tokens != (after - 1) // tokens:
                 raise PlanError(
@@ -240,6 +246,7 @@ class Mask:
         return self == _plain(self.tokens)
 
 
+# Cached: every attention layer asks `is_causal`.
 @lru_cache
 def _plain(tokens: int) -> Mask:
     return Mask.causal(tokens)

@@ -7,8 +7,9 @@ the same strategies, with the same text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.budget.profile import choose_for_blocks
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import plan_context
-from meshkit.parallel.data import zero_stage
+from meshkit.parallel.data import refuse_unshardable, zero_stage
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
@@ -28,7 +29,7 @@ from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.plan import Plan, match_names, match_table
 from meshkit.plan.auto import auto_plan
 from meshkit.program import Program
-from meshkit.strategy import Budget, Fp8, MemoryPolicy, Recompute, Strategy
+from meshkit.strategy import BlockOverride, Budget, Fp8, MemoryPolicy, Recompute, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +81,14 @@ class Resolved:
         """The number of tokens of a rank of cp is a multiple of this."""
         return self.spec.tp if self.sequence else 1
 
+    def refuse_tokens(self, seq_len: int) -> None:
+        """Raises: PlanError for rows whose tokens the ranks of tp cannot share evenly. With cp rows are padded."""
+        if self.spec.cp == 1 and seq_len % self.sequence_multiple:
+            raise PlanError(
+                f"seq_len={seq_len} with sequence=True: the {self.spec.tp} ranks of tp cannot share {seq_len} tokens evenly. "
+                f"Pad rows to a multiple of {self.spec.tp}, or use sequence=False."
+            )
+
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes weight gradients separately from input gradients (zero bubble)."""
@@ -109,6 +118,7 @@ class Resolved:
 
     def choice_of(self, pp_rank: int) -> Choice | None:
         """What a `Budget` chose for that rank of pp; `str()` is a table. None without a budget."""
+        # Without pp there is one choice, of all ranks.
         return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
 
 
@@ -118,80 +128,51 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels.
     Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change.
     """
+    # The order of refusals: first those that read the strategy alone, then those that match names, then those that lay out
+    # tensors, and a `Budget`, which runs blocks on fake tensors for seconds, last. So what is wrong is told at once, and with
+    # several things wrong the text is about the simplest.
     _refuse_other_mesh(strategy, spec)
-    model, memory = program.model, strategy.memory
-    plan = strategy.plan if strategy.plan is not None else auto_plan(model)
-    names = program.modules
-    blocks, units, mlps = (match_names(table, names, what="module") for table in (plan.blocks, plan.units, plan.mlps))
+    _refuse_without_pp(strategy, spec)
+    names = _name_modules(program, strategy)
+    _refuse_without_blocks(strategy, names.blocks)
     _refuse_meta(program)
+    _refuse_complex(program)
     _refuse_backend(strategy.compile)
-    _refuse_dropout(program, memory, compiled=bool(strategy.compile))
-    memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
+    _refuse_dropout(program, strategy.memory, compiled=bool(strategy.compile))
+    strategy.memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
 
-    precision = memory.precision
-    compute = precision.compute if precision is not None else program.dtype
-    fp8: list[str] = []
-    if precision is not None and precision.fp8 is not None:
-        _refuse_fp8(precision.fp8, program, memory, spec)
-        fp8 = plan_fp8(model, blocks=blocks, policy=precision.fp8, device_type=device_type, tp=spec.tp)
-
-    refuse_without_sequence(regather=memory.regather, sequence=strategy.sequence)
+    compute, fp8 = _plan_products(program, strategy, spec, names, device_type)
+    refuse_without_sequence(regather=strategy.memory.regather, sequence=strategy.sequence)
     sequence = strategy.sequence and spec.tp > 1
     if sequence:
-        refuse_whole_stream(model, plan.tensor)
+        refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
-    head = None
-    if memory.loss is not None:
-        head = plan_head(model, plan, memory.loss, tp=spec.tp, sequence=sequence, device_type=device_type)
-    cut = None
-    if spec.pp > 1:
-        pipeline = strategy.pipeline
-        cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=pipeline.schedule, split=pipeline.stages)
-        _refuse_idle_ranks(program, cut, spec.pp)
-        if strategy.microbatches is not None:
-            check(cut.generate(spec.pp, strategy.microbatches))
+    head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
+    cut = _plan_cut(program, strategy, spec, names)
+    layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
+    plan_context(program.model, strategy.context, size=spec.cp, attention=names.plan.attention)
+    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
+    refuse_sequence_balance(program.model, cp=spec.cp)
 
-    choices: Sequence[Choice] = ()
-    if isinstance(memory.recompute, Budget):
-        choices = choose_for_blocks(
-            _priced(program, fp8, precision.fp8 if precision is not None else None),
-            spec,
-            plan=plan,
-            memory=memory,
-            blocks=blocks,
-            sequence=sequence,
-            compute=compute,
-            device=device_type,
-            cut=cut,
-        )
-        treated = {name: treatment for choice in choices for name, treatment in choice.treatments.items()}
-    else:
-        treated = treatments(memory, blocks)
-    treated = _overridden(strategy, treated)
-    refuse_treatments(treated, names)
-
-    layout = _tensor_layout(program, plan, spec, sequence=sequence)
-    plan_context(model, strategy.context, size=spec.cp, attention=plan.attention)
-    experts = plan_experts(model, plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
-    refuse_sequence_balance(model, cp=spec.cp)
-    splits_backward = cut is not None and cut.splits_backward
+    choices = _choose(
+        program, strategy, spec, names, fp8=fp8, sequence=sequence, compute=compute, device=device_type, cut=cut
+    )
+    treated = _treatments(strategy, names, choices)
+    refuse_treatments(treated, program.modules)
     refuse_mlp_chunks(
-        memory,
-        mlps=mlps,
+        strategy.memory,
+        mlps=names.mlps,
         experts=experts,
-        units=[*blocks, *units],
+        units=[*names.blocks, *names.units],
         treated=treated,
         compiled=bool(strategy.compile),
-        splits_backward=splits_backward,
+        splits_backward=cut is not None and cut.splits_backward,
     )
-    return Resolved(
+    resolved = Resolved(
         program=program,
         strategy=strategy,
         spec=spec,
-        plan=plan,
-        blocks=tuple(blocks),
-        units=tuple(units),
-        mlps=tuple(mlps),
+        **vars(names),
         zero=zero,
         sequence=sequence,
         compute=compute,
@@ -203,6 +184,62 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         treatments=treated,
         choices=tuple(choices),
     )
+    _refuse_unshardable(resolved)
+    return resolved
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The plan, and the modules of the model that it names."""
+
+    plan: Plan
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    mlps: tuple[str, ...]
+
+
+def _name_modules(program: Program, strategy: Strategy) -> _Names:
+    plan = strategy.plan if strategy.plan is not None else auto_plan(program.model)
+    blocks, units, mlps = (
+        tuple(match_names(patterns, program.modules, what="module"))
+        for patterns in (plan.blocks, plan.units, plan.mlps)
+    )
+    return _Names(plan, blocks, units, mlps)
+
+
+def _plan_products(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: _Names, device_type: str
+) -> tuple[torch.dtype, Sequence[str]]:
+    """The dtype of matrix products, and the linear layers that multiply in fp8."""
+    precision = strategy.memory.precision
+    if precision is None:
+        return program.dtype, []
+    if precision.fp8 is None:
+        return precision.compute, []
+    _refuse_fp8(precision.fp8, program, strategy.memory, spec)
+    fp8 = plan_fp8(program.model, blocks=names.blocks, policy=precision.fp8, device_type=device_type, tp=spec.tp)
+    return precision.compute, fp8
+
+
+def _plan_head(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: _Names, *, sequence: bool, device_type: str
+) -> str | None:
+    loss = strategy.memory.loss
+    if loss is None:
+        return None
+    return plan_head(program.model, names.plan, loss, tp=spec.tp, sequence=sequence, device_type=device_type)
+
+
+def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Names) -> Cut | None:
+    """The pipeline stages. With the number of microbatches known, its table is checked too: else the first step does it."""
+    if spec.pp == 1:
+        return None
+    policy = strategy.pipeline
+    cut = plan_pipeline(program.model, spec.pp, blocks=names.blocks, schedule=policy.schedule, split=policy.stages)
+    _refuse_idle_ranks(program, cut, spec.pp)
+    if strategy.microbatches is not None:
+        check(cut.generate(spec.pp, strategy.microbatches))
+    return cut
 
 
 def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bool) -> TensorLayout | None:
@@ -213,50 +250,93 @@ def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bo
     return None
 
 
+# ------------------------------------------------------------------------------------------ what blocks do for memory
+
+
+def _choose(
+    program: Program,
+    strategy: Strategy,
+    spec: MeshSpec,
+    names: _Names,
+    *,
+    fp8: Sequence[str],
+    sequence: bool,
+    compute: torch.dtype,
+    device: str,
+    cut: Cut | None,
+) -> Sequence[Choice]:
+    """What a `Budget` chooses, on each rank of pp; nothing without one."""
+    if not isinstance(strategy.memory.recompute, Budget):
+        return ()
+    precision = strategy.memory.precision
+    return choose_for_blocks(
+        _priced(program, fp8, precision.fp8 if precision is not None else None),
+        spec,
+        plan=names.plan,
+        memory=strategy.memory,
+        blocks=names.blocks,
+        sequence=sequence,
+        compute=compute,
+        device=device,
+        cut=cut,
+    )
+
+
 def _priced(program: Program, fp8: Sequence[str], policy: Fp8 | None) -> torch.nn.Module:
     """The model whose blocks a `Budget` prices, with the linear layers that the run will have (fp8)."""
     if not fp8 or policy is None:
         return program.model
+    # On a copy: resolve changes nothing, and `parallelize` changes the linears of the real model itself.
     copy = program.frozen().model
     fp8_linears(copy, linears=fp8, policy=policy)
     return copy
 
 
-def _overridden(strategy: Strategy, treated: dict[str, Treatment]) -> dict[str, Treatment]:
-    """The treatments with `Strategy.overrides` put in. Raises: PlanError for what those blocks cannot do."""
-    if not strategy.overrides:
-        return treated
+def _treatments(strategy: Strategy, names: _Names, choices: Sequence[Choice]) -> dict[str, Treatment]:
+    """What each block keeps for backward: as the budget chose, or as the policy says, with the overrides put in."""
     if isinstance(strategy.memory.recompute, Budget):
-        raise PlanError(
-            "Strategy(overrides=...) with a Budget: the budget chooses for every block. Leave one of them away."
-        )
-    for name, override in match_table(strategy.overrides, treated, what="block").items():
-        treatment = treated[name]
-        if override.recompute is not None:
-            mode = override.recompute
-            chosen = Recompute(mode=mode) if isinstance(mode, str) else replace(mode, every=1)
-            treatment = replace(treatment, recompute=chosen)
-        if override.offload is not None:
-            treatment = replace(treatment, offload=override.offload)
-            if override.offload and strategy.memory.offload is None:
-                raise PlanError(
-                    f"overrides: {name!r} offload=True, but nothing says where to. Give "
-                    "MemoryPolicy(offload=ActivationOffload()) too."
-                )
-            if override.offload and name not in may_move(strategy.memory, list(treated)):
-                raise PlanError(
-                    f"overrides: {name!r} offload=True, but ActivationOffload(keep_last=...) keeps it. Give a smaller "
-                    "keep_last."
-                )
-        treated = {**treated, name: treatment}
+        if strategy.overrides:
+            raise PlanError(
+                "Strategy(overrides=...) with a Budget: the budget chooses for every block. Leave one of them away."
+            )
+        return {name: treatment for choice in choices for name, treatment in choice.treatments.items()}
+    # Of all blocks, not of one stage's: `every` and `keep_last` count over the full model.
+    treated = treatments(strategy.memory, names.blocks)
+    overridden = match_table(strategy.overrides, treated, what="block")
+    treated |= {name: _overridden(name, treated, override, strategy.memory) for name, override in overridden.items()}
+    _refuse_idle_offload(strategy.memory, treated)
     return treated
+
+
+def _overridden(
+    name: str, treated: Mapping[str, Treatment], override: BlockOverride, memory: MemoryPolicy
+) -> Treatment:
+    """The block's treatment with its override put in. Raises: PlanError for an offload that the block cannot have."""
+    treatment = treated[name]
+    if override.recompute is not None:
+        # every=1: a block that is named is treated, whatever its place in a run of `every` blocks.
+        mode = override.recompute
+        chosen = Recompute(mode=mode) if isinstance(mode, str) else replace(mode, every=1)
+        treatment = replace(treatment, recompute=chosen)
+    if override.offload is None:
+        return treatment
+    if override.offload and memory.offload is None:
+        raise PlanError(
+            f"overrides: {name!r} offload=True, but nothing says where to. Give "
+            "MemoryPolicy(offload=ActivationOffload()) too."
+        )
+    if override.offload and name not in may_move(memory, list(treated)):
+        raise PlanError(
+            f"overrides: {name!r} offload=True, but ActivationOffload(keep_last=...) keeps it. Give a smaller keep_last."
+        )
+    return replace(treatment, offload=override.offload)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
 def _refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
-    wanted = strategy.mesh
+    wanted = strategy.mesh  # an axis of -1 fits any size, as in `init_mesh`
     if isinstance(wanted, MeshSpec) and any(
         size not in (-1, getattr(spec, axis)) for axis, size in vars(wanted).items()
     ):
@@ -266,11 +346,86 @@ def _refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
         )
 
 
+def _refuse_without_pp(strategy: Strategy, spec: MeshSpec) -> None:
+    """A schedule and stages are about ranks of pp, of which a mesh with pp=1 has none to run them."""
+    # [Note: choices without effect]
+    # A choice that this run cannot do anything with is refused, since nobody would see that it was passed over. What holds on
+    # an axis of one rank as it does on several is no such choice: a stream sharded over tp=1 (sequence), tokens split over
+    # cp=1 (context) and parameters sharded over dp_shard=1 (zero) are as they were asked for. So one file fits many meshes,
+    # and no recipe asks for the size of an axis. A schedule does not hold on one rank: no table is run there.
+    if spec.pp == 1 and (changed := _changed(strategy.pipeline)):
+        raise PlanError(
+            f"{changed} on a mesh with pp=1: there is no pipeline that it could be about. Give the mesh pp, or leave "
+            "pipeline away."
+        )
+
+
+def _changed(record: Any) -> str:
+    """A record as the call that makes it, of what is not at its default; empty where all is."""
+    told = [
+        f"{each.name}={getattr(record, each.name)!r}"
+        for each in fields(record)
+        if getattr(record, each.name) != each.default
+    ]
+    return f"{type(record).__name__}({', '.join(told)})" if told else ""
+
+
+def _refuse_without_blocks(strategy: Strategy, blocks: Sequence[str]) -> None:
+    """See [Note: choices without effect]. Overrides must match blocks anyway, and fp8 must find layers in them."""
+    memory = strategy.memory
+    recompute, offload, compiled = memory.recompute, memory.offload, strategy.compile
+    asked = {
+        f"recompute={recompute!r}": recompute != "none" and getattr(recompute, "mode", "") != "none",
+        f"offload={offload!r}": offload is not None,
+        f"compile={compiled!r}": bool(compiled),
+    }
+    given = [text for text, is_asked in asked.items() if is_asked]
+    if given and not blocks:
+        raise PlanError(
+            f"{given[0]} is done block by block, but the plan names no blocks. Name the repeated modules, as "
+            f"Plan(blocks=['layers.*']), or leave {given[0].partition('=')[0]} away."
+        )
+
+
+def _refuse_idle_offload(memory: MemoryPolicy, treated: Mapping[str, Treatment]) -> None:
+    """See [Note: choices without effect]."""
+    if memory.offload is not None and not any(treatment.offload for treatment in treated.values()):
+        raise PlanError(
+            f"ActivationOffload(keep_last={memory.offload.keep_last}) keeps all of the {len(treated)} blocks that are not "
+            "overridden, so nothing is offloaded. Give a smaller keep_last, or leave offload away."
+        )
+
+
+def _refuse_complex(program: Program) -> None:
+    """Reductions, gradient norms and AdamW are of real numbers."""
+    for name, param in program.parameters.items():
+        if param.is_complex():
+            raise PlanError(
+                f"parallelize: parameter {name!r} is {str(param.dtype).removeprefix('torch.')}, and gradients are reduced "
+                "and clipped as real numbers. Keep it as real ones (torch.view_as_real), and make it complex in forward."
+            )
+
+
+def _refuse_unshardable(resolved: Resolved) -> None:
+    """What `fully_shard` would refuse on some rank, told by all ranks and before anything is changed."""
+    program, spec = resolved.program, resolved.spec
+    # One rank on the data axes shards nothing, unless FSDP is there for its mixed precision, or for experts.
+    sharded = spec.dp_replicate * spec.dp_shard * spec.cp > 1 or resolved.memory.precision is not None
+    params = dict(program.model.named_parameters(remove_duplicate=False))
+    for rank in range(spec.pp):
+        experts = resolved.experts_of(rank)
+        if sharded or (experts and spec.edp > 1):
+            local = {name: param for name, param in params.items() if resolved.runs(name, rank)}
+            refuse_unshardable(local, [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)])
+
+
 def _short(spec: MeshSpec) -> str:
     return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "of one rank"
 
 
 def _refuse_meta(program: Program) -> None:
+    # A parameter on meta gets its value from `init_weights` or a checkpoint. A buffer (rotary frequencies, a causal mask) was
+    # computed by the constructor, which nobody can run again.
     for name, buffer in program.model.named_buffers():
         if buffer.is_meta:
             raise PlanError(
@@ -280,6 +435,7 @@ def _refuse_meta(program: Program) -> None:
 
 
 def _refuse_backend(asked: bool | str) -> None:
+    # torch.compile refuses it too, but when half of the model is changed. exclude_tags=(): backends for debugging as well.
     if isinstance(asked, str) and asked not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise PlanError(
             f"compile={asked!r} is no backend of torch.compile. Use True, which is inductor, or one of {', '.join(known)}."
@@ -320,6 +476,7 @@ def _refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshS
 
 def _refuse_idle_ranks(program: Program, cut: Cut, ranks: int) -> None:
     """A rank of pp that trains nothing would have an optimizer without parameters."""
+    # `trained` has tied parameters under each of their names: a head that is the embedding trains on the last rank too.
     for rank in range(ranks):
         if not any(cut.runs(name, rank) for name in program.trained):
             raise PlanError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.core.sharding import local_tensor
 from meshkit.models import LLAMA_PLAN
 from meshkit.step import split_rows
+from tests.compare_shards import difference
 from tests.laws.parity.cases import Cell, batches, build, mesh_for
-from tests.own_part import difference
 from tests.plan.test_plan import MLP, Stack
 from tests.world import RankError, pool, run_ranks
 
@@ -163,6 +165,20 @@ def test_microbatches_differ_by_at_most_one_row_and_lose_none(rows: int) -> None
 def test_bad_arguments_are_refused(make, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+@pytest.mark.parametrize("kinds", list(permutations((torch.float32, torch.float64, torch.bfloat16))))
+def test_gradients_of_several_dtypes_have_one_norm_and_are_clipped_alike(kinds: tuple[torch.dtype, ...]) -> None:
+    params = [nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in kinds]
+    for index, param in enumerate(params):
+        param.grad = torch.linspace(1, 2 + index, 5, dtype=torch.float64).to(param.dtype)
+    before = [param.grad.double().clone() for param in params]  # type: ignore[union-attr]
+    norm = mk.clip_grad_norm(params, 1.0)
+    assert norm.item() == pytest.approx(torch.cat(before).norm().item(), rel=1e-7)  # fp32 holds no more
+    for param, grad in zip(params, before, strict=True):
+        wanted = (grad / (torch.cat(before).norm() + 1e-6)).to(param.dtype)
+        eps = torch.finfo(param.dtype).eps if param.dtype != torch.float64 else 1e-7  # of the norm, in fp32 of others
+        torch.testing.assert_close(param.grad, wanted, rtol=2 * eps, atol=0)
 
 
 def uneven_batch() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,13 @@ from tests.world import RankError, World, pool, run_ranks
 
 ROOT = Path(__file__).parents[1]
 END_S = 20.0  # it takes milliseconds; the machine may be busy
-KILLED = "from tests.world import run_ranks; from tests.test_world import hang; run_ranks(3, hang)"
+# Programs that start three ranks in `hang`, whose process ids they print.
+FORKED = "from tests.world import run_ranks; from tests.test_world import hang; run_ranks(3, hang)"
+UNDER_TORCHRUN = """
+from tests.recipes.launch import start
+for line in start(3, "tests/recipes/hanging_ranks.py").stdout:
+    print(line, end="", flush=True)
+"""
 
 
 def hang() -> None:
@@ -40,12 +47,15 @@ def ended(process: int) -> bool:
         return True
 
 
-def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
-    command, environment = [sys.executable, "-c", KILLED], {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize("program", [FORKED, UNDER_TORCHRUN], ids=["forked", "torchrun"])
+def test_ranks_end_when_the_process_that_started_them_is_killed(program: str) -> None:
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
-            ranks = [int(process.stdout.readline()) for _ in range(3)]
+            lines = (line for line in process.stdout if line.strip().isdigit())  # torchrun says more
+            ranks = [int(line) for line in islice(lines, 3)]
+            assert len(ranks) == 3
             time.sleep(0.5)  # until all are in what they hang in
             assert not any(map(ended, ranks))
         finally:
@@ -60,6 +70,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "LOOK_S", 0.2)
     monkeypatch.setattr(world, "STUCK_LOOKS", 3)
+    monkeypatch.setattr(world, "UNANSWERED", {})
 
 
 def wait_for_each_other() -> None:
@@ -85,6 +96,15 @@ def test_stuck_ranks_say_soon_where_they_stand(function: Callable[[], None], soo
         ranks.run(function)
     assert str(told.value).count(f"in {function.__name__}\n") == 2, "the stack of each rank names the line"
     assert time.monotonic() - began < 60, "time is up after 120"
+
+
+def test_ranks_that_did_not_answer_are_not_asked_the_same_again(soon: None) -> None:
+    """As hypothesis does, which runs an example again that failed."""
+    with pytest.raises(RankError, match="they are stuck") as first:
+        run_ranks(2, wait_for_each_other)
+    with pytest.raises(RankError) as second:
+        pool(2).run(wait_for_each_other)
+    assert second.value is first.value
 
 
 def one_computes() -> None:

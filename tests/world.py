@@ -14,6 +14,7 @@ import faulthandler
 import fcntl
 import multiprocessing as mp
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -35,12 +36,19 @@ NATIVE = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 # What was run a second time, since a rank ended in native code: once in some thousand runs gloo's own thread crashes in
 # malloc. The suite prints them. A second crash is a failure.
 CRASHES: list[str] = []
+# What ranks never answered, by what was asked of them. Hypothesis runs an example that failed a second time before it
+# shows it, and pytest may come to the same cell again: that would take as long as the first time, and end the same way.
+UNANSWERED: dict[bytes, RankError] = {}
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or did not answer in time. The text carries its traceback. crashed: it ended in native code."""
+    """A rank raised, died, or did not answer in time. The text carries its traceback.
+
+    crashed: it ended in native code. unanswered: ranks were stuck or late.
+    """
 
     crashed = False
+    unanswered = False
 
 
 def fork(target: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
@@ -73,9 +81,13 @@ class World:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`function(*args)` on every rank; the results in order of rank. The function is named by its module."""
+        if UNANSWERED and (before := UNANSWERED.get(self._asked(function, args))):
+            raise before
         try:
             return self._run(function, *args, timeout_s=timeout_s)
         except RankError as error:
+            if error.unanswered:
+                UNANSWERED[self._asked(function, args)] = error
             if not error.crashed:
                 raise
             CRASHES.append(f"{function.__name__} on {self.size} ranks: {error}")
@@ -84,6 +96,9 @@ class World:
             return fresh._run(function, *args, timeout_s=timeout_s)
         finally:
             fresh.kill()
+
+    def _asked(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+        return pickle.dumps((self.size, function, args))
 
     def _run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         self.runs += 1
@@ -141,6 +156,7 @@ class World:
                 reports.append(f"no answer from rank {silent} in {what} {why}")
             reports += [f"rank {rank} stands at (most recent call first):\n{text}" for rank, text in stacks.items()]
             error = RankError("\n".join(reports))
+            error.unanswered = not failures
             error.crashed = any(self._processes[rank].exitcode in NATIVE for rank in failures)
             raise error
         return results

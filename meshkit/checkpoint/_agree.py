@@ -41,6 +41,8 @@ def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) 
     dist.all_gather_object(outcomes, (failure, result), group=group)
     for failure, _ in outcomes:
         if failure is not None:
+            # The failure as it was sent, so that all ranks have the same text; on the rank that failed its traceback
+            # hangs on it as the cause.
             raise failure from own_error
     return [value for _, value in outcomes]
 
@@ -63,4 +65,6 @@ def on_rank_0(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> T:
 def _as_meshkit_error(error: Exception, action: str) -> MeshkitError:
     if isinstance(error, MeshkitError):
         return error
+    # Made anew from text: an error of another library may not be picklable, and would fail in the all-gather in place
+    # of the save.
     return CheckpointError(f"{action}: {type(error).__name__} on rank {dist.get_rank()}: {error}")

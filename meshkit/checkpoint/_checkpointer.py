@@ -54,6 +54,7 @@ class Checkpointer:
         self.keep = keep
         self.asynchronous = asynchronous
         self._timeout = timeout
+        # Made at the first save or load: the mesh comes with the run, and to make a group is a collective.
         self._host_group: dist.ProcessGroup | None = None
         # One worker: saves are written in order, and the gloo group below is used by one thread at a time.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -118,6 +119,8 @@ class Checkpointer:
         self.wait()
         group = self._group(run)
         action = f"save(step={step})"
+        # Everything that may refuse comes before the thread starts: an error belongs to the save that caused it, and
+        # on every rank.
         snapshot, parts = on_each_rank(
             group,
             action,
@@ -126,8 +129,11 @@ class Checkpointer:
         reports = gather_results(group, action, lambda: (snapshot.shared_text(), self.steps()))
         _refuse_different([shared for shared, _ in reports])
         present = reports[0][1]  # rank 0's, since others may see a folder on the network a little later
+        # The last save of a loop may fall on the step that a signal or an interval saved already; in `present`, since
+        # someone may have deleted it.
         if step == self._current and step in present:
             return
+        # After the collectives, with values that all ranks share: all refuse or none does.
         self._refuse_foreign(step, present)
         if self.asynchronous:
             parts = on_each_rank(group, action, lambda: self._copies.copy(parts))
@@ -137,6 +143,8 @@ class Checkpointer:
             parts=parts,
             mesh=run.mesh.spec.sizes(),
             group=group,
+            # Set aside and not deleted: a run that went back may still have been wrong to. They are renamed
+            # just before the new checkpoint gets its name.
             abandoned=[newer for newer in present if self._current is not None and newer > self._current],
             keep=self.keep,
         )
@@ -169,6 +177,7 @@ class Checkpointer:
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
         self.wait()
+        # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
         newest = on_rank_0(self._group(run), "resume()", self.latest)
         if newest is None:
             return 0

@@ -66,8 +66,11 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
     """
     # Copying ahead would create an accelerator context in the background thread; the values are on the host already.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
+    # DCP's writer takes no file system as an argument; it writes all its files through this attribute.
     files = writer.fs = _ChecksumFileSystem()
     try:
+        # DCP gathers every rank's failure and raises one exception on all, which is why no `on_each_rank` is needed
+        # around it.
         save(dict(parts), storage_writer=writer, planner=_PartPlanner(), process_group=group)
     except CheckpointException as failure:
         raise _first_failure(failure, f"writing {folder}") from failure
@@ -87,10 +90,12 @@ def read_index(folder: Path) -> Index:
     tensors = {
         key: (tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
+        # What else DCP could store are pickled objects (BytesStorageMetadata); ours are in state.pt.
         if isinstance(entry, TensorStorageMetadata)
     }
     first: dict[str, tuple[int, str]] = {}
     for index, storage in metadata.storage_data.items():
+        # The key at the lowest offset: a damaged file is named by something that a reader of the model knows.
         candidate = (storage.offset, index.fqn)
         first[storage.relative_path] = min(first.get(storage.relative_path, candidate), candidate)
     return Index(tensors=tensors, first_keys={file: key for file, (_, key) in first.items()})
@@ -115,6 +120,7 @@ class _PartPlanner(DefaultSavePlanner):
 
 def _write_item(key: str, part: Part) -> WriteItem:
     return WriteItem(
+        # The offset tells shards of a key apart. Where ranks offer the same one, DCP's global plan keeps one of them.
         index=MetadataIndex(key, part.offset),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
@@ -137,6 +143,8 @@ class _ChecksumFileSystem(FileSystem):
             checked = _ChecksumStream(stream)
             yield checked
         if Path(path).suffix == ".distcp":
+            # After the file is closed. The index (.metadata) is left out: rank 0 writes it, and its checksum is taken
+            # from disk.
             self.checksums[Path(path).name] = Checksum(bytes=checked.bytes, crc32=checked.crc32)
 
 
@@ -150,6 +158,7 @@ class _ChecksumStream:
 
     def write(self, data: bytes) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
+        # Bytes and not len(data), which counts elements where DCP hands over an array of another item size.
         self.bytes += memoryview(data).nbytes
         written: int = self._stream.write(data)
         return written

@@ -41,10 +41,13 @@ def complete_steps(folder: Path) -> list[int]:
     """Oldest first. Looks at names alone: a step has its name only once it is complete."""
     if not folder.is_dir():
         return []
+    # Eight digits sort as numbers in a listing; from step 10^8 on there are more.
     matches = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
+# A killed save leaves a folder without its final name. The next save deletes it, on rank 0 and before any rank
+# writes; no other save can be under way, since a run's saves are written one after the other.
 def clear_leftovers(folder: Path) -> None:
     """Delete the folders that a killed save or a killed deletion left."""
     for entry in folder.iterdir():
@@ -75,11 +78,13 @@ def publish(temporary: Path, final: Path) -> None:
 def set_aside(folder: Path, step: int) -> None:
     """Rename a step to `abandoned-step-...`, with a number where that name is taken."""
     names = (f"{ABANDONED}{step_name(step)}" + (f"-{copy}" if copy else "") for copy in count())
+    # Its entry is synced with the publishing that follows at once: both renames are in one folder.
     os.rename(folder / step_name(step), next(folder / name for name in names if not (folder / name).exists()))
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:
     """Delete all but the newest `keep`. Renamed first: a checkpoint half deleted does not look complete."""
+    # Oldest first, so a kill in between leaves the newest.
     for step in complete_steps(folder)[:-keep] if keep else []:
         removed = folder / f"{REMOVED}{step_name(step)}"
         os.rename(folder / step_name(step), removed)
@@ -126,6 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is missing: the checkpoint was changed after it was complete.") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
+    # Before the checksum: a later format may compute it otherwise, and is not damaged.
     if body.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {body.get('format')}, but this version of meshkit reads format {FORMAT}. Read it with "
@@ -139,6 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _body_checksum(body: dict[str, Any]) -> int:
+    # Over the content as JSON and not over the file's bytes, since the number stands in the file itself. A tuple and
+    # the list that is read back are the same JSON.
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
@@ -147,6 +155,7 @@ def check_file(path: Path, file: File) -> None:
     first_key = f" The first key in it is {file.first_key!r}." if file.first_key else ""
     if not path.exists():
         raise CheckpointError(f"{path} is missing.{first_key}")
+    # The size first: a truncated file of many GiB is found without reading it.
     if (size := path.stat().st_size) != file.bytes:
         raise CheckpointError(f"{path} has {size} bytes, but {file.bytes} were written.{first_key}")
     if (crc32 := checksum_file(path).crc32) != file.crc32:
@@ -167,6 +176,7 @@ def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
     """The files that each rank checks: the largest first, each to the rank with the fewest bytes so far (greedy)."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
+    # The name breaks ties: every rank computes all shares for itself and must come to the same.
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
         rank = loads.index(min(loads))
         shares[rank].append(name)

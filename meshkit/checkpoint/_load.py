@@ -49,6 +49,8 @@ class SavedCheckpoint:
 def choose_step(folder: Path, step: int | None) -> int:
     """step: None is the newest. Raises: CheckpointError where there is no such complete checkpoint."""
     present = files.complete_steps(folder)
+    # Never another step than the one asked for, and never an older one in place of a damaged newest: which to go on
+    # from is the user's choice.
     if not present:
         raise CheckpointError(
             f"load(): {folder} holds no complete checkpoint. Give the folder of a run that saved one."
@@ -85,6 +87,7 @@ def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedChec
 
 def _check_files(folder: Path, step: int, group: dist.ProcessGroup) -> files.Manifest:
     path = folder / files.step_name(step)
+    # Each rank reads it: it is small, and a rank that sees another folder than rank 0 is found here.
     manifest = on_each_rank(group, f"load(step={step})", lambda: files.read_manifest(path))
 
     def check() -> None:
@@ -140,6 +143,7 @@ def restore(
         set_optimizer(optimizer, parameter_names(run.model), optimizer_tensors, saved.snapshot.facts)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
+    # Last, so that nothing of the load itself draws from the generators after they are set.
     set_rng({key: rng_state for key, rng_state in targets.items() if key.startswith("rng.")})
     if run.mesh.rank == 0:
         _warn_not_restored(saved, dist.get_world_size(group), stateful)
@@ -161,6 +165,8 @@ def _targets(
     for name, target in stateful.items():
         if target is not None and saved.snapshot.state[name] is None:
             raise CheckpointError(f"{saved.path} was saved without {name}=, so it has no state for this run's {name}.")
+    # First for its side effect: FSDP puts its shards back, see `model_tensors`. Names and ids read before it would be
+    # of gathered copies.
     tensors = model_tensors(run.model)
     _refuse_other_model(saved, full_model_tensors(run.model), config)
     targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
@@ -172,6 +178,7 @@ def _targets(
 def _refuse_other_model(saved: SavedCheckpoint, tensors: dict[str, Tensor], config: Any) -> None:
     saved_tensors = saved.manifest.tensors
     current = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    # In the model's order, so that the first difference is the one nearest to the input.
     for name in [*current, *saved_tensors]:
         if current.get(name) == saved_tensors.get(name):
             continue

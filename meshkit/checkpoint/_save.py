@@ -62,6 +62,7 @@ def collect(
         "loader": None if loader is None else loader.state_dict(),
         "extra": extra,
     }
+    # State is copied in any case: it is small, and the loader and the schedule go on changing theirs.
     snapshot = Snapshot(step=step, state=copy_state(state), facts=facts, config=encode_config(config))
     return snapshot, parts_to_write({**tensors, **rng_tensors(run.mesh.rank, run.mesh.device)})
 
@@ -85,6 +86,7 @@ class HostCopies:
         for key, part in parts.items():
             source = part.tensor
             if source.device.type == "cpu":
+                # New memory at every save, freed when it is written: between saves a CPU run holds no second copy.
                 copy = torch.empty_like(source, memory_format=torch.contiguous_format)
             else:
                 # See [Note: who may write the pinned buffers].
@@ -126,6 +128,7 @@ def write(job: WriteJob) -> None:
         checksums = write_parts(job.parts, temporary, job.group)
         reports = gather_results(job.group, action, lambda: (checksums, job.snapshot.facts))
         on_rank_0(job.group, action, lambda: _publish(job, temporary, reports))
+    # The same on every rank already.
     except MeshkitError:
         raise
     except Exception as error:  # the group itself failed: a rank is gone
@@ -141,10 +144,13 @@ def _publish(
     """
     step = job.snapshot.step
     checksums = {name: checksum for written, _ in reports for name, checksum in written.items()}
+    # A folder on each node's own disk would look complete to whoever wrote it and lack the rest after a restart
+    # elsewhere.
     _refuse_unseen(step, temporary, checksums)
     facts = {name: entry for _, entries in reports for name, entry in entries.items()}
     checksums |= write_snapshot(temporary, dataclasses.replace(job.snapshot, facts=facts))
     checksums[METADATA] = files.checksum_file(temporary / METADATA)
+    # After all other files, since it holds their checksums.
     files.write_manifest(temporary, _manifest(job, temporary, checksums))
     for newer in job.abandoned:
         files.set_aside(job.folder, newer)

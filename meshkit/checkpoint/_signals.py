@@ -32,6 +32,8 @@ class SaveOnSignal:
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        # The handler sets this and nothing else: Python runs it between two instructions of the main thread, wherever that
+        # is, and the other ranks are elsewhere: it may neither save nor communicate.
         self.received: str | None = None
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, _Handler] = {}
@@ -56,7 +58,11 @@ class SaveOnSignal:
         if mesh.spec.world_size == 1:
             return self.received is not None
         if self._group is None:
+            # gloo and not the mesh's group: an all-reduce of NCCL would wait for the step's kernels, and the host
+            # with it.
             self._group = host_group(mesh, timedelta(minutes=30))
+        # Asked of all ranks at each step, since a signal reaches them at different steps: with MAX they stop after
+        # the same one.
         flag = torch.tensor(int(self.received is not None), dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)

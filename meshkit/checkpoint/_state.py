@@ -54,6 +54,8 @@ def parts_to_write(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     for key, tensor in tensors.items():
         slices = local_slices(tensor)
         local = local_tensor(tensor)
+        # A rank that holds nothing writes nothing; a tensor without elements is written all the same, or its name
+        # would be missing.
         is_empty_shard = tensor.numel() and not local.numel()
         if not is_empty_shard and _is_writer(key, tensor):
             offset = tuple(region.start for region in slices)
@@ -71,6 +73,7 @@ def _is_writer(key: str, tensor: Tensor) -> bool:
     replica, replicas = 0, 1
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
+            # This rank's number among replicas, in mixed radix over the axes that replicate.
             replica = replica * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
             replicas *= tensor.device_mesh.size(axis)
     # crc32, since Python's hash of a string differs between processes.
@@ -130,6 +133,8 @@ def optimizer_state(
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 _refuse_unknown_layout(name, key, value, param)
+                # A plain tensor beside the parameter (a step counter) is the same on every rank and saved once; of a
+                # DTensor each rank has its shard.
                 if is_leader or isinstance(value, DTensor):
                     tensors[f"{OPTIMIZER}{name}.{key}"] = value
             elif value is None or isinstance(value, (bool, int, float, str)):
@@ -232,6 +237,7 @@ def _target(
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty((), dtype=dtype, device=param.device if on_device else "cpu")
     if shape == tuple(param.shape):
+        # detach: state must not be a part of a graph. A DTensor's twin is a DTensor of the same placements.
         return torch.empty_like(param.detach(), dtype=dtype)
     if not isinstance(param, DTensor):
         return torch.empty(shape, dtype=dtype, device=param.device)

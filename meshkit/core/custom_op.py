@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+# torch keeps the function in a private attribute of the operator.
 _bodies: dict[str, Callable[..., Any]] = {}
 
 
@@ -18,6 +19,7 @@ def custom_op(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...,
     """Register a function of tensors, numbers and strings, whose results share no memory with its arguments."""
 
     def register(body: Callable[..., Any]) -> Any:
+        # mutates_args=(): messages are received into buffers of the body's own, so the compiler need not copy any argument.
         operator = torch.library.custom_op(f"meshkit::{name}", body, mutates_args=())
         operator.register_fake(fake)
         _bodies[f"meshkit::{name}"] = body

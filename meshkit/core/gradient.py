@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+# An attribute of the parameter and no table by id: it goes when the parameter goes, and a new one never inherits it.
 _KEY = "_meshkit_gradient"
 
 Reader = Callable[[], Tensor | None]

@@ -18,6 +18,7 @@ def move(model: nn.Module, device: torch.device) -> None:
                 owner._buffers[key] = buffer.to(device)
     for param in model.parameters():
         if not param.is_meta:
+            # The Parameter object stays: ties, and optimizers that were made before, refer to it.
             param.data = param.data.to(device)
 
 

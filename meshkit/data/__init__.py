@@ -62,8 +62,8 @@ from meshkit.data.tasks.reference import addition_tasks as addition_tasks
 from meshkit.data.tasks.reference import countdown_tasks as countdown_tasks
 from meshkit.data.tasks.reference import reversal_tasks as reversal_tasks
 from meshkit.data.tasks.standard_library import split_records as split_records
-from meshkit.data.preference.segments import split_mismatches as split_mismatches
-from meshkit.data.preference.segments import take_segments as take_segments
+from meshkit.data.bins import split_mismatches as split_mismatches
+from meshkit.data.bins import take_segments as take_segments
 from meshkit.data.tasks.standard_library import TaskSplits as TaskSplits
 from meshkit.data.tasks.standard_library import WrongBody as WrongBody
 from meshkit.data.tasks.standard_library import function_tasks as function_tasks

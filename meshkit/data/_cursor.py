@@ -41,6 +41,8 @@ class Cursor:
         """
         if self.steps == self._max_steps:
             raise StopIteration
+        # Places in the endless sequence, not in an epoch: a global batch may begin in one epoch and end in the next,
+        # so nothing is dropped at the end of an epoch and every step has the same size.
         return [self._sample_at(self.samples + row) for row in rows]
 
     def advance(self) -> None:
@@ -53,6 +55,8 @@ class Cursor:
         return permute(index, self._per_epoch, seed=self._seed, epoch=epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        # Nothing in it is a rank's own: all ranks write the same state, of which a checkpoint keeps one, and any
+        # number of ranks goes on from it. `steps` does not follow from `samples` once the global batch has changed.
         return {"samples": self.samples, "steps": self.steps, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,6 +74,7 @@ class Cursor:
 
 def rank_rows(count: int, rank: int, ranks: int) -> range:
     """The rows of `count` that data rank `rank` of `ranks` takes."""
+    # Floors of multiples: the shares tile range(count) for any two numbers and differ by at most one row.
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
@@ -93,6 +98,8 @@ def permute(index: int, count: int, *, seed: int, epoch: int) -> int:
     Source: Luby and Rackoff 1988 (Feistel rounds of a keyed hash make a pseudo-random permutation of 2^2k values);
     Black and Rogaway 2002 (walk along its cycle until a value falls below `count`: at most 4 steps are expected).
     """
+    # Feistel halves are equally long, so the rounds permute 2^(2 half_bits) values, at most 4 * count. At least one
+    # bit, or a sequence of one sample would have halves of nothing.
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:
@@ -106,5 +113,7 @@ def permute(index: int, count: int, *, seed: int, epoch: int) -> int:
 
 
 def _hash(value: int, seed: int, epoch: int, round_number: int) -> int:
+    # blake2b and not Python's hash, which is salted in each process; ranks and resumed runs must agree. The spaces
+    # keep (1, 23) and (12, 3) apart.
     message = f"{seed} {epoch} {round_number} {value}".encode()
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little")

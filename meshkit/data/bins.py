@@ -1,11 +1,11 @@
-"""Packing of examples into rows of one length (first-fit-decreasing bins, no example is split), and their tensors.
+"""Packing of examples into rows of one length (first-fit-decreasing bins, no example is split), and unpacking of batches.
 
 Legend: B rows of T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,9 +23,12 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Raises: DataError for a length that is above capacity.
     """
     bins: list[list[int]] = []
+    # One leaf for each bin there could be. Bins not begun yet have all their room, so the leftmost leaf with room is
+    # the next new bin where none of those begun has any.
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     # First fit in O(log n): go down to the leftmost leaf that has room.
     room = [capacity] * (2 * leaves)  # a heap-shaped tree: the most room in the bins below each node
+    # A stable sort: equal lengths stay in order, so all ranks find the same bins without a message.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > capacity:
@@ -60,6 +63,7 @@ def value_names(units: Sequence[Unit]) -> tuple[str, ...]:
                     f"{example.source}: has the values {has}, but {head.source} has {list(names)}. "
                     "Give every example the same ones."
                 )
+    # `mask` too: no loader writes one, but a loss hands batch["mask"] to the model.
     taken = {"input_ids", "labels", "position_ids", "segment_ids", "ends", "mask"} & set(names)
     if taken or len(set(names)) < len(names):
         raise DataError(f"values named {sorted(taken) or list(names)}: a name of a batch, or given twice. Rename them.")
@@ -82,6 +86,7 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
     integers = {name: np.zeros(shape, dtype=np.int64) for name in ("input_ids", "segment_ids", "ends")}
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.tile(np.arange(length), (len(rows), 1))
+    # fp64, as objectives compute: their sums over segments then agree to 1e-12 for any split of the batch.
     values = {name: np.zeros(shape, dtype=np.float64) for name in names}
     segment = 0
     for row, units in enumerate(rows):
@@ -90,6 +95,8 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
             stop = start + len(example)
             if stop > length:
                 raise DataError(f"{example.source}: does not fit into a row of {length} tokens. Call `fit` first.")
+            # Counted over the batch and not in the row: context parallelism lays rows end to end, and each example
+            # needs a number of its own there.
             segment += 1
             integers["input_ids"][row, start:stop] = example.ids
             integers["segment_ids"][row, start:stop] = segment
@@ -101,6 +108,8 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
                 if name in example.scalars:
                     values[name][row, stop - 1] = example.scalars[name]
                 else:
+                    # Shifted as labels are: place t holds the value of token t + 1, whose log-probability the model
+                    # gives there.
                     values[name][row, start : stop - 1] = example.token_values[name][1:]
             start = stop
         # Padding is a document of its own: positions restart, so attention never looks at it from an example.
@@ -118,3 +127,49 @@ def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:
                 f"{example.source}: id {example.ids[index]} at position {index} is outside the vocabulary of {vocab_size}. "
                 "Encode it with the model's tokenizer, or give the model a larger vocabulary."
             )
+
+
+# Segments of a packed batch, which are its examples: taken out by number, and packed into rows of their own.
+
+Batch = dict[str, torch.Tensor]
+
+
+def take_segments(batch: Batch, numbers: Iterable[int]) -> Batch:
+    """The examples with these `segment_ids`, packed into as few rows of the same length T as first-fit-decreasing finds.
+
+    All tensors of the batch are [B, T] and go along; the examples are numbered anew, from 1 on.
+    """
+    segment_ids_BT = batch["segment_ids"]
+    length = segment_ids_BT.shape[1]
+    # [L, 2] each: `build_rows` never splits an example, so its tokens lie side by side in one row.
+    tokens_of_segment = [(segment_ids_BT == number).nonzero() for number in numbers]
+    bins = first_fit_decreasing([len(token_indices) for token_indices in tokens_of_segment], length)
+    taken = {
+        name: tensor.new_full((len(bins), length), IGNORED if name == "labels" else 0) for name, tensor in batch.items()
+    }
+    count = 0
+    for row, indices in enumerate(bins):
+        start = 0
+        for index in indices:
+            (old, first), stop = tokens_of_segment[index][0].tolist(), start + len(tokens_of_segment[index])
+            for name, tensor in batch.items():
+                taken[name][row, start:stop] = tensor[old, first : first + stop - start]
+            count += 1
+            taken["segment_ids"][row, start:stop] = count
+            start = stop
+        taken["position_ids"][row, start:] = torch.arange(length - start)  # padding is a document of its own
+    return taken
+
+
+def split_mismatches(batch: Batch) -> tuple[Batch, Batch]:
+    """A batch of units of `with_mismatches`: (the answers, the mismatched ones), each packed into a batch of its own.
+
+    Raises: DataError for an odd number of examples.
+    """
+    examples = int(batch["segment_ids"].max()) if batch["segment_ids"].numel() else 0
+    if examples % 2:
+        raise DataError(
+            f"split_mismatches: segment_ids go up to {examples}, an odd number, so some answer has no mismatch. Build the "
+            "batch from the units of `with_mismatches`."
+        )
+    return take_segments(batch, range(1, examples + 1, 2)), take_segments(batch, range(2, examples + 1, 2))

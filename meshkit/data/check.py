@@ -79,6 +79,8 @@ def check_examples(
         raise DataError(f"allow={unknown}: no such problem. Give some of {list(ADVICE)}.")
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     added = tokenizer.backend.get_added_tokens_decoder()
+    # Any special token ends an answer by default: templates end turns by tokens of their own, such as <|im_end|>,
+    # which are not eos.
     special = {token_id for token_id, token in added.items() if token.special} | {tokenizer.eos_id}
     ends = np.array(sorted(special if end_ids is None else end_ids), dtype=np.int64)
     sources: dict[str, list[str]] = {}
@@ -96,7 +98,10 @@ def check_examples(
             for problem in _pair_problems(unit):
                 sources.setdefault(problem, []).append(unit.chosen.source)
     if pad_id is not None and pad_id in ends and examples:
+        # The folder names its padding once, so all examples have the problem or none.
         sources["pad_is_end"] = [f"id {pad_id}"] * examples
+    # All is counted before anything is refused: the text then says how many, and the worst problem comes first in
+    # whatever order the data has them.
     problems = {name: len(sources[name]) for name in ADVICE if name in sources}
     for name, number in problems.items():
         if name not in allow:
@@ -122,9 +127,11 @@ def _problems(example: Example, vocab_size: int, bos_id: int | None, ends: np.nd
     if bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == bos_id:
         yield "double_bos"
     learnt = np.flatnonzero(example.learn[1:]) + 1  # the first token of a sequence is no label
+    # Where only end tokens are learnt, nothing is learnt but to stop at once.
     content = learnt[~np.isin(ids[learnt], ends)]
     if not len(content):
         yield "nothing_learnt"
+    # One that `fit` cut on the right lost its end by the caller's choice.
     elif not example.truncated and ids[learnt[-1]] not in ends:
         after = learnt[-1] + 1
         yield "end_masked" if after < len(ids) and ids[after] in ends else "end_missing"

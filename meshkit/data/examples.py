@@ -19,6 +19,7 @@ from meshkit.errors import DataError
 Truncation = Literal["error", "drop", "left", "right"]
 
 
+# eq=False: a dataclass would compare tuples of fields, and == of two arrays is an array, which has no truth value.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
     """One sequence of tokens to learn from.
@@ -137,12 +138,16 @@ def _fit(unit: Unit, seq_len: int, truncate: Truncation) -> Unit | None:
     if truncate == "drop":
         return None
     if truncate == "left":
+        # As much of each member, rounded up: members share their prompt, and a loss that compares them must not see
+        # two different beginnings. It may cut len(examples) - 1 tokens more than needed.
         each = -(-excess // len(examples))
         if any(example.prompt_length < each or example.prompt_length == len(example) for example in examples):
             return None
         shortened = [example.cut(each, len(example)) for example in examples]
     else:
         lengths = [len(example) for example in examples]
+        # A token at a time off the longest: the longer answer comes down to the shorter one before both are cut
+        # alike.
         for _ in range(excess):
             lengths[lengths.index(max(lengths))] -= 1
         if any(not example.learn[:length].any() for example, length in zip(examples, lengths, strict=True)):
@@ -162,6 +167,9 @@ def units_fingerprint(units: Iterable[Unit]) -> str:
     """The content: equal for equal ids, learnt tokens, values and order, whatever they were read from."""
     digest = hashlib.sha256(b"examples 1")
     for unit in units:
+        # A mark for each unit and a length for each example: without them a pair would have the fingerprint of two
+        # examples, and two short examples that of one long. The byte order is fixed (<), so a checkpoint's
+        # fingerprint holds on any machine.
         digest.update(b"unit")
         for example in members(unit):
             digest.update(f"{len(example)} {sorted(example.scalars.items())}".encode())

@@ -61,6 +61,8 @@ class ExampleLoader:
             global_batch=global_batch,
             seed=seed,
             max_steps=max_steps,
+            # Neither the global batch nor the number of ranks: the sequence of samples does not depend on them, and a
+            # resumed run may have others.
             identity={"data": units_fingerprint(units), "seq_len": seq_len, "seed": seed, "packing": packing},
         )
 
@@ -73,6 +75,8 @@ class ExampleLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        # Every rank takes the samples of all ranks and packs the whole step, and only then its share: which units lie
+        # in a row must not depend on the number of ranks.
         step = [self._samples[index] for index in self._cursor.indices(range(self.global_batch))]
         length = self._seq_len
         if self._packing == "step":
@@ -112,8 +116,10 @@ def pack_step(
     Raises: DataError for a unit longer than seq_len, unequal values, or an id outside of the vocabulary.
     """
     check_rank(rank, ranks)
+    # A rank without units gets [0, seq_len] tensors, with which it takes part in every collective of the step.
     rows, length = list[list[Unit]](), seq_len
     if units:
+        # Called for its refusals; the rows are packed on the next line.
         _samples(units, seq_len, "step", vocab_size)
         rows, length = _pack_short(units, pad_multiple, seq_len)
     return _share(rows, length, value_names(units) if names is None else names, rank, ranks)
@@ -140,6 +146,8 @@ def example_batches(
     check_rank(rank, ranks)
     samples, names = _samples(units, seq_len, packing, vocab_size), value_names(units)
     length = seq_len if packing == "rows" else _rounded(samples, pad_multiple, seq_len)
+    # Rows of padding up to a whole batch on every rank: one that had fewer batches would leave the others waiting in
+    # a forward's collectives.
     samples = samples + [[] for _ in range(-len(samples) % (rows * ranks))]
     starts = range(rank * rows, len(samples), rows * ranks)
     return (build_rows(samples[start : start + rows], length=length, names=names) for start in starts)
@@ -177,9 +185,12 @@ def _pack(units: Sequence[Unit], seq_len: int) -> list[list[Unit]]:
 def _pack_short(units: Sequence[Unit], multiple: int, seq_len: int) -> tuple[list[list[Unit]], int]:
     """(rows, their length): as few as there are of seq_len, and as short as bisection finds: less padding for few rows."""
     rows, length = _pack(units, seq_len), seq_len
+    # No row can be shorter than the mean over the rows, or than the longest unit.
     least = max(-(-sum(map(unit_length, units)) // len(rows)), *map(unit_length, units))
     shorter = range(-(-least // multiple) * multiple, seq_len, multiple)
     low, high = 0, len(shorter)
+    # Bisection may miss the shortest length, since first-fit-decreasing is not monotonous in the capacity, but what
+    # it returns always fits: `rows` is replaced only by a packing of as few rows.
     while low < high:
         middle = (low + high) // 2
         shorter_rows = _pack(units, shorter[middle])

@@ -60,6 +60,7 @@ class Loader:
             global_batch=global_batch,
             seed=seed,
             max_steps=max_steps,
+            # See ExampleLoader: neither the global batch nor the number of ranks.
             identity={"data": tokens.fingerprint, "seq_len": seq_len, "seed": seed, "documents": documents},
         )
 
@@ -102,6 +103,8 @@ def evaluation_batches(
         raise DataError(f"batch={batch}: an evaluation batch needs at least 1 row. Give batch >= 1.")
     check_rank(rank, ranks)
     count = sample_count(tokens, seq_len, last="pad")
+    # Rounded up to as many batches on every rank, since each forward has collectives. An index past the last sample
+    # makes a row of padding.
     starts = range(rank * batch, -(-count // (batch * ranks)) * batch * ranks, batch * ranks)
     return (
         pack_batch(tokens, list(range(start, start + batch)), seq_len=seq_len, documents=documents) for start in starts
@@ -128,6 +131,8 @@ class PromptLoader:
         self._rank, self._ranks = rank, ranks
         digest = hashlib.sha256(b"prompts 1")
         for row in rows:
+            # The content and not the path. sort_keys: another order of columns is no other data. default=str: rows of
+            # Arrow hold dates and other types that JSON has not.
             digest.update(json.dumps(row.fields, sort_keys=True, default=str).encode() + b"\n")
         self._cursor = Cursor(
             per_epoch=len(rows),
@@ -156,6 +161,8 @@ class PromptLoader:
 
     def _from(self, first: int) -> list[tuple[int, Record]]:
         share = rank_rows(self._global_batch, self._rank, self._ranks)
+        # `indices` counts from the cursor; `of_step` asks for steps before or after it, so the difference may be
+        # negative.
         ahead = first - self._cursor.samples
         indices = self._cursor.indices(range(share.start + ahead, share.stop + ahead))
         return [(first + row, self._rows[index]) for row, index in zip(share, indices, strict=True)]

@@ -57,6 +57,7 @@ def encode_records(records: Iterator[Record] | Sequence[Record], encode: Callabl
     for record in records:
         try:
             results.append(encode(record))
+        # An encoder reads row fields by name without checks of its own: a KeyError is a field that the row lacks.
         except KeyError as error:
             has = sorted(record.fields)
             raise DataError(
@@ -64,6 +65,7 @@ def encode_records(records: Iterator[Record] | Sequence[Record], encode: Callabl
             ) from None
         except DataError as error:
             text = str(error)
+            # An encoder that was handed the source has named it already.
             raise DataError(text if text.startswith(record.source) else f"{record.source}: {text}") from None
     return results
 
@@ -77,6 +79,8 @@ def _files(path: Path, split: str | None) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise DataError(f"{path}: no such file or folder. Check the path; relative ones start at {Path.cwd()}.")
+    # save_to_disk of a DatasetDict writes dataset_dict.json beside a folder for each split; that of a Dataset writes
+    # state.json beside the files.
     if (path / "dataset_dict.json").is_file():
         splits = _json(path / "dataset_dict.json").get("splits", [])
         if split not in splits:
@@ -93,6 +97,8 @@ def _files(path: Path, split: str | None) -> list[tuple[str, Path]]:
 
 def _saved(folder: Path) -> list[tuple[str, Path]]:
     """The Arrow files of a data set that `datasets` saved, in the order it names them."""
+    # state.json names the files in the order of rows. Beside them `datasets` may have left caches (cache-*.arrow),
+    # which are no part of the data.
     names = [entry["filename"] for entry in _json(folder / "state.json").get("_data_files", [])]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
@@ -110,6 +116,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # See [Note: lines are read as bytes] in text/documents.py.
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.isspace():
@@ -128,12 +135,15 @@ def _read_arrow(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         if path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
+                # Few rows at a time: to_pylist makes Python objects, which take many times the memory of their
+                # columns. Rows are counted over batches, so a row's name does not depend on how the file was cut.
                 for batch in file.iter_batches(batch_size=256):
                     for row in batch.to_pylist():
                         number += 1
                         yield number, {name: _without_null(value) for name, value in row.items()}
         else:
             with path.open("rb") as raw:
+                # Both formats are called .arrow, and only the file format begins with its magic bytes.
                 is_file = raw.read(6) == b"ARROW1"
                 raw.seek(0)
                 reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(raw)
@@ -146,6 +156,8 @@ def _read_arrow(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: not readable after row {number}: {error}. Write it again or leave it out.") from None
 
 
+# A column of Arrow has one type: a key that any row's message has is null in all others, and a chat template that
+# asks `is defined` would take null for a value. Nulls inside of lists are elements and stay.
 def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}

@@ -26,6 +26,7 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
     Wire: a thread of each rank writes its location into the store of the world, 300 bytes a second (beyond 500 ranks less).
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Before `main`, on the main thread: signal handlers can be set nowhere else.
     watchdog = Watchdog(stall_s=stall_s)
     try:
         main()
@@ -39,9 +40,11 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
 def _report_error(error: Exception, watchdog: Watchdog) -> None:
     rank, location = int(os.environ.get("RANK", "0")), location_of(error).text
     text = f"{type(error).__name__} (rank {rank}): {error}"
+    # A consequence, not a cause: the rank that failed first speaks for itself, or is named.
     if _torch.says_peer_is_lost(error):
         watchdog.report_missing(text, location)
         return
+    # Before anything is printed: the others may see the closed connection at once, and look here for the cause.
     watchdog.leave("error", location, text)
     if not watchdog.is_first(f"{type(error).__name__}: {error}"):
         return

@@ -43,8 +43,10 @@ class Entry:
         if self.host != socket.gethostname():
             return False
         try:
+            # The name of a program may hold spaces and parentheses: the state follows the last one.
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
+            # Without /proc, as on macOS, a missing file says nothing.
             return Path("/proc/self/stat").exists()
         return state in "ZX"
 
@@ -83,6 +85,7 @@ class Heartbeat:
         while True:
             time.sleep(0.2)
             now = self._read_others()
+            # An error is told at once: it is the cause, and silence may be its consequence.
             if errors := [rank for rank, entry in now.items() if entry is not None and entry.left == "error"]:
                 elsewhere = [rank for rank in errors if (entry := now[rank]) and entry.host != socket.gethostname()]
                 return "" if terminated else _lines(now, elsewhere, _failed)

@@ -40,6 +40,7 @@ class NonFiniteGuard:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row <= self.max_skips:
             return False
+        # Every rank takes this branch, since all have the same norm: the gather cannot hang.
         finite = [True] * run.mesh.spec.world_size
         dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))), group=run.mesh.group)
         ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
@@ -61,9 +62,11 @@ def _first_module(run: Run) -> str:
     bad_modules: list[tuple[int, str]] = []
     # Eagerly: a hook on a module inside of a compiled block would not run.
     with torch.compiler.set_stance("force_eager"), _watch_outputs(run.model, bad_modules):
+        # The weights have not been stepped: the same forwards give the same numbers, apart from dropout.
         for batch, _ in run.parts(*run.last_call[:2], run.last_call[3]):
             run.infer(batch, run.last_call[2])
     after_inference(run.model)
+    # By the number of the call: ranks run the same forwards, so the smallest is where it began.
     modules_of_ranks: list[list[tuple[int, str]]] = [[]] * run.mesh.spec.world_size
     dist.all_gather_object(modules_of_ranks, bad_modules, group=run.mesh.group)
     first = min((entry for entries in modules_of_ranks for entry in entries), default=None)

@@ -86,6 +86,7 @@ class Stragglers:
     @contextmanager
     def measure(self, step: int) -> Iterator[None]:
         """Around the work of a step: data, forward, backward, optimizer."""
+        # Steps 98, 99 and 100 of each 100: the last ones before the report, by the defaults.
         if self._mesh.spec.world_size == 1 or -step % self._every >= self._steps:
             yield
             return
@@ -97,6 +98,7 @@ class Stragglers:
             self._report(step)
 
     def _report(self, step: int) -> None:
+        # The quickest step of each rank: noise only ever adds time.
         local = (min(self._measured), socket.gethostname())
         self._measured = []
         gathered: list[tuple[float, str]] = [local] * self._mesh.spec.world_size
@@ -120,6 +122,7 @@ def _host_busy() -> Iterator[list[float]]:
 def _device_busy() -> Iterator[list[float]]:
     """Yields a list that then gets the seconds of the step minus those in which the device ran collectives alone."""
     busy_s: list[float] = []
+    # Work of the step before must not be counted in this one.
     torch.cuda.synchronize()
     began = time.perf_counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -136,6 +139,7 @@ def _device_busy() -> Iterator[list[float]]:
 
 def uncovered_s(spans: Sequence[Span], other_spans: Sequence[Span]) -> float:
     """The time that `spans` cover and `other_spans` do not."""
+    # |A or B| - |B|: communication that is hidden behind computation costs the rank nothing.
     return _covered_s([*spans, *other_spans]) - _covered_s(other_spans)
 
 

@@ -183,6 +183,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _masked(x: Tensor, keys: Tensor, probability: float, stream: int, own: Tensor | None) -> Tensor:
+    # In steps of 2^-15. The scale is that of the rounded probability, so that the mean is kept exactly.
     threshold = round(probability * 2**LANE_BITS)
     dropped = _lanes(x, keys, stream, own) < threshold
     out: Tensor = x.masked_fill(dropped, 0.0) * (1 / (1 - threshold / 2**LANE_BITS))
@@ -192,6 +193,8 @@ def _masked(x: Tensor, keys: Tensor, probability: float, stream: int, own: Tenso
 def _lanes(x: Tensor, keys: Tensor, stream: int, own: Tensor | None) -> Tensor:
     """Random numbers [..., C] int16, uniform in [0, 2^15), for each token and feature of x."""
     columns = x.shape[-1]
+    # Lanes are cut from groups of four features of the full input: a rank draws the groups that its columns touch and
+    # picks its own, so the mask is the single-device one.
     first, last = (0, columns) if own is None or not columns else (int(own.min()), int(own.max()) + 1)
     groups = x.new_zeros((), dtype=torch.int64)  # from x, so that draws for a fake tensor are fake
     groups = groups + torch.arange(first // LANES, -(-last // LANES), device=x.device)

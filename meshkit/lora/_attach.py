@@ -54,6 +54,7 @@ def attach(
     _refuse_numbers(model, rank, alpha, dropout)
     modules = dict(model.named_modules())
     styles = match_table(plan.tensor, modules, what="module")
+    # Everything is resolved and checked before the first change: a refused call leaves the model as it was.
     chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
     saved_modules = match_names(modules_to_save, modules, what="module")
     _refuse(model, modules, chosen, saved_modules, styles)
@@ -114,6 +115,8 @@ def init(model: nn.Module, *, seed: int) -> nn.Module:
 
 
 def _is_plain(module: nn.Module) -> bool:
+    # A patched or overridden forward might not call the layer's product, and an adapter beside it would then compute
+    # something else.
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

@@ -38,6 +38,7 @@ def merge(model: nn.Module) -> nn.Module:
         up, down = full_tensor(layer._modules[B].weight), full_tensor(layer._modules[A].weight)
         _add_product(layer.weight, up, down, lora.scaling)
         del layer._modules[A], layer._modules[B]
+    # With pp every rank has the names of all stages; those of adapters go, or a checkpoint would look for them.
     full_model = full_model_of(model)
     if full_model is not None:
         tensors = {name: tensor for name, tensor in full_model.tensors.items() if not is_adapter(name)}

@@ -12,6 +12,7 @@ from meshkit.errors import PlanError
 from meshkit.strategy import Fp8
 
 MULTIPLE = 16  # of both dims of a matrix that the hardware multiplies in fp8
+# Ada and Hopper have fp8 products; scales for each row need Hopper's.
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
@@ -50,6 +51,7 @@ def fp8_linears(module: nn.Module, *, linears: Iterable[str], policy: Fp8) -> No
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=policy.gather, emulate=policy.emulate)
     else:
         config = Float8LinearConfig.from_recipe_name("rowwise")
+        # torchao's record is frozen, and its recipes by name take no `emulate`.
         object.__setattr__(config, "emulate", policy.emulate)
     wanted = set(linears)
     convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in wanted)
@@ -60,6 +62,7 @@ def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list
     return [
         name
         for name, child in module.named_modules()
+        # Exactly nn.Linear: torchao puts a layer of its own in place, and a subclass would lose its forward.
         if type(child) is nn.Linear
         and any(name.startswith(f"{block}.") for block in blocks)
         and child.in_features % (MULTIPLE * tp) == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -17,9 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshkit.core import _torch
 from meshkit.core._torch import tree_flatten, tree_unflatten
+from meshkit.core.arguments import require
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.parallel.tensor.regather import GATHER_REGION, regions
+from meshkit.plan.match import listed
 from meshkit.strategy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
 
 Policy = Callable[..., CheckpointPolicy | bool]
@@ -67,7 +70,9 @@ def recompute(
     every rank of the mesh if ranks recompute different blocks.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5.
     """
-    modules, names = dict(module.named_modules()), list(blocks)
+    require("recompute", "module", module, nn.Module)
+    require("recompute", "mesh", mesh, DeviceMesh, NoneType)
+    modules, names = dict(module.named_modules()), list(listed(blocks, where="recompute", argument="blocks"))
     if mesh is not None:
         _refuse_different_calls(mesh, f"{names} by {mode if policy is None else 'a policy'}")
     for name in names:

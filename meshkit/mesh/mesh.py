@@ -131,6 +131,7 @@ class Mesh:
     @property
     def row_multiple(self) -> int:
         """The length of padded rows is a multiple of this, for sequence parallelism and for kernels."""
+        # 8: matrix units multiply rows in multiples of it; others are padded by the kernel or run slowly.
         return lcm(8, self.spec.tp)
 
     @property
@@ -144,6 +145,7 @@ class Mesh:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device on the mesh."""
+    # DeviceMesh knows the type alone, and tensors on the CPU have no index.
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -197,6 +199,7 @@ def init_mesh(
     world = dist.get_world_size()
     part = range(world) if ranks is None else ranks
     if ranks is not None:
+        # In this order: a rank that refused its own arguments first would leave the others in the gather.
         _refuse_different_calls(wanted, part)
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
@@ -206,6 +209,8 @@ def init_mesh(
     data = shard
     if resolved.dp_replicate > 1 and members is not None:
         data = dense["dp_replicate", "dp_shard"]
+        # HSDP takes two axes. The ranks of cp hold the same parameters, so shards go over them too: a flattened axis, which
+        # slicing cannot join with another.
         if resolved.cp > 1:
             data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
     tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved, part) if resolved.dp_replicate > 1 else shard
@@ -220,6 +225,7 @@ def init_mesh(
 
 def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
     """The mesh of these axes over `ranks`. A collective of the whole world, whatever the ranks."""
+    # On the CPU by name: under `with torch.device("meta")` the grid would have no values.
     grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").reshape(tuple(spec.sizes(axes).values()))
     return DeviceMesh(device_type, grid, mesh_dim_names=axes)
 
@@ -227,6 +233,7 @@ def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks:
 def _group_of_part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """The process group of these ranks; None on ranks outside. A collective of the whole world."""
     group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_torch.world()))
+    # Outside of it torch returns a constant for "no member", not a group.
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -281,6 +288,7 @@ def _take_timeout(mesh: DeviceMesh, members: dist.ProcessGroup | None) -> None:
 def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
     """One axis out of several; no new group when at most one of them is larger than 1. On ranks outside, the view itself."""
     large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
+    # Every rank of the world takes part in making a group, in the same order: one that left would stop the others here.
     if dist.get_rank() not in ranks:
         if len(large) > 1:
             _torch.join_flattening([[ranks[index] for index in group] for group in spec.groups(*large)])

@@ -13,6 +13,8 @@ from einops import rearrange
 
 from meshkit.errors import MeshError
 
+# The slowest axis first. `tp` is last, so its groups are neighbours inside of a node, on the fastest links: it sends most,
+# several times in every layer. `pp` is first in both views, since a pipeline stage is the same ranks in both.
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 
@@ -36,6 +38,7 @@ class MeshSpec:
         for axis, size in dataclasses.asdict(self).items():
             if axis in ("ep", "etp") and size == -1:
                 raise MeshError(f"mesh {axis}=-1: only {', '.join(DENSE_AXES)} can be -1. Give {axis} a size.")
+            # True is an int in Python, and would be a size of 1.
             if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
                 raise MeshError(
                     f"mesh {axis}={size!r}: an axis size is a whole number of at least 1, or -1 for the ranks that are "
@@ -106,6 +109,7 @@ class MeshSpec:
                 "example dp_shard=-1."
             )
         spec = dataclasses.replace(self, **{free[0]: world_size // fixed}) if free else self
+        # ep and etp are made of the ranks that share one copy of the dense parameters: dp_replicate copies the experts too.
         fold, experts = spec.dp_shard * spec.cp * spec.tp, spec.ep * spec.etp
         if fold % experts:
             raise MeshError(
@@ -119,6 +123,7 @@ class MeshSpec:
 
         Needs no process group.
         """
+        # Both views number the same ranks, the last axis fastest, as DeviceMesh lays out its grid.
         view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
         sizes = {name: getattr(self, name) for name in view}
         others = [name for name in view if name not in axes]

@@ -84,6 +84,7 @@ def train_flops_per_token(
 def document_lengths(position_ids: Tensor) -> list[int]:
     """Tokens of every document in a packed batch. position_ids: [B, T], 0 where a document starts; a row starts one."""
     starts = position_ids == 0
+    # A row may begin in the middle of a document, whose earlier part it cannot attend to.
     starts[:, 0] = True
     bounds = [*starts.flatten().nonzero().flatten().tolist(), starts.numel()]
     return [end - start for start, end in pairwise(bounds)]
@@ -154,6 +155,7 @@ class ModelFlops:
         A weight that two Linears share counts twice, for it is multiplied twice. `note` names what is not counted.
         """
         linears = [submodule for submodule in module.modules() if isinstance(submodule, nn.Linear)]
+        # By id: a weight tied to an embedding or shared by two layers has several names.
         counted_ids = {id(submodule.weight) for submodule in linears}
         counted_ids |= {id(submodule.weight) for submodule in module.modules() if isinstance(submodule, nn.Embedding)}
         uncounted = [
@@ -188,6 +190,7 @@ class ModelFlops:
             )
             for matmul_params, layers, window in (
                 (self.matmul_params, self.layers - self.sliding_layers, None),
+                # 0, since the products of all layers are charged in the first row.
                 (0, self.sliding_layers, self.sliding_window),
             )
         ]
@@ -213,6 +216,7 @@ def _feed_forward_params(config: DecoderConfig) -> int:
             )
         sparse_step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
         expert_layers = sum((layer + 1) % sparse_step == 0 and layer not in dense for layer in range(layers))
+        # The router's hidden × experts, and three matrices of each chosen expert; both times hidden_size below.
         in_expert_layer = experts + 3 * experts_per_token * (getattr(config, "moe_intermediate_size", None) or width)
     return config.hidden_size * (expert_layers * in_expert_layer + (layers - expert_layers) * 3 * width)
 

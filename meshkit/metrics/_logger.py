@@ -52,6 +52,7 @@ class Logger:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         if jsonl:
+            # Before the file is opened to append: it is replaced by another inode.
             _drop_lines_after(path, start_step)
         if tensorboard:
             self._board = _open_tensorboard(folder / "tensorboard", start_step)
@@ -66,6 +67,7 @@ class Logger:
         if "step" in values:
             raise MeshkitError("A scalar cannot be named 'step': that is the number of the line. Choose another name.")
         if self._file is not None:
+            # JSON has no NaN: Python would write one that other readers refuse.
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         if self._board is not None:
@@ -151,6 +153,7 @@ def show_samples(
     for row in shown:
         table.add_row(*map(Text, row))
     Console().print(table)
+    # Markdown, which is what TensorBoard renders; backticks keep signs of the samples from being read as marks.
     lines = [names, ["---"] * len(names), *([f"`{cell}`" for cell in row] for row in shown)]
     logger.text(step, "samples", "\n".join("|".join(("", *line, "")) for line in lines))
 
@@ -176,6 +179,7 @@ def load_scalars(counts: Mapping[str, Tensor]) -> dict[str, float]:
     )
     fullest, entropy, unused = rows.unbind(1)
     summary = torch.stack([fullest.mean(), fullest.max(), entropy.mean(), unused.sum()])
+    # Statistics stay on the device up to here: two transfers in all and not one for each layer.
     *values, by_layer = *summary.tolist(), fullest.tolist()
     names = ("max_over_mean", "max_over_mean_worst_layer", "entropy", "unused_experts")
     out = {f"load/{name}": value for name, value in zip(names, values, strict=True)}

@@ -57,6 +57,8 @@ class _Work:
         return _Work(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def rate(self, peak_flops_per_s: float) -> Rate:
+        # nan marks what is unknown and goes through the sums by itself: one step without FLOPs leaves the mean
+        # without MFU, and not with a wrong one.
         mfu_full, mfu_causal = (
             None if math.isnan(peak_flops_per_s * flops) else flops / self.seconds / peak_flops_per_s
             for flops in (self.flops_full, self.flops_causal)
@@ -93,6 +95,7 @@ class Meter:
     ) -> None:
         self._steps_left = total_steps - start_step
         self._step = start_step + 1
+        # The watchdog names this step where a rank hangs in it.
         begin_step(self._step)
         self._warmup_left = warmup_steps
         self._peak = math.nan if peak_flops_per_s is None else peak_flops_per_s * devices

@@ -56,6 +56,8 @@ def profile(
     with (
         _memory_snapshot(snapshot, range(first_step, first_step + steps)) as memory_step,
         torch_profile(
+            # The step before the window is the profiler's warm-up: the first traced one pays for CUPTI's start. Hence
+            # first_step >= 1.
             schedule=schedule(wait=first_step - 1, warmup=1, active=steps, repeat=1),
             on_trace_ready=write,
             acc_events=True,  # without it 2.11 warns that a second cycle would drop the first; there is only one

@@ -86,6 +86,7 @@ class Progress:
         shown_step, shown_s = self._shown
         if self._live is None and self._every_steps is not None:
             return step - shown_step >= self._every_steps
+        # By time, since a redraw of the terminal costs more than a fast step.
         return self._clock() - shown_s >= (self._every_s if self._live is None else _SECONDS_BETWEEN_FRAMES)
 
     def _print(self) -> None:

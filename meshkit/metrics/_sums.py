@@ -18,6 +18,7 @@ class MetricSums:
 
     def __init__(self, mesh: Mesh, names: tuple[str, ...], maxima: tuple[str, ...] = ()) -> None:
         self._mesh, self._names, self._maxima = mesh, names, maxima
+        # fp64: in fp32 another split into microbatches would show in the last digits of a log.
         self._sums = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
         self._largest = torch.zeros(len(maxima), dtype=torch.float64, device=mesh.device)
 
@@ -42,6 +43,7 @@ class MetricSums:
         Wire: one all-reduce of the sums over the ranks with different tokens, with pp one over the stages; the same of
         maxima.
         """
+        # Over pp too: stages without the loss add zeros, and every rank then logs and decides with the same numbers.
         for axis in (self._mesh.tokens, self._mesh["pp"]):
             if axis.size() > 1:
                 dist.all_reduce(self._sums, group=axis.get_group())

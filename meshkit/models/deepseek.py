@@ -100,6 +100,7 @@ class DeepseekV3Config:
     @property
     def num_key_value_heads(self) -> int:
         """As many as query heads: the latent is expanded before `attention`."""
+        # Attention and its masks, caches and traffic count these heads, and see keys and values only after kv_b_proj.
         return self.num_attention_heads
 
     def router(self) -> RouterConfig:
@@ -133,6 +134,7 @@ class DeepseekV3(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
+            # One Parameter under two names, and no copy: gradients add up, and a checkpoint holds it once.
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = nn.ModuleList(MultiTokenPrediction(config) for _ in range(config.num_nextn_predict_layers))
 
@@ -151,6 +153,8 @@ class DeepseekV3(nn.Module):
         hidden_BTC = self.embed_tokens(input_ids)
         positions = position_ids
         if positions is None:
+            # position_ids stays None for the mask below: without positions of documents it is plain causal, which has
+            # faster kernels.
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         cos, sin = rope_tables(self.config.rope, positions, self.config.qk_rope_head_dim, dtype=hidden_BTC.dtype)
         shown = attention_mask(input_ids, position_ids, window=None, mask=mask)
@@ -171,6 +175,8 @@ class DeepseekV3(nn.Module):
 def _layer(config: DeepseekV3Config, *, experts: bool) -> DecoderLayer:
     attention = LatentAttention(config)
     if experts:
+        # n shared experts that every token visits are one feed-forward n times as wide, since their outputs are
+        # added.
         shared = config.n_shared_experts * config.moe_intermediate_size
         mlp: nn.Module = MoE(config.hidden_size, config.moe_intermediate_size, config.router(), shared_size=shared)
     else:
@@ -188,6 +194,9 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.head_dims = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.kv_dims = [config.qk_nope_head_dim, config.v_head_dim]
+        # One product makes the latent and the rotated key, as in DeepSeek's files (MQA: the key is one for all
+        # heads). The key is rotated outside of the latent, since a rotation between kv_b_proj and the scores could
+        # not be absorbed into a weight at inference: DeepSeek-V2, section 2.1.3.
         self.latent_dims = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.interleaved = config.rope_interleave
         self.q_scale = _score_scale(config)
@@ -259,6 +268,7 @@ class MultiTokenPrediction(nn.Module):
         self, hidden_BTC: Tensor, ahead_BTC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, mask: KernelMask
     ) -> Tensor:
         """hidden: output of the norm before. ahead: embeddings of tokens ahead. Returns the input of head and next module."""
+        # The embedding first, as in DeepSeek's weights; the paper's equation 21 has the hidden state first.
         joined = self.eh_proj(torch.cat((self.enorm(ahead_BTC), self.hnorm(hidden_BTC)), dim=-1))
         out: Tensor = self.norm(self.layer(joined, cos_BTR, sin_BTR, mask))
         return out
@@ -273,6 +283,7 @@ def look_ahead(batch: dict[str, Tensor], *, depth: int) -> dict[str, Tensor]:
     ids_BT, labels_BT = batch["input_ids"], batch["labels"]
     documents_BT = torch.zeros_like(ids_BT)
     if "position_ids" in batch:
+        # A document's number is how many starts precede it in its row: equal numbers are one document.
         documents_BT[:, 1:] = (batch["position_ids"].expand_as(ids_BT).diff(dim=1) != 1).cumsum(dim=1)
     ids, labels = [], []
     for ahead in range(1, depth + 1):
@@ -288,6 +299,7 @@ def look_ahead(batch: dict[str, Tensor], *, depth: int) -> dict[str, Tensor]:
 
 def _shifted(x_BT: Tensor, ahead: int, filler: int) -> Tensor:
     """x[:, t + ahead] at [:, t], and `filler` at the end."""
+    # The filler is as long as what was cut off: at most the row, where `ahead` goes beyond it.
     return F.pad(x_BT[:, ahead:], (0, min(ahead, x_BT.shape[1])), value=filler)
 
 
@@ -304,6 +316,8 @@ def mtp_loss(model: nn.Module, batch: dict[str, Tensor], *, weight: float = 0.3)
         )
     batch = batch if "ids_ahead" in batch else look_ahead(batch, depth=depth)
     extra = {name: batch[name] for name in ("position_ids", "mask", "ids_ahead") if name in batch}
+    # One forward for all predictions: a pipeline runs its stages once, and the modules of `mtp` share the head with
+    # them.
     logits, *further = model(batch["input_ids"], **extra)
     ahead = [cross_entropy(out, labels) for out, labels in zip(further, batch["labels_ahead"].unbind(-1), strict=True)]
     return cross_entropy(logits, batch["labels"]) + weight / depth * torch.stack(ahead).sum()

@@ -59,6 +59,8 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.kernel = kernel
+        # Gate and up projections apart, where transformers fuses them: a plan splits features as in a dense layer,
+        # and a folder's tensor is one expert of one parameter.
         self.gate_proj = _stacked(num_experts, intermediate_size, hidden_size)
         self.up_proj = _stacked(num_experts, intermediate_size, hidden_size)
         self.down_proj = _stacked(num_experts, hidden_size, intermediate_size)
@@ -91,6 +93,7 @@ class Experts(nn.Module):
 
 def _stacked(num_experts: int, out_features: int, in_features: int) -> nn.Parameter:
     """Weights of all experts, with initial values as in nn.Linear."""
+    # nn.Linear's kaiming_uniform with a = sqrt(5) is uniform in +-1/sqrt(in).
     return nn.Parameter(torch.empty(num_experts, out_features, in_features).uniform_(-1, 1).mul_(in_features**-0.5))
 
 
@@ -112,6 +115,7 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
         return KernelChoice("loop", f"torch's grouped_mm takes no {dtype}")
     if torch.compiler.is_compiling() and COMPILES_IN_BF16_ONLY and dtype != torch.bfloat16:
         return KernelChoice("loop", f"this torch compiles grouped_mm in bf16 only, not in {dtype}")
+    # Rows must begin at multiples of 16 bytes; padding them would copy weights and rows in every call.
     if any(size * dtype.itemsize % 16 for size in sizes):
         return KernelChoice(
             "loop", f"torch's grouped_mm needs rows of a multiple of 16 bytes, but has {tuple(sizes)} {dtype}"
@@ -120,12 +124,15 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
 
 
 def _loop(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    # The host waits here for the device, unless whoever exchanged the rows has the counts as a list already.
     sizes = counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E
     parts = zip(x_MC.split(sizes), gate.unbind(), up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts])
 
 
 def _grouped(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    # grouped_mm takes where each expert's rows end, in int32. An expert without rows ends where the one before it
+    # does.
     ends = torch.as_tensor(counts_E, device=x_MC.device).cumsum(0, dtype=torch.int32)
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
@@ -133,6 +140,7 @@ def _grouped(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tenso
         return out
 
     out_MC = product(F.silu(product(x_MC, gate)) * product(x_MC, up), down)
+    # After the last product alone: gradients between the products are outputs of kernels, and contiguous.
     laid_out: Tensor = _ContiguousGradient.apply(out_MC)
     return laid_out
 

@@ -98,6 +98,7 @@ def rope_frequencies(
 
     Source: transformers `modeling_rope_utils`; the papers named at the scalings.
     """
+    # transformers' order of operations: 1 / theta^x and not theta^-x, which rounds differently.
     powers_R = rope.theta ** (torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim)
     plain_R = 1.0 / powers_R
     match rope.scaling:
@@ -106,6 +107,7 @@ def rope_frequencies(
         case LinearScaling(factor=factor):
             return plain_R / factor, 1.0
         case Llama3Scaling() as llama3:
+            # 2 pi / frequency is the wavelength in tokens.
             turns_R = llama3.original_max_position_embeddings / (2 * math.pi / plain_R)
             ramp = (turns_R - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor)
             keep_R, factor, scale = ramp.clamp(0, 1), llama3.factor, 1.0
@@ -115,9 +117,12 @@ def rope_frequencies(
             if yarn.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, head_dim - 1)
+            # transformers' guard against a ramp of no width.
             width = high - low if high != low else 0.001
             index_R = torch.arange(head_dim // 2, device=device).to(dtype)
             keep_R, factor = 1 - ((index_R - low) / width).clamp(0, 1), yarn.factor
+            # YaRN's temperature 1/sqrt(t) = 0.1 ln(s) + 1 (Peng et al. 2023, section 3.4), on cos and sin: on both q
+            # and k, so that scores are multiplied by its square.
             scale = yarn.attention_factor if yarn.attention_factor is not None else 0.1 * math.log(factor) + 1.0
     return plain_R / factor * (1 - keep_R) + plain_R * keep_R, scale
 
@@ -145,6 +150,7 @@ def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, interleaved:
     """
     halves = rearrange(x_BTHD, "... (r two) -> ... r two", two=2).unbind(-1) if interleaved else x_BTHD.chunk(2, dim=-1)
     first, second = halves
+    # Over the heads, of which a tensor-parallel rank may hold any number.
     cos, sin = cos_BTR.unsqueeze(-2), sin_BTR.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -229,6 +235,7 @@ def attention_mask(
     if mask is not None:
         windowed = mask.windowed(window)
         return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed
+    # A window that no query reaches the end of is plain causal attention, for which kernels need no mask.
     if window is not None and window >= tokens:
         window = None
     documents_BT = None
@@ -244,7 +251,13 @@ def attention_mask(
     sees = _visibility(documents_BT, window)
     if input_ids.is_cuda:
         blocks: BlockMask = _fused(create_block_mask)(
-            sees, batch if documents_BT is not None else None, None, tokens, tokens, device=input_ids.device
+            # Without documents one mask serves all rows: FlexAttention broadcasts it over a batch of None.
+            sees,
+            batch if documents_BT is not None else None,
+            None,
+            tokens,
+            tokens,
+            device=input_ids.device,
         )
         return blocks
     return _dense_mask(sees, batch, tokens, input_ids.device)
@@ -326,6 +339,7 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
         # CUDA's fp32 kernel takes no grouped heads (GQA): without this, SDPA would fall back to materialising all scores.
         k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
         grouped = False
+    # is_causal and not a dense causal mask: with a mask SDPA has no flash kernel.
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
 

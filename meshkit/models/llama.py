@@ -83,6 +83,8 @@ def refuse_odd_sizes(config: Any) -> None:
 
     Raises: PlanError.
     """
+    # By the annotation's text, which is what a dataclass keeps under `from __future__ import annotations`. bool is an
+    # int to Python, so True would pass for 1.
     for entry in fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least", 1)
         is_integer = entry.type in ("int", "int | None") and value is not None
@@ -108,6 +110,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
+            # One Parameter under two names: `state_dict` has both, `parameters()` one.
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
@@ -130,6 +133,8 @@ class Decoder(nn.Module):
         positions = position_ids
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        # See [Note: what parallelism from outside relies on]: here input_ids are whole, inside of the layers the
+        # hidden state may not be.
         cos, sin = rope_tables(self.config.rope, positions, self.config.head_dim, dtype=hidden_BTC.dtype)
         shown = attention_mask(input_ids, position_ids, window=self.config.sliding_window, mask=mask)
         for layer in self.layers:
@@ -201,6 +206,8 @@ class Attention(nn.Module):
 LLAMA_PLAN = Plan(
     tensor={
         "embed_tokens": vocab(),
+        # With sequence parallelism each rank of tp has a part of the tokens at the norms; attention and feed-forward
+        # enter with a gather and leave with a reduce-scatter.
         "layers.*.input_layernorm": sequence(),
         "layers.*.self_attn": attention_style(),
         "layers.*.self_attn.{q,k,v}_proj": column(),
@@ -214,6 +221,8 @@ LLAMA_PLAN = Plan(
         "lm_head": vocab(),
     },
     blocks=("layers.*",),
+    # Units of their own: at a vocabulary of 128K each is as large as several blocks, and the root would gather them
+    # first and free them last.
     units=("embed_tokens", "lm_head"),
     mlps=("layers.*.mlp",),
 )

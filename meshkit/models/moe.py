@@ -32,6 +32,7 @@ class MixtralConfig(LlamaConfig):
     router_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     def __post_init__(self) -> None:
+        # A dataclass's own __post_init__ replaces its base's, whose checks hold here too.
         LlamaConfig.__post_init__(self)
         self.router()
 
@@ -40,6 +41,8 @@ class MixtralConfig(LlamaConfig):
         return RouterConfig(
             experts=self.num_local_experts,
             chosen=self.num_experts_per_tok,
+            # softmax of all and division by the sum of the chosen is the softmax of the chosen logits, as Mixtral's
+            # paper has it.
             normalise=True,
             bias=self.router_bias,
             losses=self.router_losses,
@@ -92,6 +95,7 @@ class Qwen3MoeConfig(LlamaConfig):
         )
 
     def has_experts(self, layer: int) -> bool:
+        # Counted from 1, as in transformers: with a step of 2 layers 1, 3, 5 have experts.
         return (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.mlp_only_layers
 
 
@@ -119,6 +123,7 @@ def moe_plan(config: MixtralConfig | Qwen3MoeConfig | DeepseekV3Config) -> Plan:
     layers = range(config.num_hidden_layers)
     if isinstance(config, DeepseekV3Config):
         return _deepseek_plan(config)
+    # By number, since a pattern of a plan names a layer and cannot ask what it holds.
     dense = [layer for layer in layers if isinstance(config, Qwen3MoeConfig) and not config.has_experts(layer)]
     return decoder_plan(len(layers), dense=dense)
 
@@ -150,6 +155,7 @@ def _deepseek_plan(config: DeepseekV3Config) -> Plan:
     blocks: tuple[str, ...] = ("layers.*",)
     if config.num_nextn_predict_layers:
         tensor |= _latent_layer("mtp.*.layer", config) | _experts("mtp.*.layer.mlp", shared)
+        # They see each token alone, so they are whole on every rank of tp and run on its part of the tokens.
         tensor["mtp.*.{enorm,hnorm,eh_proj,norm}"] = sequence()
         blocks = ("layers.*", "mtp.*")
     return Plan(tensor=tensor, blocks=blocks, units=LLAMA_PLAN.units, mlps=_dense_feed_forwards(tensor))
@@ -161,10 +167,13 @@ def _latent_layer(layer: str, config: DeepseekV3Config) -> dict[str, Style]:
     query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     return {
         f"{layer}.input_layernorm": sequence(),
+        # The region is entered before the projections to latents, which are small and computed whole on every rank;
+        # their gradients come from a rank's heads alone and are summed, as per_head() says.
         f"{layer}.self_attn": enter(query=query),
         f"{layer}.self_attn.{{q_a_proj,q_a_layernorm}}": per_head(optional=True),
         f"{layer}.self_attn.{{kv_a_proj_with_mqa,kv_a_layernorm}}": per_head(),
         f"{layer}.self_attn.{query}": column(group=config.head_dim),
+        # A head's keys and values lie side by side in the output: a cut elsewhere would part them.
         f"{layer}.self_attn.kv_b_proj": column(group=kv_size),
         f"{layer}.self_attn.o_proj": row(group=config.v_head_dim),
         f"{layer}.post_attention_layernorm": sequence(),
@@ -194,5 +203,6 @@ def _dense(mlp: str) -> dict[str, Style]:
 
 
 def _experts(mlp: str, shared: bool) -> dict[str, Style]:
+    # The router is whole on every rank: each token's choice needs the scores of all experts.
     routed = {f"{mlp}.gate": sequence(), f"{mlp}.experts": experts()}
     return routed | (_dense(f"{mlp}.shared_experts") if shared else {})

@@ -32,6 +32,7 @@ LLAMA3_8B = LlamaConfig(
     rope=Rope(theta=500_000.0),
 )
 
+# It differs from the 8B in these sizes alone: head_dim, kv heads, vocabulary and rope are the same.
 LLAMA3_70B = replace(
     LLAMA3_8B, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
 )
@@ -109,6 +110,7 @@ QWEN3_8B = replace(
     tie_word_embeddings=False,
 )
 
+# Version 0.1: later ones have no window and a rope of 1e6.
 MISTRAL_7B = LlamaConfig(
     vocab_size=32_000,
     hidden_size=4096,

@@ -22,6 +22,7 @@ class RewardModel(Decoder):
     """
 
     def __init__(self, config: LlamaConfig) -> None:
+        # The config says what the model is: no head is left that could be tied.
         super().__init__(replace(config, tie_word_embeddings=False), _layers(config))
         del self.lm_head
         self.score = Score(config.hidden_size, 1, bias=False)

@@ -78,6 +78,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, hidden_size).uniform_(-1, 1).mul_(hidden_size**-0.5))
+        # Buffers, since they are saved and moved with the model and no optimizer may touch them; None keeps the name
+        # out of the state dict of routers without one.
         self.register_buffer("e_score_correction_bias", torch.zeros(config.experts) if config.bias else None)
         counts_last_step = config.losses.balance > 0 and config.losses.per == "global"
         self.register_buffer(
@@ -99,6 +101,7 @@ class Router(nn.Module):
         if self.config.score == "softmax_of_chosen":
             weights_NK = weights_NK.softmax(-1)
         if self.config.normalise:
+            # 1e-20 as in DeepSeek's code: sigmoids of all chosen experts may round to 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         self._report(logits_NE, scores_NE.view_as(logits_BTE), experts_NK)
         return Routing(experts_NK, weights_NK * self.config.scale)
@@ -111,9 +114,11 @@ class Router(nn.Module):
             ranked_NE = ranked_NE + self.e_score_correction_bias
         if self.config.groups > 1:
             groups_NGe = rearrange(ranked_NE, "n (g e) -> n g e", g=self.config.groups)
+            # Node-limited routing: the sum of a group's two best scores, biased as the choice is.
             best_NG = groups_NGe.topk(2, dim=-1).values.sum(-1)
             top_groups = best_NG.topk(self.config.top_groups, dim=-1).indices
             closed_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, top_groups, False)
+            # -inf and not 0: a biased score may be negative, and a closed expert would then win over an open one.
             open_NGe = groups_NGe.masked_fill(rearrange(closed_NG, "n g -> n g 1"), -torch.inf)
             ranked_NE = rearrange(open_NGe, "n g e -> n (g e)")
         return ranked_NE.topk(self.config.chosen, dim=-1).indices
@@ -126,6 +131,8 @@ class Router(nn.Module):
         if wanted.balance:
             probabilities_BTE = scores_BTE
             if self.config.score == "sigmoid":
+                # Sigmoids do not add up to 1, and the balance loss is defined on shares: DeepSeek-V3 2024, equation
+                # 19.
                 probabilities_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
             counts_RE, sums_RE = counts_BE, probabilities_BTE.sum(1)
             if wanted.per != "sequence":

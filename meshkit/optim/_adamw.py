@@ -32,6 +32,8 @@ def adamw(
     policy = model.resolved.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     groups: list[dict[str, Any]] = [
+        # Decay pulls weights of products to zero, where a norm after them makes up for the scale; norms' own weights
+        # and biases have no such invariance.
         {"params": [param for param in named.values() if param.ndim > 1], "weight_decay": weight_decay},
         {"params": [param for param in named.values() if param.ndim <= 1], "weight_decay": 0.0},
     ]

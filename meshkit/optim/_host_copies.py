@@ -72,6 +72,7 @@ class Carrier:
         if self.on_host:
             target.copy_(source)
             return
+        # The source may still be being computed, and the target still be read, on the current stream.
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)

@@ -24,6 +24,7 @@ from meshkit.strategy import States
 
 BLOCKS: dict[States, int] = {"8bit": 256, "4bit": 128, "fp8": 256}
 SMALLEST_BLOCK = 16
+# A block of zeros is divided by its scale too.
 SMALLEST_SCALE = 1e-12
 E4M3_MAX = 448.0
 
@@ -71,6 +72,8 @@ class LowBitState:
         blocks = self.scale_columns(columns)
         padded = torch.nn.functional.pad(values, (0, blocks * self.block - columns))
         largest = reduce(padded.abs(), "... (block c) -> ... block", "max", c=self.block).clamp(min=SMALLEST_SCALE)
+        # The largest element of a block becomes 448, the largest e4m3 number; rounding of the quotient may exceed it,
+        # and to() would then give NaN: hence the clamp.
         if self.states == "fp8":
             scale = largest / E4M3_MAX
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -104,6 +107,7 @@ def block_of(states: States, *, columns: int, row_parts: int) -> int | None:
     """Elements of a block if rows of the full tensor are sharded in `row_parts`; None if no block size divides a shard."""
     if row_parts == 1:
         return BLOCKS[states]
+    # DTensor's Shard: every part but the last has this length, so all cuts are at its multiples.
     part_columns = -(-columns // row_parts)
     block = BLOCKS[states]
     while block >= SMALLEST_BLOCK:

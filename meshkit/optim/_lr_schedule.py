@@ -40,6 +40,7 @@ def lr_factor(
     """
     _refuse(step, kind, warmup_steps, total_steps, min_factor, decay_steps)
     if step < warmup_steps:
+        # + 1, since a first step at a rate of 0 would move nothing and still count in Adam's moments.
         return (step + 1) / warmup_steps
     if kind == "constant":
         return 1.0

@@ -36,6 +36,7 @@ class ShardedAdamW(torch.optim.AdamW):
                     self.state[param] = _zeros(param)
             states = [self.state[param] for param in params]
             beta1, beta2 = group["betas"]
+            # torch's functional form: the kernel of AdamW(fused=True) without DTensor's dispatch.
             adamw(
                 [local_tensor(param) for param in params],
                 [local_tensor(_placed_gradient(param)) for param in params],
@@ -99,5 +100,6 @@ def paired_states(
     for group, saved in groups:
         for param, index in zip(group["params"], saved["params"], strict=True):
             yield param, state_dict["state"].get(index, {})
+    # After the last state: where a caller refuses one, the options are as they were.
     for group, saved in groups:
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})

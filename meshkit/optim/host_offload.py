@@ -126,6 +126,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return placed(param, buffers.gradients[self._current]) if buffers.has_gradient else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        # Copies under way would otherwise write into gradients that count as dropped.
         self._drain()
         for buffers in self._buffers.values():
             buffers.has_gradient = False
@@ -151,6 +152,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._stage(target, local)
 
     def _stage(self, target: Tensor, local: Tensor) -> None:
+        # At most as many copies are under way as there are staging buffers; the oldest is the likeliest to be done.
         while len(self._staged) >= STAGED:
             self._add_oldest()
         busy = {address(staged) for _, staged, _ in self._staged}
@@ -188,6 +190,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         loss = loss_of(closure)
         if self._retired:
             raise StepError("OffloadedAdamW.step(): a newer optimizer takes these parameters' gradients. Use that one.")
+        # With stream=False no gradient has left yet, and a tied weight's is complete only after the last backward.
         self._sweep()
         self.finish()
         work: Work = []
@@ -206,6 +209,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 self._thread.submit(self._update_all, work, self._current),
                 [buffers for _, chunk in work for buffers in chunk],
             )
+            # The thread reads the buffer that backward just filled; the next backward fills the other one.
             self._current = 1 - self._current
             return loss
         for options, chunk in work:
@@ -222,6 +226,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._pending is None:
             return
         (future, updated), self._pending = self._pending, None
+        # Raises here what the thread raised.
         future.result()
         for buffers in updated:
             self._send(buffers, 1 - self._current)
@@ -333,6 +338,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             return
         values = local.to(buffers.master.device)
         if narrow(buffers.param):
+            # Elements that still are their master's rounding keep its lower bits: a write to some rows, or a load of
+            # the same values, must not round all masters to bf16.
             same = buffers.master.to(values.dtype) == values
             buffers.master.copy_(torch.where(same, buffers.master, values.to(buffers.dtype)))
         else:
@@ -359,6 +366,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             (local_tensor(param).shape, master_dtype(param))
             for param, resident in zip(params, residents, strict=True)
             if not resident
+            # Master and two moments.
             for _ in range(3 + gradients)
         ]
         host = iter(host_tensors(shapes, pinned=not self._carrier.on_host))
@@ -476,6 +484,7 @@ def resident_share(
             "one parameter, one byte of state for it, and no negative room."
         )
     pace_s = max(host_s_per_parameter, sent_bytes / link_bytes_per_s)
+    # (1 - share) × parameters × pace <= hidden time.
     needed = 1 - hidden_s / (parameters * pace_s) if pace_s else 0.0
     fits = device_bytes / (parameters * state_bytes)
     return max(0.0, min(1.0, needed, fits))

@@ -84,6 +84,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         step = float(state["step"])
         beta1, beta2 = group["betas"]
         lr = float(group["lr"])
+        # The step is counted from 1 for the corrections of bias, and the stream is another at each step: with the
+        # same bits an element would always be rounded the same way.
         values, grads = local_tensor(param), local_tensor(param.grad)  # type: ignore[arg-type]  # it has one
         stream = stream_of(self.seed, self._names[param], int(step))
         rounds = self.stochastic_rounding and param.dtype == torch.bfloat16
@@ -93,6 +95,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             grad = grads[chunk].float()
             mean = self._read(param, "exp_avg", chunk, grad.shape).lerp_(grad, 1 - beta1)
             square = self._read(param, "exp_avg_sq", chunk, grad.shape).lerp_(grad * grad, 1 - beta2)
+            # Decoupled decay (Loshchilov and Hutter 2019), before the update as in torch.
             new = values[chunk].float() * (1 - lr * group["weight_decay"])
             width = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
             new.addcdiv_(mean, width, value=-lr / (1 - beta1**step))
@@ -104,6 +107,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         """Some rows of a moment as a new fp32 tensor."""
         state, codec = self.state[param], self._codecs[param].get(key)
         if codec is None:
+            # A copy: the caller updates it in place and `_write` puts it back.
             return local_tensor(state[key])[chunk].clone()
         codes, scale = (local_tensor(state[f"{key}_{what}"])[chunk] for what in ("codes", "scale"))
         return codec.decode(codes, scale, shape[-1])
@@ -181,5 +185,6 @@ def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
 
     Away from zero with probability (lower 16 bits) / 2^16: adding the random bits carries into the upper half that often.
     """
+    # bf16 is the upper half of fp32, sign and exponent included, so rounding is integer arithmetic on the bits.
     bits = values.contiguous().view(torch.int32) + random.to(torch.int32)
     return (bits & _UPPER_HALF).view(torch.float32).to(torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
+from meshkit.core.arguments import require
 from meshkit.errors import PlanError
+from meshkit.plan.match import listed
 from meshkit.strategy import Precision
 
 
@@ -55,13 +58,14 @@ class Zero:
 
 
 def zero_stage(zero: int | None, *, pipelined: bool) -> int:
-    """The stage of a run: 3, or with pp 1. Raises: PlanError for another one with pp."""
+    """The stage of a run: 3, or with pp 1. Raises: PlanError for one that does not exist, and for another one with pp."""
     if pipelined and zero not in (None, 1):
         raise PlanError(
             f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
             "zero away, or give dp_shard the ranks of pp."
         )
-    return zero or (1 if pipelined else 3)
+    # Not `zero or ...`: 0, which other libraries give to plain replication, would silently shard everything.
+    return Zero((1 if pipelined else 3) if zero is None else zero).stage
 
 
 def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list[str]:
@@ -77,6 +81,57 @@ def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list
         if inside and not inside & outside:
             separate.append(unit)
     return separate
+
+
+def refuse_unshardable(params: Mapping[str, torch.Tensor], units: Sequence[str]) -> None:
+    """Raises: PlanError for a parameter that FSDP2 does not take, and for a unit whose parameters have two dtypes.
+
+    params: under all of their names; shapes, strides and dtypes are read. units: inner ones first.
+    """
+    # FSDP2 says the same, but raw, in the middle of changing the model, and for dtypes in the first forward only, where ranks
+    # of other stages wait already.
+    for name, param in params.items():
+        shape, strides = list(param.shape), list(param.stride())
+        if not shape:
+            raise PlanError(
+                f"fully_shard: parameter {name!r} is a scalar, and FSDP shards the first dim. Give it the shape [1], or "
+                "use a mesh with tp or pp alone."
+            )
+        if not param.is_contiguous():
+            raise PlanError(
+                f"fully_shard: parameter {name!r} of shape {shape} has the strides {strides}, as a view has, and FSDP shards "
+                "contiguous memory. Make it by nn.Parameter(value.contiguous())."
+            )
+    first_of_unit: dict[str, tuple[str, torch.dtype]] = {}
+    for name, unit in _unit_of(params, units).items():
+        if not params[name].requires_grad:
+            continue  # only gradients share a buffer, which has one dtype
+        dtype = params[name].dtype
+        first, first_dtype = first_of_unit.setdefault(unit, (name, dtype))
+        if dtype != first_dtype:
+            where = repr(unit) if unit else "the root unit"
+            raise PlanError(
+                f"fully_shard: {where} has parameters in two dtypes: {first!r} is {_short(first_dtype)} and {name!r} "
+                f"{_short(dtype)}, and FSDP reduces a unit's gradients in one buffer. Give them one dtype (a Precision casts "
+                "for computing), or name a unit of their own."
+            )
+
+
+def _unit_of(params: Mapping[str, torch.Tensor], units: Sequence[str]) -> dict[str, str]:
+    """parameter -> the unit that holds it, "" for the root; a tied one under its first name only."""
+    found: dict[int, str] = {}
+    for unit in shard_units(params, units):
+        for name, param in params.items():
+            if name.startswith(f"{unit}."):
+                found.setdefault(id(param), unit)
+    first_names: dict[int, str] = {}
+    for name, param in params.items():
+        first_names.setdefault(id(param), name)
+    return {name: found.get(key, "") for key, name in first_names.items()}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def fully_shard(
@@ -102,10 +157,23 @@ def fully_shard(
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
     with replicas an all-reduce of the gradient shard.
-    Raises: PlanError for an unknown stage or a unit that is not in the module.
+    Raises: PlanError for an unknown stage, a unit that is not in the module, a unit that is sharded already, and a parameter
+    that FSDP2 cannot shard.
     Source: Rajbhandari et al. 2020; Zhao et al. 2023.
     """
     stage = Zero(zero)
+    require("fully_shard", "module", module, nn.Module)
+    require("fully_shard", "mesh", mesh, DeviceMesh)
+    require("fully_shard", "precision", precision, Precision, NoneType)
+    modules = dict(module.named_modules())
+    units = _submodules(modules, "units", units)
+    kept = _submodules(modules, "keep_gathered", keep_gathered)
+    ignored = _submodules(modules, "ignored", ignored)
+    if not_units := [name for name in kept if name not in units]:
+        raise PlanError(
+            f"fully_shard(keep_gathered=...): {not_units[0]!r} is no unit, so it is not gathered on its own. Name it in "
+            "units too."
+        )
     if mesh.size() == 1 and precision is None and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     if not all(param.is_floating_point() for param in module.parameters()):
@@ -115,16 +183,15 @@ def fully_shard(
         policy = MixedPrecisionPolicy(
             param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=cast_inputs
         )
-    modules = dict(module.named_modules())
-    units = list(units)
-    for name in units:
-        if name not in modules:
-            raise PlanError(f"fully_shard: there is no submodule {name!r}. The first ones are {list(modules)[1:4]}.")
-    kept = set(keep_gathered)
+    _refuse_sharded(modules, units)
     ignored_params = {param for name in ignored for param in modules[name].parameters()}
+    names = dict(module.named_parameters(remove_duplicate=False))
+    inner = [modules[name] for name, child in modules.items() if isinstance(child, FSDPModule)]
+    not_mine = {id(param) for child in inner for param in child.parameters()} | set(map(id, ignored_params))
+    refuse_unshardable({name: param for name, param in names.items() if id(param) not in not_mine}, units)
     # Inner units first: each call takes the parameters of its module that no earlier call has taken; the root takes the rest.
     with _torch.detach_keeps_placements():
-        for name in shard_units(dict(module.named_parameters(remove_duplicate=False)), units):
+        for name in shard_units(names, units):
             reshard = stage.reshard_after_forward and name not in kept
             _fully_shard(
                 modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored_params
@@ -137,6 +204,27 @@ def fully_shard(
                 True
             )  # a divide factor alone selects PREMUL_SUM, which gloo has not
     return module
+
+
+def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable[str]) -> list[str]:
+    """The names of an argument of `fully_shard`, each once. Raises: PlanError for one that is no submodule."""
+    given = listed(names, where="fully_shard", argument=argument)
+    for name in given:
+        if name not in modules:
+            raise PlanError(
+                f"fully_shard({argument}=...): there is no submodule {name!r}. The first ones are {list(modules)[1:4]}."
+            )
+    return list(dict.fromkeys(given))
+
+
+def _refuse_sharded(modules: Mapping[str, nn.Module], units: Sequence[str]) -> None:
+    """Raises: PlanError for a unit that FSDP2 has taken before. Inner modules may be: see `ignored`."""
+    for name in ("", *units):
+        if isinstance(modules[name], FSDPModule):
+            where = repr(name) if name else "the module"
+            raise PlanError(
+                f"fully_shard: {where} is sharded already. Call it once for each module, with all of its units."
+            )
 
 
 def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:

@@ -22,6 +22,7 @@ MLP_PAIRS = [
     ("linear1", "linear2"),
     ("in_proj", "out_proj"),
 ]
+# Between a column and a row a rank has some of the features. Only a function of each feature alone gives the same there.
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 
 
@@ -35,6 +36,7 @@ def auto_plan(model: nn.Module) -> Plan:
     """
     if not any(True for _ in model.parameters()):
         raise PlanError(f"auto_plan: {type(model).__name__} has no parameters, so there is nothing to plan.")
+    # With duplicates, since a plan must cover every name of a module that stands in two places.
     modules = dict(model.named_modules(remove_duplicate=False))
     pattern = partial(_general, modules=modules)
     decoder = any(_is_attention(child) for child in modules.values())
@@ -42,6 +44,7 @@ def auto_plan(model: nn.Module) -> Plan:
     for name, child in modules.items():
         for key, style in _split_styles(child):
             _add(tensor, pattern(_join(name, key) if key else name), style)
+    # After the splits, and only where they left a module out.
     for name, child in modules.items():
         if any(True for _ in child.parameters(recurse=False)):
             tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
@@ -90,6 +93,7 @@ def _other_style(name: str, module: nn.Module, *, decoder: bool) -> Style:
 
 
 def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
+    # A pattern has one style for all layers. Layers of one list that differ would otherwise get the first one's.
     if tensor.setdefault(pattern, style) != style:
         raise PlanError(
             f"auto_plan: modules like {pattern!r} are not alike ({tensor[pattern]} and {style}). Write the plan."
@@ -117,6 +121,7 @@ def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
         if isinstance(child, nn.Linear):
             if first is not None:
                 pairs.append((first, name))
+            # The second ends its pair: as a first of the next it would be split twice, by rows and by columns.
             first = None if first is not None else name
         elif not isinstance(child, ELEMENTWISE):
             first = None
@@ -124,7 +129,7 @@ def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _layers(modules: dict[str, nn.Module]) -> list[str]:
-    """The members of the longest ModuleList of modules of one type: the repeated blocks."""
+    """The repeated blocks: members of the longest ModuleList of modules of one type, in a decoder of those with attention."""
     lists = {
         name: child
         for name, child in modules.items()
@@ -132,7 +137,10 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
     }
     if not lists:
         return []
-    name, layers = max(lists.items(), key=lambda item: len(item[1]))
+    # A layer may hold a list of experts that is longer than the list of layers: without attention it is none of blocks.
+    attending = {name: each for name, each in lists.items() if any(map(_is_attention, each.modules()))}
+    # On a tie the outer one, which is named first.
+    name, layers = max((attending or lists).items(), key=lambda item: len(item[1]))
     return [f"{name}.{index}" if name else str(index) for index in range(len(layers))]
 
 

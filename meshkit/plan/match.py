@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from meshkit.core.frozen_mapping import FrozenMapping
 from meshkit.errors import PlanError
 
 Value = TypeVar("Value")
@@ -20,6 +21,7 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
     """
     names = list(names)
     matched: dict[str, tuple[str, Value]] = {}  # name -> (pattern, value)
+    # Strict in both directions: a typo would leave a module whole, and of two styles one would be dropped, without a word.
     for pattern, value in table.items():
         expression = _compile(pattern)
         matches = [name for name in names if expression.fullmatch(name)]
@@ -31,12 +33,53 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
                     f"plan: two patterns match the {what} {name!r}: {matched[name][0]!r} and {pattern!r}. Make one narrower."
                 )
             matched[name] = (pattern, value)
+    # In the order of the model and not of the table: whoever hooks or shards by it does so alike for every plan.
     return {name: matched[name][1] for name in names if name in matched}
 
 
 def match_names(patterns: Iterable[str], names: Iterable[str], *, what: str) -> list[str]:
     """The names that the patterns match, in the order of `names`. Raises as `match_table` does."""
     return list(match_table(dict.fromkeys(patterns), names, what=what))
+
+
+def listed(names: Any, *, where: str, argument: str) -> tuple[str, ...]:
+    """The names or patterns of an argument. where: the call or the record, for errors.
+
+    Raises: PlanError for one text, which Python would take letter by letter, and for what is no list of texts.
+    """
+    asked = f"{where}({argument}={names!r})"
+    if isinstance(names, str):
+        raise PlanError(f"{asked}: a list of patterns, not one text. Write [{names!r}].")
+    if not isinstance(names, Iterable):
+        raise PlanError(f"{asked}: a list of patterns. Write, for example, ['layers.*'], or [] for none.")
+    patterns: tuple[Any, ...] = tuple(names)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise PlanError(f"{asked}: {pattern!r} is no pattern. Write texts, for example 'layers.*'.")
+    return patterns
+
+
+def frozen_table(table: Any, kind: type[Value], *, where: str, argument: str) -> FrozenMapping[Value]:
+    """A table from patterns to values of one kind, as its record keeps it. Raises: PlanError for anything else."""
+    if not isinstance(table, Mapping):
+        raise PlanError(
+            f"{where}({argument}={table!r}): give a table from patterns to {kind.__name__}s, for example {{}}."
+        )
+    listed(table, where=where, argument=argument)
+    for pattern, value in table.items():
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"{where}({argument}=...): {pattern!r} is {value!r}, which is no {kind.__name__}. Give "
+                f"{_EXAMPLES[kind.__name__]}."
+            )
+    return FrozenMapping(table)
+
+
+_EXAMPLES = {
+    "Style": "column(), row(), or another function of mk.plan",
+    "Init": "normal(), uniform() or constant() of mk.initialize",
+    "BlockOverride": 'a BlockOverride, for example BlockOverride(recompute="full")',
+}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -57,6 +100,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def _no_match(pattern: str, names: list[str], what: str) -> str:
     # Compare shapes of names, not numbers: `layers.3.mlp` is near `layers.*.mpl`.
     general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names if name}
+    # cutoff 0: the nearest name of the model is a hint even where nothing is like the pattern.
     near = difflib.get_close_matches(pattern, general, n=1, cutoff=0.0)
     hint = f"The nearest is {near[0]!r}." if near else f"The model has no {what} with a name."
     return f"plan: pattern {pattern!r} matches no {what}. {hint} Correct the pattern, or remove it."

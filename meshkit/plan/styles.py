@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshkit.errors import PlanError
+from meshkit.plan.match import frozen_table, listed
 
 Kind = Literal[
     "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
@@ -23,6 +24,7 @@ InitKind = Literal["normal", "uniform", "constant"]
 class Style:
     """How one module is split on the tensor or expert axes. Made by the functions below, which document the kinds."""
 
+    # One class for all kinds, and not one each: a layout branches on `kind`, and two styles that say the same are equal.
     kind: Kind
     optional: bool = False
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -34,9 +36,12 @@ class Style:
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
 
+    # The annotation holds only where a type checker runs.
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
+        for name in ("projections", "columns", "rows"):
+            object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
     def __str__(self) -> str:
         return f"{self.kind}({'optional=True' if self.optional else ''})"
@@ -118,6 +123,7 @@ def attention(
     `head_dim` names the module's attribute with the size of a head. If the axis does not divide the key/value heads, every
     rank stores all of them, and computes those that its query heads read.
     """
+    # Names and not modules: a plan is made without a model, and serves all of one family.
     return Style("attention", optional, (query, key, value, output), head_dim)
 
 
@@ -167,6 +173,12 @@ class Plan:
     mlps: tuple[str, ...] = ()
     init: Mapping[str, Init] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("blocks", "units", "attention", "mlps"):
+            object.__setattr__(self, name, listed(getattr(self, name), where="Plan", argument=name))
+        object.__setattr__(self, "tensor", frozen_table(self.tensor, Style, where="Plan", argument="tensor"))
+        object.__setattr__(self, "init", frozen_table(self.init, Init, where="Plan", argument="init"))
+
     def __str__(self) -> str:
         lines = ["Plan"]
         for title, table in (("tensor", self.tensor), ("init", self.init)):
@@ -179,3 +191,10 @@ class Plan:
         ):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
         return "\n".join(lines)
+
+
+def style_table(plan: object, *, where: str) -> Mapping[str, Style]:
+    """The table of styles that a block is given. Raises: PlanError for a whole `Plan`, and for anything else."""
+    if isinstance(plan, Plan):
+        raise PlanError(f"{where}(plan=Plan(...)): a block alone takes the table of styles. Give plan.tensor.")
+    return frozen_table(plan, Style, where=where, argument="plan")

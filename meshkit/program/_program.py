@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
 
@@ -54,8 +55,9 @@ def read_program(model: nn.Module) -> Program:
     """The program of a model, before anything is done to it.
 
     Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a
-    mesh already, and for one that is partly on meta.
+    mesh already, for one that is partly on meta, and for what is no module.
     """
+    require("parallelize", "model", model, nn.Module)
     if full_model_of(model) is not None:
         raise PlanError(
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
@@ -84,7 +86,9 @@ def without_values(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         params[id(param)] = param
         if type(param.data) is Tensor:
-            params[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            # With its strides, which `empty_like` keeps for dense tensors only: a view is told by them.
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            params[id(param)] = nn.Parameter(empty, param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
     return copied(model, params, {})
 

@@ -5,6 +5,7 @@ from .evaluation import greedy_score as greedy_score
 from .evaluation import nats_per_token as nats_per_token
 from .evaluation import pair_means as pair_means
 from .evaluation import show_rollouts as show_rollouts
+from .evaluation import write_sample as write_sample
 from .export import export_model as export_model
 from .flags import InstructionFlags as InstructionFlags
 from .flags import LearnFlags as LearnFlags
@@ -32,7 +33,7 @@ from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
 from .policy import policy_tasks as policy_tasks
 from .policy import run_from as run_from
-from .sample import write_sample as write_sample
 from .session import Session as Session
 from .session import print0 as print0
+from .sft import sft_phase as sft_phase
 from .tasks import small_model as small_model

@@ -1,4 +1,4 @@
-"""Evaluation (validation): scores of a model on held-out text, pairs and prompts."""
+"""Evaluation (validation): scores of a model on held-out text, pairs and prompts, and samples for people to read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from meshkit.algos.preference import count_pairs
 from meshkit.algos.rewards import Scorer, score_on_mesh
-from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, generate
+from meshkit.algos.rollout import Engine, Prompt, Rollout, Sampling, encode_prompts, generate
 from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
 from meshkit.loss import IGNORED
 from meshkit.mesh import Mesh
@@ -30,10 +31,12 @@ def bits_per_byte(
 
     documents: attention and positions stop at the end of a document. Every rank must call it.
     """
+    # Bytes, not tokens: a tokenizer with longer tokens has fewer of them to predict, each with more nats.
     sizes = token_bytes(tokenizer).to(run.mesh.device)
 
     def count_bytes(batch: Batch) -> Tensor:
         labels = batch["labels"]
+        # clamp: an ignored label is -100, and would index from the end.
         return sizes[labels.clamp(min=0)].masked_fill(labels == IGNORED, 0).sum()
 
     held_out = evaluation_batches(
@@ -45,9 +48,12 @@ def bits_per_byte(
         documents=documents,
     )
     nats = total = 0.0
+    # The same first batches at each call, so that evaluations of a run compare. zip ends at the shorter one: a small
+    # corpus has fewer batches.
     for _, batch in zip(range(batches), held_out, strict=False):
         loss, size = run.evaluate(batch, count=count_bytes)
         nats, total = nats + loss.item(), total + size.item()
+    # `evaluate` sums over all ranks and divides nothing: both are of the whole batch.
     return nats / math.log(2) / max(total, 1)
 
 
@@ -57,6 +63,7 @@ def nats_per_token(run: Run, examples: Sequence[Example], *, seq_len: int, rows:
     Every rank must call it.
     """
     batches = example_batches(examples, seq_len=seq_len, rows=rows, rank=run.mesh.data_rank, ranks=run.mesh.data_ranks)
+    # Sums first, one division at the end: batches have different numbers of learnt tokens. One wait for the device, too.
     nats, tokens = torch.stack([torch.stack(run.evaluate(batch)) for batch in batches]).sum(0).tolist()
     return float(nats / max(tokens, 1))
 
@@ -78,6 +85,7 @@ def pair_means(
     mesh, metrics, total = run.mesh, MetricSums(run.mesh, names), 0.0
     for batch in example_batches(pairs, seq_len=seq_len, rows=rows, rank=mesh.data_rank, ranks=mesh.data_ranks):
         loss, _ = run.evaluate(batch, loss=objective(batch, metrics), count=count_pairs)
+        # The objective's sum over all ranks; metrics add up in MetricSums, and are reduced once by `means`.
         total += loss.item()
     return {"loss": total / max(len(pairs), 1), **metrics.means(len(pairs))}
 
@@ -99,11 +107,14 @@ def greedy_score(
     """
     score = [math.nan]
     if run is not None:
+        # Every n-th row: prompts of one kind often stand together. The index in all the rows is the key, so that sampling
+        # does not depend on the ranks.
         own_rows = list(enumerate(rows))[run.mesh.data_rank :: run.mesh.data_ranks]
         write = engine or partial(generate, run)
         greedy = replace(sampling, temperature=0.0)
         rollouts = write(encode_prompts(own_rows, tokenizer), sampling=greedy, decode=tokenizer.decode)
         score = [score_on_mesh(run.mesh, rollouts, scorer).mean]
+    # A broadcast over the world: ranks without the sampler log the same line.
     if mesh is not None:
         dist.broadcast_object_list(score, src=mesh.ranks[0])
     return score[0]
@@ -119,5 +130,15 @@ def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:
 
 def show_rollouts(step: int, rollouts: Iterable[Rollout], logger: Logger) -> None:
     """A table of them, on rank 0's terminal and in TensorBoard. The other ranks need not call it."""
+    # Rank 0 has answers to its own prompts; gathering all to show a few would be a waste.
     if dist.get_rank() == 0:
         show_samples(step, SAMPLE_NAMES, sample_rows(rollouts), logger)
+
+
+def write_sample(run: Run, prompt_ids: Any, *, tokens: int, seed: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """Up to `tokens` tokens that the model writes after the prompt, at temperature 0.8. Every rank must call it."""
+    # Below 1: a small model's rare tokens make a text that nobody can read.
+    sampling = Sampling(max_new_tokens=tokens, temperature=0.8, stop_ids=stop_ids)
+    (sample,) = generate(run, [Prompt(ids=prompt_ids, key=0)], sampling=sampling, seed=seed)
+    written: list[int] = sample.ids.tolist()
+    return written

@@ -26,12 +26,16 @@ def export_model(
     tokenizer = encoder.tokenizer if isinstance(encoder, Chat) else encoder
     if lora_of(run.model) is None:
         config: Any = run.full_model.config
+        # transformers' generate stops at the config's eos, whatever the tokenizer says.
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(run.model, config, folder, extra=ids)
     else:
         save_lora(run.model, folder, base=None if base is None else str(base))
+    # After the weights, in which every rank takes part. What follows are small files of one rank.
     if run.mesh.rank != 0:
         return
+    # Copied as they are: rewritten from our Tokenizer they would lose added tokens and options that only transformers
+    # knows.
     if came_from is None:
         save_tokenizer(tokenizer, folder)
     else:

@@ -98,7 +98,7 @@ class TrainFlags(StepFlags):
 # ------------------------------------------------------------------------------------------------ the model on its mesh
 
 
-PLACES = {
+STRATEGY_FIELDS = {
     "mesh": "mesh",
     "zero": "zero",
     "sequence": "sequence",
@@ -112,7 +112,7 @@ PLACES = {
     "compile": "compile",
     "microbatches": "microbatches",
 }
-"""flag: where a `Strategy` has its choice"""
+"""flag: the field of a `Strategy` that it sets"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,13 @@ class ParallelFlags:
         config: Self = tyro.cli(cls, args=args, **options)
         if config.strategy is None:
             return config
+        # tyro says what a flag holds, not whether it was given: a default that was typed must be refused beside the file,
+        # too.
         words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
+        # Both spellings of a bool: --sequence and --no-sequence.
         names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
         chosen = config._read_strategy(names | {name.removeprefix("no_") for name in names})
+        # The fields that recipes read themselves, besides `parallel`: they must not go on saying the default.
         values: dict[str, Any] = {"zero": chosen.zero, "sequence": chosen.sequence, "compile": chosen.compile}
         if isinstance(chosen.mesh, MeshSpec):
             values["mesh"] = _axes(chosen.mesh)
@@ -174,6 +178,7 @@ class ParallelFlags:
         """
         if self.strategy is None:
             return dataclasses.replace(self._of_flags(), **choices)
+        # Without a command line, as in a Config made by keyword: what differs from its default was meant.
         changed = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
         chosen = self._read_strategy(changed)
         for name, choice in choices.items():
@@ -206,12 +211,13 @@ class ParallelFlags:
         assert self.strategy is not None
         chosen = Strategy.read(self.strategy)
         flags = dataclasses.replace(self._of_flags(), mesh=self.mesh, microbatches=getattr(self, "microbatches", None))
-        for flag, place in PLACES.items():
-            by_file, by_flag = attrgetter(place)(chosen), attrgetter(place)(flags)
+        for flag, field in STRATEGY_FIELDS.items():
+            by_file, by_flag = attrgetter(field)(chosen), attrgetter(field)(flags)
+            # None in the file is no choice: the flag, or its default, fills it.
             is_open = by_file is None and flag in ("mesh", "microbatches")
             if flag in given and not is_open and by_file != by_flag:
                 raise PlanError(
-                    f"--{flag.replace('_', '-')} makes {place} {_shown(by_flag)}, but in --strategy {self.strategy} it is "
+                    f"--{flag.replace('_', '-')} makes {field} {_shown(by_flag)}, but in --strategy {self.strategy} it is "
                     f"{_shown(by_file)}: two places for one choice. Leave the flag away, or change the file."
                 )
         return chosen
@@ -235,6 +241,7 @@ class ModelFlags:
 
     def shape(self, default: Any, vocab_size: int | None = None) -> Any:
         """The configuration of the model: of --pretrained as it is, of the default with the tokenizer's vocabulary."""
+        # A folder's vocabulary is not changed: its embedding may be padded beyond the tokenizer's.
         if self.pretrained is not None:
             return config_from_pretrained(self.pretrained)
         return dataclasses.replace(default, vocab_size=vocab_size or default.vocab_size)
@@ -257,8 +264,9 @@ class LoraFlags(ModelFlags):
         """Give the model its adapters, in place, and return the plan of both; without --lora-rank nothing changes."""
         if self.lora_rank is None:
             return plan
-        few: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
-        return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **few)
+        options: dict[str, Any] = {"dropout": self.lora_dropout, "base": self.lora_base, "seed": seed}
+        # alpha / rank scales the update: twice the rank makes it 2 at any rank.
+        return attach(model, plan, rank=self.lora_rank, alpha=self.lora_alpha or 2.0 * self.lora_rank, **options)
 
     def refuse_lora_without_rank(self) -> None:
         """Raises: PlanError for flags of adapters without --lora-rank."""
@@ -389,6 +397,7 @@ class PolicyFlags(StepFlags, RolloutFlags):
 
         Raises: PlanError for an unknown name, and for a loss that needs something that the recipe lacks.
         """
+        # A loss with GAE reads values, which only a critic gives.
         has_critic = {name: isinstance(loss.advantage, GAE) for name, loss in PRESETS.items()}
         if critic and not has_critic.get(self.preset):
             fitting = ", ".join(name for name, has in has_critic.items() if has)
@@ -401,6 +410,8 @@ class PolicyFlags(StepFlags, RolloutFlags):
         if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
             needs = "greedy answers as a baseline"
             raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
+        # In place of the preset's also if it is 0: a reference model is a second model in memory, which nobody gets
+        # unasked.
         return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))
 
 

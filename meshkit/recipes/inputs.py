@@ -52,16 +52,17 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
 
     vocab_size: of a tokenizer that is trained here.
     """
-    shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+    is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
     corpus = find_corpus(config.data) if config.data else standard_library()
+    # A pretrained model knows only its own tokens, so its tokenizer comes before any that is trained here.
     folder = config.tokenizer or config.pretrained
     # The others find the files of rank 0 in the cache, and read them.
     with main_rank_first():
         if folder is not None:
             tokenizer = load_tokenizer(folder)
         else:
-            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=shows)
-        return tokenizer, prepare(corpus, tokenizer, cache, progress=shows)
+            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=is_main)
+        return tokenizer, prepare(corpus, tokenizer, cache, progress=is_main)
 
 
 def instruction_rows(config: InstructionFlags) -> TaskSplits:
@@ -69,6 +70,7 @@ def instruction_rows(config: InstructionFlags) -> TaskSplits:
     if not config.data:
         return instruction_tasks(held_out=config.held_out)
     if config.eval_data:
+        # Given rows to evaluate on: none is held out of the training data.
         return TaskSplits(train=list(read_records(config.data)), held_out=list(read_records(config.eval_data)))
     return split_records(read_records(config.data), held_out=config.held_out)
 
@@ -78,11 +80,12 @@ def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, 
 
     folder: where one is trained on the rows, once, if neither --tokenizer nor --pretrained names another.
     """
-    given = config.tokenizer or config.pretrained
+    source = config.tokenizer or config.pretrained
     with main_rank_first():
-        if given is None and not (folder / "tokenizer.json").exists():
+        # Trained once and kept in the run's folder: a run that continues must not get another vocabulary.
+        if source is None and not (folder / "tokenizer.json").exists():
             save_chat_tokenizer(rows, folder, vocab_size=vocab_size)
-    return load_chat(given or folder), given or folder
+    return load_chat(source or folder), source or folder
 
 
 def instruction_examples(config: InstructionFlags, rows: list[Record], chat: Chat, *, seq_len: int) -> list[Example]:
@@ -102,6 +105,7 @@ def preference_rows(config: PairFlags, *, seed: int, every: bool = False) -> Tas
     """
     if config.data:
         return split_records(read_records(config.data, split=config.split), held_out=config.held_out)
+    # Every rank makes the rows itself, from the seed: nothing is sent.
     return preference_tasks(
         kinds=config.kinds, every=every, held_out=config.held_out, limit_bytes=config.limit_bytes, seed=seed
     )
@@ -114,8 +118,11 @@ def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenize
         if folder is not None:
             encoder = load_encoder(folder, rows)
         else:
-            shows, cache = dist.get_rank() == 0, config.cache.expanduser()
+            is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
             encoder = prepare_tokenizer(
-                standard_library(), cache, vocab_size=SMALL_PREFERENCE_MODEL.vocab_size, progress=shows
+                standard_library(),
+                cache,
+                vocab_size=SMALL_PREFERENCE_MODEL.vocab_size,
+                progress=is_main,
             )
     return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder, folder

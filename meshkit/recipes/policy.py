@@ -19,7 +19,8 @@ from meshkit.optim import adamw
 from meshkit.step import Run
 
 from .flags import RolloutFlags, SamplerFlags
-from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model, warm_up_policy
+from .sft import warm_up_policy
+from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
 
 Build = Callable[[Any], Run]
 
@@ -58,6 +59,7 @@ def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
         reward_timeout_s=config.reward_timeout_s,
         max_new_tokens=config.max_new_tokens,
     )
+    # Characters for reference tasks: with one token a digit a small model learns them in minutes.
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
     stop_ids = (tokenizer.eos_id,)
     return (
@@ -72,6 +74,7 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
 
     build: the run of a shape, on its mesh, whose every rank calls this. A folder that exists is taken as it is.
     """
+    # In --out: a run that continues finds it, and begins at its own checkpoint anyway.
     start = config.pretrained or config.out / "sft-model"
     if not start.exists():
         task, run = REFERENCE_TASKS[config.task], build(small_model(tokenizer.vocab_size))
@@ -92,6 +95,8 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
 def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
     """The model of a folder, built on its mesh. fresh: parameters that the folder lacks, initialised from the seed."""
     run = build(config_from_pretrained(folder))
+    # Before the load, which then overwrites all but the fresh ones: a score head that the folder lacks keeps its first
+    # values.
     if fresh:
         init_weights(run.model, seed=seed, plan=run.plan)
     load_pretrained(run.model, folder, fresh=fresh)

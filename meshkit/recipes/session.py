@@ -77,6 +77,7 @@ class Session:
         _refuse(config)
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = 0, False, False
+        # Recipes without --max-skips stop at the first step that is not finite.
         self.guard = NonFiniteGuard(max_skips=config.max_skips if isinstance(config, StepFlags) else 0)
         self._run = run if isinstance(run, Run) else None
         self._config, self._unit, self._writes = config, unit, writes
@@ -84,6 +85,7 @@ class Session:
         self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
         folder = config.out / "checkpoints"
         self._checkpoints = Checkpointer(folder, keep=config.keep)
+        # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         self._signals = SaveOnSignal()
         self._files = ExitStack()  # open from __enter__ to __exit__
@@ -104,14 +106,14 @@ class Session:
             return self
         if self.start:
             print0(f"resume from {self._unit} {self.start}")
-        shows = dist.get_rank() == 0
+        is_main = dist.get_rank() == 0
         with ExitStack() as files:  # what is open is closed again where opening the rest fails
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)
             files.enter_context(self._signals)
-            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=shows))
+            progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=is_main))
             self.logger = files.enter_context(
-                Logger(config.out, start_step=self.start, enabled=shows and self._writes, also=[progress.update])
+                Logger(config.out, start_step=self.start, enabled=is_main and self._writes, also=[progress.update])
             )
             self._end_profiled_step = files.enter_context(
                 profile(config.out / "profile", rank=self.mesh.rank, device=self.mesh.device, enabled=config.profile)
@@ -185,6 +187,7 @@ class Session:
 
         Wire: one all-reduce of 4 bytes on the host, in the first call of a step.
         """
+        # Asked once a step: a signal that comes between two calls would let ranks, or the recipe and the session, disagree.
         if self._leaving is None:
             self._leaving = self._signals.should_stop(self.mesh)
         due = step % self._config.save_every == 0 or step == self._total or self._leaving
@@ -192,6 +195,7 @@ class Session:
 
     def trace_pipeline(self, run: Run) -> AbstractContextManager[None]:
         """Around forward and backward: with --profile and pp, records the second step and draws it beside its simulation."""
+        # The second step: the first one compiles, allocates and opens connections.
         enabled = self._config.profile and self._step == self.start + 2
         return record_trace(run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
 
@@ -205,6 +209,7 @@ class Session:
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())
         self.logger.log(step, self.scalars)
+        # After the line is logged: a job that is killed while it saves has its numbers.
         saves = self.saves(step)
         self.stopped = bool(self._leaving) and step < self._total
         if saves:
@@ -215,21 +220,24 @@ class Session:
         state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
         if self._run is not None:
             return self._checkpoints.resume(self._run, self._optimizer, **state)
+        # A checkpoint that one part has and another has not is half of one: the job was killed between the two.
         newest = [max(set.intersection(*(set(checkpoints.steps()) for checkpoints, *_ in self._parts)), default=0)]
         dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
         if newest[0]:
             for checkpoints, run, optimizer, scheduler in self._parts:
                 if run is not None:
                     checkpoints.load(run, optimizer, scheduler=scheduler, step=newest[0], config=self._config)
+            # The first part's checkpoint holds it, once, for all ranks: also those that have no part.
             self._loader.load_state_dict(self._parts[0][0].extra(newest[0]))
         return newest[0]
 
     def _save(self, step: int) -> None:
         config = self._config
         if self._run is not None:
-            kept = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
-            self._checkpoints.save(step, self._run, self._optimizer, **kept)
+            state = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
+            self._checkpoints.save(step, self._run, self._optimizer, **state)
             return
+        # On every rank, before any part is saved: making the state is collective.
         state = self._loader.state_dict()
         for index, (checkpoints, run, optimizer, scheduler) in enumerate(self._parts):
             if run is not None:

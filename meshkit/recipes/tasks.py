@@ -6,34 +6,23 @@ Reinforcement learning on a reference task shows in minutes on a CPU.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from torch.optim import Optimizer
 
 from meshkit.algos.rewards import Reward, Scores, UnitTests, arithmetic, countdown, exact_match, score
 from meshkit.algos.rollout import Rollout
-from meshkit.algos.sft import sft_steps
 from meshkit.data import (
     Record,
     TaskSplits,
-    Tokenizer,
     addition_tasks,
     countdown_tasks,
-    encode_completion,
     read_records,
     reversal_tasks,
     split_records,
 )
-from meshkit.initialize import init_weights
-from meshkit.metrics import Progress
-from meshkit.models import LlamaConfig, save_pretrained
-from meshkit.step import Run
+from meshkit.models import LlamaConfig
 
 VERIFIERS: dict[str, Reward] = {
     "exact": exact_match,
@@ -43,6 +32,7 @@ VERIFIERS: dict[str, Reward] = {
 }
 """by the names that recipes have for them"""
 
+# Small enough that rollouts of a step take seconds on two cores, and large enough to learn the tasks.
 SMALL_MODEL = LlamaConfig(
     vocab_size=64,
     hidden_size=96,
@@ -95,8 +85,8 @@ class Tasks:
         return score(rollouts, self.reward, timeout_s=self.reward_timeout_s)
 
     def __str__(self) -> str:
-        like = self.train[0].fields["prompt"]
-        return f"{len(self.train):,} prompts, {len(self.held_out):,} held out, like {like!r}"
+        example = self.train[0].fields["prompt"]
+        return f"{len(self.train):,} prompts, {len(self.held_out):,} held out, like {example!r}"
 
 
 def load_tasks(
@@ -115,62 +105,21 @@ def load_tasks(
     task: of REFERENCE_TASKS. reward: of VERIFIERS; default that of the task, "exact" for files. max_new_tokens: default that
     of the task, 256 for files. Raises: DataError for files that cannot be read or split.
     """
-    known = REFERENCE_TASKS[task]
-    rows = split_records(read_records(data), held_out=held_out) if data else known.rows(held_out=held_out, seed=seed)
+    reference_task = REFERENCE_TASKS[task]
+    rows = (
+        split_records(read_records(data), held_out=held_out)
+        if data
+        else reference_task.rows(held_out=held_out, seed=seed)
+    )
     return Tasks(
         train=rows.train,
         held_out=rows.held_out[:evaluated],
-        reward=VERIFIERS[reward or ("exact" if data else known.reward)],
+        reward=VERIFIERS[reward or ("exact" if data else reference_task.reward)],
         reward_timeout_s=reward_timeout_s,
-        max_new_tokens=max_new_tokens or (256 if data else known.max_new_tokens),
+        max_new_tokens=max_new_tokens or (256 if data else reference_task.max_new_tokens),
     )
 
 
 def small_model(vocab_size: int | None = None) -> LlamaConfig:
     """SMALL_MODEL for this vocabulary."""
     return dataclasses.replace(SMALL_MODEL, vocab_size=vocab_size or SMALL_MODEL.vocab_size)
-
-
-def warm_up_policy(
-    run: Run,
-    optimizer: Optimizer,
-    rows: Sequence[Record],
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    steps: int,
-    seed: int,
-    global_batch: int = 64,
-    seq_len: int = 64,
-    is_main: bool = False,
-) -> None:
-    """SFT from random weights to a model in `folder` that is right now and then, so that rewards have something to find.
-
-    Each form of prompt, such as `00+0=`, comes often enough: a form that is never right earns no reward, and training on the
-    others would overwrite what it needs. is_main: whether this rank shows progress. Takes a minute, and is not resumed.
-    Every rank must call it.
-    """
-    init_weights(run.model, seed=seed, plan=run.plan)
-    examples = [
-        encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)
-        for row in forms_in_balance(rows)
-    ]
-    size: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
-    with Progress(total_steps=steps, enabled=is_main) as progress:
-        if is_main:
-            print(f"first {steps} steps on right answers")
-        sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **size)
-    config: Any = run.full_model.config
-    save_pretrained(run.model, config, folder)
-
-
-def forms_in_balance(rows: Sequence[Record]) -> list[Record]:
-    """The rows, and those of rare forms again: a form that is n times as rare as the most frequent one about sqrt(n) times.
-
-    A form is a prompt without its values: all digits are one, and all letters.
-    """
-    forms: dict[str, list[Record]] = {}
-    for row in rows:
-        forms.setdefault(re.sub(r"[a-z]", "a", re.sub(r"\d", "0", row.fields["prompt"])), []).append(row)
-    most = max(map(len, forms.values()), default=0)
-    return [*rows, *(row for form in forms.values() for row in form * (math.isqrt(most // len(form)) - 1))]

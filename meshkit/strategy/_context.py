@@ -38,6 +38,7 @@ class ContextPolicy:
             raise PlanError(
                 f"context balance {self.balance!r} does not exist. Choose one of auto, {', '.join(get_args(Balance))}."
             )
+        # Ulysses alone splits heads over all of cp, and all_gather splits none: neither leaves a second dimension to choose.
         if self.ulysses is not None and self.scheme in ("all_gather", "ulysses"):
             raise PlanError(
                 f"context scheme {self.scheme!r} with ulysses={self.ulysses}: only ring and group_cast have a second "
@@ -50,6 +51,18 @@ class ContextPolicy:
         if self.kv_heads_per_gather < 1:
             raise PlanError(
                 f"context kv_heads_per_gather={self.kv_heads_per_gather}: at least 1 head is sent at a time."
+            )
+
+        # "auto" may take all_gather, and may compare assignments by slack, so there both are honest wishes.
+        if self.kv_heads_per_gather > 1 and self.scheme not in ("auto", "all_gather"):
+            raise PlanError(
+                f"context kv_heads_per_gather={self.kv_heads_per_gather} is of the scheme all_gather, but this one is "
+                f"{self.scheme!r}. Leave it away, or use scheme='all_gather'."
+            )
+        if self.slack and self.balance not in ("auto", "locality"):
+            raise PlanError(
+                f"context slack={self.slack} trades balance of work for bytes, but balance={self.balance!r} does not look at "
+                "it. Leave slack away, or use balance='locality'."
             )
 
     def refuse_misfit(self, ranks: int) -> None:

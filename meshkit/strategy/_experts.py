@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from meshkit.errors import PlanError
 
+DEFAULT_HISTORY = 5  # steps
+
 MakeDispatcher = Callable[[int, Any], Any]
 """(number of experts, DeviceMesh of ep x etp) to a `meshkit.parallel.expert.Dispatcher`, which brings tokens to them"""
 
@@ -44,7 +46,7 @@ class ExpertPolicy:
 
     capacity: Capacity | None = None
     hot: int = 0
-    history: int = 5
+    history: int = DEFAULT_HISTORY
     dispatcher: MakeDispatcher | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +54,11 @@ class ExpertPolicy:
             raise PlanError(
                 f"ExpertPolicy: hot={self.hot} experts by the last history={self.history} steps. Use hot of at least 0, and "
                 "history of at least 1."
+            )
+        if self.history != DEFAULT_HISTORY and not self.hot:
+            raise PlanError(
+                f"ExpertPolicy: history={self.history} is how hot experts are found, but hot=0 copies none. Give hot, or "
+                "leave history away."
             )
         if self.dispatcher is not None and (self.hot or self.capacity is not None):
             raise PlanError(
@@ -61,6 +68,7 @@ class ExpertPolicy:
 
     def refuse_misfit(self, *, ep: int, etp: int) -> None:
         """Raises: PlanError for hot experts on a mesh that does not share experts whole."""
+        # With etp no rank holds an expert whole that it could copy to others.
         if self.hot and (ep == 1 or etp > 1):
             raise PlanError(
                 f"ExpertPolicy: hot={self.hot} copies experts between ranks of ep that hold them whole, but the mesh has "

@@ -10,12 +10,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from meshkit.errors import PlanError
+from meshkit.plan.match import listed
 
 RecomputeMode = Literal["none", "full", "selective", "activation"]
 Kept = Literal["matmul", "attention", "collective", "product"]
 States = Literal["fp32", "8bit", "4bit", "fp8"]
 Recipe = Literal["tensorwise", "rowwise"]
 LossBackend = Literal["torch", "liger"]
+
+DEFAULT_KEEP: tuple[Kept, ...] = ("matmul", "attention", "collective")
+DEFAULT_STAGING = 256 << 20
+DEFAULT_LOSS_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +36,47 @@ class Recompute:
 
     mode: RecomputeMode = "full"
     every: int = 1
-    keep: tuple[Kept, ...] = ("matmul", "attention", "collective")
+    keep: tuple[Kept, ...] = DEFAULT_KEEP
     every_second_matmul: bool = False
 
     def __post_init__(self) -> None:
         _refuse_other(f"Recompute(mode={self.mode!r})", self.mode, RecomputeMode)
-        if isinstance(self.keep, list):
-            object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", listed(self.keep, where="Recompute", argument="keep"))
         for kind in self.keep:
             _refuse_other(f"Recompute(keep={self.keep!r}): {kind!r}", kind, Kept)
         if not isinstance(self.every, int) or self.every < 1:
             raise PlanError(f"Recompute(every={self.every!r}): every n-th block is treated, n at least 1.")
+        # Half of the matrix products is half of the memory that "selective" adds: a step between it and "full".
         if self.every_second_matmul and (self.mode != "selective" or "matmul" not in self.keep):
             raise PlanError(
                 f"Recompute(every_second_matmul=True) halves what is kept of matrix products, but mode={self.mode!r} with "
                 f"keep={self.keep!r} keeps none. Use mode='selective' with 'matmul' in keep."
             )
+        self._refuse_idle()
+
+    def _refuse_idle(self) -> None:
+        """Raises: PlanError for what the mode does not look at: it would be passed over in silence."""
+        asked = f"Recompute(mode={self.mode!r}, keep={self.keep!r})"
+        if self.mode == "none" and self.every > 1:
+            raise PlanError(
+                f"Recompute(mode='none', every={self.every}): no block is treated, so not every {self.every}-th either. "
+                "Choose another mode, or leave every away."
+            )
+        if self.mode == "selective" and "product" in self.keep:
+            raise PlanError(
+                f"{asked}: 'product' is what mode='activation' may keep. Leave it out, or use mode='activation'."
+            )
+        # The default is of "selective", and other modes pass it by: only what was given against it was asked for.
+        if self.keep == DEFAULT_KEEP or self.mode == "selective":
+            return
+        if self.mode == "activation" and set(self.keep) - {"product"}:
+            raise PlanError(
+                f"{asked}: mode='activation' keeps matrix products anyway, attention and collectives too; only 'product' is "
+                "a choice. Use keep=('product',), or leave keep away."
+            )
+        if self.mode in ("none", "full"):
+            does = "keeps everything anyway" if self.mode == "none" else "runs all of a block again and keeps its input"
+            raise PlanError(f"{asked}: mode={self.mode!r} {does}. Use mode='selective', or leave keep away.")
 
     @property
     def runs_block_again(self) -> bool:
@@ -68,6 +98,8 @@ class Rates:
     of the rates matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
     """
 
+    # To compare, stated of an H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, 450e9 B/s each way over NVLink, and
+    # 63e9 B/s each way over PCIe 5.0 x16.
     flops_per_s: float = 4e14
     memory_bytes_per_s: float = 2.5e12
     link_bytes_per_s: float = 2e11
@@ -118,7 +150,7 @@ class ActivationOffload:
     ahead: int = 1
     reserve: int = 0
     folder: Path | None = None
-    staging: int = 256 << 20
+    staging: int = DEFAULT_STAGING
 
     def __post_init__(self) -> None:
         if self.to not in ("host", "disk"):
@@ -132,6 +164,11 @@ class ActivationOffload:
             raise PlanError(
                 f'ActivationOffload(folder={str(self.folder)!r}) is where to="disk" writes. Give to="disk" too.'
             )
+        if self.staging != DEFAULT_STAGING and self.to == "host":
+            raise PlanError(
+                f'ActivationOffload(staging={self.staging}) is host memory for writes of to="disk". Give to="disk" too, or '
+                "leave staging away."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +179,7 @@ class ChunkedLoss:
     Raises: PlanError for no tokens, or an unknown backend.
     """
 
-    tokens: int = 1024
+    tokens: int = DEFAULT_LOSS_TOKENS
     backend: LossBackend = "torch"
 
     def __post_init__(self) -> None:
@@ -151,6 +188,11 @@ class ChunkedLoss:
         if self.backend not in get_args(LossBackend):
             choices = " or ".join(repr(choice) for choice in get_args(LossBackend))
             raise PlanError(f"ChunkedLoss(backend={self.backend!r}): choose {choices}.")
+        if self.backend == "liger" and self.tokens != DEFAULT_LOSS_TOKENS:
+            raise PlanError(
+                f"ChunkedLoss(tokens={self.tokens}, backend='liger'): liger chooses its own chunks. Leave tokens away, or "
+                "use backend='torch'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +209,8 @@ class OptimizerOffload:
     def __post_init__(self) -> None:
         if not 0 <= self.resident <= 1:
             raise PlanError(f"OptimizerOffload(resident={self.resident!r}): a share of the states, from 0 to 1.")
+        # A delayed update runs on the host beside the next forward (Ren et al. 2021, section 5.2): of one step's parameters
+        # those on the device would be updated, those on the host not yet.
         if self.delayed and self.resident:
             raise PlanError(
                 f"OptimizerOffload(resident={self.resident}, delayed=True): what stays on the device would be updated at "
@@ -188,6 +232,7 @@ class OptimizerPolicy:
         if self.states not in get_args(States):
             choices = ", ".join(repr(choice) for choice in get_args(States))
             raise PlanError(f"OptimizerPolicy(states={self.states!r}): choose one of {choices}.")
+        # Few bits and stochastic rounding save bytes of the device; what is on the host costs none there.
         if self.offload is not None and (self.states != "fp32" or self.stochastic_rounding):
             raise PlanError(
                 f"OptimizerPolicy(states={self.states!r}, stochastic_rounding={self.stochastic_rounding}, offload=...): the "
@@ -197,6 +242,8 @@ class OptimizerPolicy:
 
     def refuse_misfit(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """dtypes: of the parameters, by name. Raises: PlanError for stochastic rounding where no parameter is bf16."""
+        # bf16 has 8 significant bits: an update below 2^-9 of the weight rounds to nothing, every time. Rounded at random it
+        # is kept on average (Gupta et al. 2015). fp32 has 24.
         if self.stochastic_rounding and torch.bfloat16 not in dtypes.values():
             name, dtype = next(iter(dtypes.items()), ("no parameter", None))
             raise PlanError(
@@ -219,6 +266,8 @@ class Fp8:
     def __post_init__(self) -> None:
         if self.recipe not in get_args(Recipe):
             raise PlanError(f"Fp8(recipe={self.recipe!r}): choose one of 'tensorwise', 'rowwise'.")
+        # FSDP shards dim 0, the rows. Backward multiplies with the transpose, whose rows lie on all ranks. One scale of the
+        # whole tensor is one all-reduced maximum.
         if self.gather and self.recipe == "rowwise":
             raise PlanError(
                 "Fp8(recipe='rowwise', gather=True): a rank's shard does not hold the scales that rows of the transposed "
@@ -230,6 +279,7 @@ class Fp8:
 class Precision:
     """Mixed precision: compute and reduction dtypes. Parameters and optimizer state keep their own dtype (fp32 masters)."""
 
+    # Gradients of many ranks are summed one after the other along a ring: in bf16 small ones would be lost in the sum.
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
     fp8: Fp8 | None = None

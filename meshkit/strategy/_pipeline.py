@@ -22,6 +22,12 @@ class PipelinePolicy:
     stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        # A `Schedule` is told by its placement: its class is in `parallel`, which is above this room.
+        if not (isinstance(self.schedule, str) or callable(self.schedule) or hasattr(self.schedule, "placement")):
+            raise PlanError(
+                f"PipelinePolicy(schedule={self.schedule!r}): give the name of a schedule, the path of a CSV table, a "
+                "function (ranks, microbatches), or a Schedule."
+            )
         stages = self.stages
         if stages is None:
             return

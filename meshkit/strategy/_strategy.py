@@ -13,6 +13,7 @@ from typing import Any
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.plan import Plan
+from meshkit.plan.match import frozen_table
 from meshkit.strategy._context import ContextPolicy
 from meshkit.strategy._experts import ExpertPolicy
 from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
@@ -50,6 +51,8 @@ class Strategy:
     dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
     a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
     overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
+    A choice that a run can do nothing with is refused by `resolve`. What an axis of one rank has as it was asked for is not:
+    sequence on tp=1, context on cp=1, zero on dp_shard=1; so one file fits many meshes.
     Raises: PlanError and MeshError for values that no model and no world could have.
     """
 
@@ -66,6 +69,7 @@ class Strategy:
     overrides: Mapping[str, BlockOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # object.__setattr__, since it is frozen: equal choices are brought to one form, and are then equal records.
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
         for name, kinds in _KINDS.items():
@@ -73,12 +77,8 @@ class Strategy:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
                 raise PlanError(f"Strategy({name}={value!r}): give {wanted}.")
-        for pattern, override in self.overrides.items():
-            if not isinstance(override, BlockOverride):
-                raise PlanError(
-                    f"Strategy(overrides={{{pattern!r}: {override!r}}}): give a BlockOverride, for example "
-                    'BlockOverride(recompute="full").'
-                )
+        overrides = frozen_table(self.overrides, BlockOverride, where="Strategy", argument="overrides")
+        object.__setattr__(self, "overrides", overrides)
         count = self.microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise PlanError(f"Strategy(microbatches={count!r}): a step has a whole number of microbatches, at least 1.")
@@ -99,6 +99,7 @@ class Strategy:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"Did you mean {near[0]!r}? " if near else ""
                 raise PlanError(f"there is no choice {name!r}. {hint}A strategy has {', '.join(names)}.")
+        # None is a recipe's flag that was not given; no choice means anything else by it.
         given = {name: choice for name, choice in choices.items() if choice is not None}
         if strategy is None:
             return Strategy(**given)
@@ -160,5 +161,4 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "experts": (ExpertPolicy,),
     "pipeline": (PipelinePolicy,),
     "compile": (bool, str),
-    "overrides": (Mapping,),
 }

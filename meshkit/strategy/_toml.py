@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshkit.errors import PlanError
+from meshkit.mesh import MeshSpec
 from meshkit.plan import Style
 
 Record = TypeVar("Record")
@@ -26,6 +27,7 @@ def toml_text(table: dict[str, Any]) -> str:
 
 def to_table(record: Any) -> dict[str, Any]:
     """A frozen dataclass as a dict of what TOML can hold. Raises: PlanError for a function, which is no data."""
+    # What is at its default is left out: a file says what was chosen, and fits in a glance.
     return {
         each.name: _written(getattr(record, each.name), f"{type(record).__name__}.{each.name}")
         for each in dataclasses.fields(record)
@@ -41,10 +43,10 @@ def _written(value: Any, where: str) -> Any:
     if isinstance(value, Style):
         table = to_table(value)
         return table["kind"] if set(table) == {"kind"} else table
-    if type(value).__name__ == "MeshSpec":
+    if isinstance(value, MeshSpec):  # one text, as on a command line
         return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(value).items() if size != 1)
     if isinstance(value, bool | int | float | str):
-        return value
+        return value  # None needs nothing: TOML has no null, but every None here is a default
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Path):
@@ -78,7 +80,7 @@ def from_table(kind: type[Record], text: str, *, source: str) -> Record:
 
 
 def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
-    types_of = typing.get_type_hints(kind)
+    types_of = typing.get_type_hints(kind)  # annotations are texts here (`from __future__ import annotations`)
     for name in table:
         if name not in types_of:
             near = difflib.get_close_matches(name, types_of, n=1)
@@ -92,6 +94,8 @@ def _record(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 def _read(kind: Any, value: Any, where: str) -> Any:
     """The value as the type annotation `kind` wants it. Raises: PlanError naming `where`."""
+    # A union is told by the shape of what TOML has: a table is a mapping or the record that has its names, a list a tuple, a
+    # text a Literal, a dtype or a path. No annotation here has two options of one shape, other than records.
     options = list(_options(kind))
     records: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
     tables = [option for option in options if _is_a(option, Mapping)]
@@ -121,6 +125,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     wanted = tuple(option for option in options if option in (bool, int, float, str))
     if not isinstance(value, wanted) and not (float in wanted and isinstance(value, int)):
         raise PlanError(f"{where}: {value!r} {_should(wanted, records, tables, lists, options)}.")
+    # In Python True is an int: `zero = true` would be the stage 1.
     if bool not in wanted and isinstance(value, bool):
         raise PlanError(f"{where}: {value!r} {_should(wanted, records, tables, lists, options)}.")
     return value

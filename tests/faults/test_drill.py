@@ -14,7 +14,7 @@ import pytest
 
 from tests.depth import DEEP, deep
 from tests.faults.drill import BLOCKS
-from tests.recipes.launch import TORCHRUN, finish, read_losses, run, start_command
+from tests.recipes.launch import TORCHRUN, command_line, finish, read_losses, run, start_command
 
 SCRIPT = "tests/faults/drill.py"
 END_S = 180.0  # with the start, on a loaded machine
@@ -42,13 +42,13 @@ def moment_of(block: str, fault: str) -> dict[str, Any]:
 
 
 def flags(out: Path, **values: Any) -> list[str]:
-    return ["--out", str(out), *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+    return command_line({"out": out}, **values)
 
 
-def drilled(block: str, fault: str, out: Path) -> tuple[dict[str, Any], int, str, float]:
+def drilled(block: str, fault: str, out: Path, *, timeout_s: int = TIMEOUT_S) -> tuple[dict[str, Any], int, str, float]:
     """(where and when, exit status, output, seconds from the fault to the end)"""
     at = moment_of(block, fault)
-    patience = {"timeout_s": TIMEOUT_S, "stall_s": 2} if fault == "stay" else {}
+    patience = {"timeout_s": timeout_s, "stall_s": 2} if fault == "stay" else {}
     status, output = run(2, SCRIPT, *flags(out, block=block, fault=fault, **patience, **at), timeout_s=END_S)
     return at, status, output, time.time() - float((out / "struck").read_text())
 

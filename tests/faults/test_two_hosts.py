@@ -16,7 +16,7 @@ from tests.depth import deep
 from tests.faults.hosts import CARD, Hosts, two_hosts
 from tests.faults.test_drill import flags
 from tests.recipes.launch import ROOT, TORCHRUN, _run_script, finish, read_losses, run, start_command
-from tests.world import CONTEXT
+from tests.world import fork
 
 SCRIPT = "tests/faults/drill.py"
 STEPS = 16
@@ -63,8 +63,7 @@ def test_a_cable_out_for_a_while_changes_nothing_and_out_for_good_is_named_on_bo
     ranks = []
     for host, log in enumerate(logs):
         log.touch()
-        ranks.append(CONTEXT.Process(target=run_on, args=(host, hosts, str(out), str(log))))
-        ranks[-1].start()
+        ranks.append(fork(run_on, host, hosts, str(out), str(log)))
 
     def said() -> str:
         return "\n".join(log.read_text() for log in logs)

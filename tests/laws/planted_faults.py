@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meshkit", "tests", "docs", "examples", "pyproject.toml", "README.md")
-TIME_S = 200.0  # a fault that hangs its ranks is seen within 30 s: see [Note: stuck ranks] in tests/world.py
+TIME_S = 200.0  # of a test on a loaded machine; ranks that hang: [Note: stuck ranks] in tests/world.py
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ FAULTS = [
         8,
         "ceil(capacity.factor * pairs / experts)",
         "int(capacity.factor * pairs / experts)",
-        "tests/parallel/expert/test_dispatchers.py::test_a_share_that_is_no_whole_number_is_rounded_up",
+        "tests/parallel/expert/test_conformance.py::test_a_share_that_is_no_whole_number_is_rounded_up",
     ),
     Fault(
         9,
@@ -104,7 +104,7 @@ FAULTS = [
         11,
         "not now.left and before is not None",
         "before is not None",
-        "tests/faults/test_roll.py::test_a_rank_that_said_how_it_ended_is_not_silent_after_it",
+        "tests/faults/test_heartbeat.py::test_a_rank_that_said_how_it_ended_is_not_silent_after_it",
     ),
     Fault(
         12,
@@ -122,13 +122,13 @@ FAULTS = [
         14,
         "weight**2 / (tokens * squared)",
         "weight**2 / ((tokens - 1) * squared)",
-        "tests/algos/policy/test_edges.py::test_the_effective_share_is_that_of_kish",
+        "tests/algos/policy/test_silent_errors.py::test_the_effective_share_is_that_of_kish",
     ),
     Fault(
         15,
         "sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize)",
         "transfers",
-        "tests/algos/reallocate/test_ranks.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
+        "tests/algos/reallocate/test_move.py::test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes",
     ),
     Fault(
         16,
@@ -150,9 +150,33 @@ FAULTS = [
     ),
     Fault(
         19,
-        "pending.wait()\n        block = arriving\n\n\ndef _ring_gradients",
-        "block = arriving\n\n\ndef _ring_gradients",
+        "pending.wait()\n        block = arriving\n\n\ndef ring_gradients",
+        "block = arriving\n\n\ndef ring_gradients",
         "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
+    ),
+    Fault(
+        20,
+        "pending.wait()\n            dkv += arriving",
+        "dkv += arriving",
+        "tests/parallel/context/test_attention.py::test_outputs_and_gradients_equal_one_attention[3]",
+    ),
+    Fault(
+        21,
+        "pending.wait()\n    assert arriving",
+        "assert arriving",
+        "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[ring]",
+    ),
+    Fault(
+        22,
+        "pending.wait()\n        _add_to_keys",
+        "_add_to_keys",
+        "tests/parallel/context/test_attention.py::test_outputs_and_gradients_equal_one_attention[3]",
+    ),
+    Fault(
+        23,
+        "pending.wait()\n    _add_to_keys",
+        "_add_to_keys",
+        "tests/parallel/context/test_attention.py::test_a_scale_of_ones_own_reaches_outputs_and_gradients[group_cast]",
     ),
 ]
 
@@ -169,7 +193,7 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[bool, float]:
         text=True,
     ) as process:
         try:
-            output = process.communicate(timeout=TIME_S)[0]
+            output = process.communicate(timeout=TIME_S * len(tests))[0]
         finally:
             process.kill()
     if process.returncode not in (0, 1):  # as for a test that is not there any more

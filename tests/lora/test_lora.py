@@ -17,9 +17,9 @@ from meshkit.core.model_state import copies_of
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import CheckpointError, PlanError
+from tests.compare_shards import computed_once, difference, same_bits
 from tests.depth import thin
 from tests.laws.parity.cases import MAX_NORM, Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of
-from tests.own_part import computed_once, difference, same_bits
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # only the order of summation differs

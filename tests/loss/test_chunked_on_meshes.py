@@ -14,12 +14,13 @@ from torch import nn
 import meshkit as mk
 from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.core.sharding import full_tensor
-from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config, mtp_loss
+from meshkit.models.deepseek import DeepseekV3, mtp_loss
 from meshkit.models.moe import moe_plan
 from tests.depth import covering, deal, deep, draws, thin
 from tests.laws.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, run_cell, start
 from tests.laws.parity.test_parity import TOL_FP64
 from tests.laws.parity.test_precision import BF16_RATIO, errors
+from tests.tiny import draw_parameters, tiny_deepseek
 from tests.world import RankError, pool
 
 CHUNKED = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=5))  # of 16 to 80 tokens: the last chunk is shorter
@@ -205,26 +206,9 @@ def mtp_errors(mesh: str, sequence: bool) -> float:
     found = []
     for memory, where in ((mk.MemoryPolicy(), ""), (CHUNKED, mesh)):
         torch.manual_seed(2)
-        config = DeepseekV3Config(
-            vocab_size=61,
-            hidden_size=16,
-            intermediate_size=24,
-            moe_intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            kv_lora_rank=8,
-            q_lora_rank=None,
-            qk_nope_head_dim=4,
-            qk_rope_head_dim=4,
-            v_head_dim=4,
-            first_k_dense_replace=1,
-            num_nextn_predict_layers=2,
-        )
+        config = tiny_deepseek(vocab_size=61, num_nextn_predict_layers=2)
         model = DeepseekV3(config).double()
-        for param in model.parameters():
-            nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+        draw_parameters(model)
         batch = batches(Cell(mesh="", vocab=61))[0]
         if where:
             run = mk.parallelize(model, mk.init_mesh(where), plan=moe_plan(config), memory=memory, sequence=sequence)

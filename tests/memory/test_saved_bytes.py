@@ -22,6 +22,7 @@ import meshkit as mk
 from meshkit.core._torch import FakeTensorMode
 from meshkit.models.llama import dense_layer
 from meshkit.strategy import Recompute
+from tests.tiny import tiny_config
 
 CONFIG, TOKENS = mk.models.LLAMA3_8B, 256
 G = Fraction(CONFIG.num_key_value_heads, CONFIG.num_attention_heads)
@@ -99,16 +100,7 @@ def test_made_again_is_the_same_bits(mode: Any) -> None:
     gradients = []
     for each in ("none", mode):
         torch.manual_seed(0)
-        config = mk.models.LlamaConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-        model = mk.models.Llama(config)
+        model = mk.models.Llama(tiny_config(hidden_size=32, intermediate_size=48, head_dim=8))
         mk.recompute(model, blocks=["layers.0", "layers.1"], mode=each)
         model(torch.arange(16).reshape(2, 8)).square().mean().backward()
         gradients.append([param.grad for param in model.parameters()])

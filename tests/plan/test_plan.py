@@ -7,6 +7,7 @@ from torch import nn
 import meshkit as mk
 from meshkit.parallel.tensor.layout import tensor_layout
 from meshkit.plan import Style, match_names, match_table
+from tests.tiny import tiny_config
 
 
 class MLP(nn.Module):
@@ -82,17 +83,7 @@ def test_a_tied_parameter_needs_one_layout() -> None:
 
 
 def test_more_ranks_than_query_heads_are_refused() -> None:
-    model = mk.models.Llama(
-        mk.models.LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=4,
-        )
-    )
+    model = mk.models.Llama(tiny_config(num_attention_heads=2))
     with pytest.raises(mk.errors.PlanError, match="tp=4 needs at least 4 query heads, but 'layers.0.self_attn' has 2"):
         tensor_layout(model, mk.models.LLAMA_PLAN.tensor, size=4, sequence=False)
 
@@ -113,6 +104,17 @@ def test_auto_plan_finds_the_blocks_and_says_what_it_decided() -> None:
     assert plan.blocks == ("layers.*",)
     assert "layers.*.up" in str(plan)
     assert "column()" in str(plan)
+
+
+def test_auto_plan_takes_layers_for_blocks_however_many_experts_each_has() -> None:
+    with torch.device("meta"):
+        model = mk.models.Llama(mk.models.LLAMA32_1B)
+    layers = len(model.layers)
+    for layer in model.layers:
+        layer.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers + 1))
+    plan = mk.plan.auto_plan(model)
+    assert plan.blocks == ("layers.*",)
+    assert plan.tensor["layers.0"] == mk.plan.split()
 
 
 def test_auto_plan_of_our_llama_is_the_written_one_but_for_the_split() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.program import read_program
+from tests.compare_shards import difference
 from tests.laws.parity.cases import Cell, batches, build, mesh_for
-from tests.own_part import difference
 from tests.plan.test_plan import MLP
 from tests.world import run_ranks
 

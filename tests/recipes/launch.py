@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -31,8 +32,21 @@ def start(ranks: int, script: str, *flags: str) -> subprocess.Popen[str]:
     return start_command([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), str(ROOT / script), *flags])
 
 
+# The kernel tells torchrun to end once its parent, pytest, is gone: torchrun ends its ranks then, with SIGTERM, and after
+# 30 s with SIGKILL. It is asked by a first program that turns into torchrun, since in this process, which has threads,
+# nothing may run between fork and exec. `getppid` is asked last: pytest may have ended before the kernel was told.
+PR_SET_PDEATHSIG = 1
+END_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 def start_command(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """more: variables of the environment."""
+    """The command, which gets a SIGTERM when this process ends, however it ends. more: variables of the environment."""
+    command = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -130,6 +144,12 @@ def _run_script(script: str, flags: tuple[str, ...], environment: dict[str, str]
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def command_line(flags: Mapping[str, object], **changed: object) -> list[str]:
+    """`--name value` of each flag, with these changed or added: `seq_len=8` is `--seq-len 8`."""
+    chosen = {**flags, **{name.replace("_", "-"): value for name, value in changed.items()}}
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
 def read_losses(out: Path) -> dict[int, float]:

@@ -12,7 +12,7 @@ from meshkit.algos.preference import parse_losses
 from meshkit.errors import PlanError
 from meshkit.models import Llama, config_from_pretrained, load_pretrained
 from meshkit.preflight.estimate.recipe import load_script
-from tests.recipes.launch import ROOT, read_losses, run
+from tests.recipes.launch import ROOT, command_line, read_losses, run
 from tests.recipes.pairs import write_pairs
 from tests.recipes.test_reward_model import seen_last
 
@@ -41,9 +41,8 @@ def flags(pairs: tuple[Path, Path], out: Path, **changes: object) -> list[str]:
         "lr-kind": "constant",  # or the first part of a run would depend on how long the whole is to be
         "warmup-steps": 2,
         "eval-every": 2,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def train(ranks: int, *given: str) -> str:

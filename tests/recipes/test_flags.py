@@ -13,7 +13,7 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.recipes import ParallelFlags, TrainFlags
-from meshkit.recipes.flags import PLACES
+from meshkit.recipes.flags import STRATEGY_FIELDS
 from meshkit.strategy import (
     ActivationOffload,
     ChunkedLoss,
@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_every_flag_of_a_strategy_has_its_place_in_it() -> None:
     names = {field.name for field in dataclasses.fields(ParallelFlags)} - {"strategy"}
-    assert names | {"microbatches"} == set(PLACES)
+    assert names | {"microbatches"} == set(STRATEGY_FIELDS)
 
 
 def test_the_file_is_what_runs(file: Path) -> None:

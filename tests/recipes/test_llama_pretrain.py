@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.launch import ROOT, finish, read_losses, run, start, wait_for_step, write_corpus
+from tests.recipes.launch import ROOT, command_line, finish, read_losses, run, start, wait_for_step
 
 RECIPE = "examples/llama_pretrain.py"
 GOLDEN = ROOT / "tests" / "golden" / "llama_pretrain.json"
 TOL_GOLDEN = 2e-5  # relative; other processors and torch versions sum in another order, and steps amplify it
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
 
 
 def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
@@ -30,9 +25,8 @@ def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
         "save-every": 100,
         "eval-every": 6,
         "sample-tokens": 8,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def test_first_steps_are_the_golden_ones_on_any_mesh_and_across_a_stop(corpus: Path, tmp_path: Path) -> None:

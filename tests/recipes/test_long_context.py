@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.launch import read_losses, run, write_corpus
+from tests.recipes.launch import command_line, read_losses, run
 
 RECIPE = "examples/long_context.py"
 TOL_FP32_SUM = 2e-5  # relative; another mesh sums in another order, and steps amplify it
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
 
 
 def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
@@ -29,9 +24,8 @@ def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
         "save-every": 100,
         "eval-every": 100,
         "eval-batches": 2,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def test_a_run_continued_with_another_cp_is_one_run_without_cp(corpus: Path, tmp_path: Path) -> None:

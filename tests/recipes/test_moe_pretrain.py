@@ -9,16 +9,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshkit.models import LlamaConfig, save_config
 from tests.depth import thin
-from tests.recipes.launch import read_losses, run, write_corpus
+from tests.recipes.launch import command_line, read_losses, run
 
 RECIPE = "examples/moe_pretrain.py"
 TOL_ONE_RANK = 2e-5  # relative; sums are in another order, and steps amplify it
 STEPS, LAYERS, EXPERTS, CELL_PX = 12, 4, 8, 12
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
 
 
 def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
@@ -34,9 +29,8 @@ def flags(corpus: Path, out: Path, **changes: object) -> list[str]:
         "picture-every": 4,
         "eval-every": 6,
         "sample-tokens": 8,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:

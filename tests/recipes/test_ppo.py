@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.recipes.launch import run
+from tests.recipes.launch import command_line, run
 
 RECIPE = "examples/ppo.py"
 TOL_CURVE = (
@@ -34,9 +34,8 @@ def flags(out: Path, **changes: object) -> list[str]:
         "staleness": 1,
         "eval-every": 4,
         "eval-prompts": 16,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def curve(out: Path) -> dict[int, list[float]]:

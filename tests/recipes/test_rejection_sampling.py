@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes.launch import run
+from tests.recipes.launch import command_line, run
 
 RECIPE = "examples/rejection_sampling.py"
 TOL_CURVE = (
@@ -29,9 +29,8 @@ def flags(out: Path, **changes: object) -> list[str]:
         "threshold": 0.0,  # that something is kept of a model that is hardly ever right
         "eval-every": 3,
         "eval-prompts": 16,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def curve(out: Path) -> dict[int, list[float]]:

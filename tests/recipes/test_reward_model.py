@@ -10,7 +10,7 @@ from transformers import LlamaForSequenceClassification, Qwen3MoeConfig, Qwen3Mo
 
 from meshkit.__main__ import main
 from meshkit.models import RewardModel, config_from_pretrained, load_pretrained
-from tests.recipes.launch import ROOT, read_losses, run
+from tests.recipes.launch import ROOT, command_line, read_losses, run
 from tests.recipes.pairs import write_pairs
 
 RECIPE = "examples/reward_model.py"
@@ -37,9 +37,8 @@ def flags(pairs: tuple[Path, Path], out: Path, **changes: object) -> list[str]:
         "lr-kind": "constant",  # or the first part of a run would depend on how long the whole is to be
         "warmup-steps": 2,
         "eval-every": 2,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def seen_last(out: Path) -> dict[str, float]:

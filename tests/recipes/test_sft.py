@@ -13,7 +13,7 @@ import meshkit as mk
 from meshkit.data import CHATML, CHATML_TOKENS, load_chat, save_tokenizer, train_tokenizer
 from meshkit.models import LLAMA_PLAN, build_model, config_from_pretrained, load_lora, load_pretrained, lora_options
 from meshkit.preflight.estimate.recipe import load_script
-from tests.recipes.launch import ROOT, read_losses, run
+from tests.recipes.launch import ROOT, command_line, read_losses, run
 from tests.world import run_ranks
 
 RECIPE = "examples/sft.py"
@@ -88,9 +88,8 @@ def flags(data: Path, out: Path, **changes: object) -> list[str]:
         "save-every": 100,
         "eval-every": 100,
         "sample-tokens": 4,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    return command_line(chosen, **changes)
 
 
 def held_out_loss(out: Path) -> float:

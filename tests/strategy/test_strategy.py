@@ -133,7 +133,7 @@ def test_what_is_no_data_cannot_be_written() -> None:
         (lambda: Strategy(memory="full"), r"Strategy\(memory='full'\): give MemoryPolicy"),  # type: ignore[arg-type]
         (lambda: Strategy(zero=True), r"Strategy\(zero=True\): give int or None"),
         (lambda: Strategy(sequence="no"), r"Strategy\(sequence='no'\): give bool"),  # type: ignore[arg-type]
-        (lambda: Strategy(overrides={"a": "full"}), "give a BlockOverride"),  # type: ignore[dict-item]
+        (lambda: Strategy(overrides={"a": "full"}), "which is no BlockOverride. Give a BlockOverride"),  # type: ignore[dict-item]
         (lambda: PipelinePolicy(stages=("2", "2")), "whole numbers"),  # type: ignore[arg-type]
         (lambda: Strategy.of("run.toml", {}), "this is no Strategy"),  # type: ignore[arg-type]
         (lambda: BlockOverride(), "changes nothing"),
@@ -386,6 +386,116 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
         "dp_shard=2",
         {"memory": MemoryPolicy(loss=ChunkedLoss(backend="liger"))},
         "has kernels for GPUs",
+    ),
+}
+
+
+class Own(nn.Module):
+    """Somebody's model, whose plan names no blocks; `given` is one more parameter."""
+
+    def __init__(self, given: torch.Tensor | None = None, *, layers: int = 0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        if layers:
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        if given is not None:
+            self.given = nn.Parameter(given)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in getattr(self, "layers", ()):
+            x = layer(x)
+        return self.head(x)
+
+
+def in_two_dtypes() -> nn.Module:
+    model = llama()
+    model.get_submodule("layers.1.mlp").to(torch.bfloat16)
+    return model
+
+
+NO_BLOCKS: dict[str, Any] = {"plan": None}
+
+REFUSED |= {
+    "a schedule without pp": (
+        llama,
+        "dp_shard=2",
+        {"pipeline": PipelinePolicy(schedule="zb-h1")},
+        r"PipelinePolicy\(schedule='zb-h1'\) on a mesh with pp=1",
+    ),
+    "stages without pp": (
+        llama,
+        "tp=2",
+        {"pipeline": PipelinePolicy(stages=(1, 1))},
+        r"PipelinePolicy\(stages=\(1, 1\)\) on a mesh with pp=1",
+    ),
+    "a capacity without experts": (
+        llama,
+        "dp_shard=2",
+        {"experts": ExpertPolicy(capacity=Capacity(factor=1.0))},
+        r"ExpertPolicy\(capacity=.*\), but the plan has no experts",
+    ),
+    "hot experts without experts": (llama, "dp_shard=2", {"experts": ExpertPolicy(hot=1)}, "the plan has no experts"),
+    "recompute without blocks": (
+        Own,
+        "dp_shard=2",
+        {**NO_BLOCKS, "memory": MemoryPolicy(recompute="full")},
+        "recompute='full' is done block by block, but the plan names no blocks",
+    ),
+    "a budget without blocks": (
+        Own,
+        "dp_shard=2",
+        {**NO_BLOCKS, "memory": MemoryPolicy(recompute=Budget(bytes=1, rows=1, seq_len=8))},
+        "Budget.* is done block by block, but the plan names no blocks",
+    ),
+    "offload without blocks": (
+        Own,
+        "dp_shard=2",
+        {**NO_BLOCKS, "memory": MemoryPolicy(offload=ActivationOffload())},
+        "offload=.* but the plan names no blocks",
+    ),
+    "compile without blocks": (Own, "dp_shard=2", {**NO_BLOCKS, "compile": True}, "compile=True .* names no blocks"),
+    "offload that keeps every block": (
+        llama,
+        "dp_shard=2",
+        {"memory": MemoryPolicy(offload=ActivationOffload(keep_last=2))},
+        r"ActivationOffload\(keep_last=2\) keeps all of the 2 blocks",
+    ),
+    "a scalar parameter": (
+        lambda: Own(torch.tensor(1.0)),
+        "dp_shard=2",
+        NO_BLOCKS,
+        "parameter 'given' is a scalar, and FSDP shards the first dim",
+    ),
+    "a scalar parameter, of replicas": (
+        lambda: Own(torch.tensor(1.0)),
+        "dp_replicate=2",
+        NO_BLOCKS,
+        "parameter 'given' is a scalar",
+    ),
+    "a parameter that is a transposed view": (
+        lambda: Own(torch.zeros(4, 6).t()),
+        "dp_shard=2",
+        NO_BLOCKS,
+        r"parameter 'given' of shape \[6, 4\] has the strides \[1, 6\]",
+    ),
+    "a complex parameter": (
+        lambda: Own(torch.zeros(4, dtype=torch.complex64)),
+        "dp_shard=2",
+        NO_BLOCKS,
+        "parameter 'given' is complex64",
+    ),
+    "a complex parameter on tp": (
+        lambda: Own(torch.zeros(4, dtype=torch.complex64)),
+        "tp=2",
+        NO_BLOCKS,
+        "parameter 'given' is complex64",
+    ),
+    "a block in two dtypes": (
+        in_two_dtypes,
+        "dp_shard=2",
+        {},
+        "'layers.1.input_layernorm.weight' is float32 and 'layers.1.mlp.gate_proj.weight' bfloat16|in two dtypes",
     ),
 }
 

@@ -33,6 +33,7 @@ class Call:
     stage: Stage = "rollout"
 
     def __post_init__(self) -> None:
+        # `Flow` itself writes this field.
         if SOURCE in self.gives:
             raise PlanError(
                 f"call {self.name!r} gives {SOURCE!r}, by which a flow finds where a sample belongs. Rename it."

@@ -22,6 +22,7 @@ def share(sources: int, data_ranks: DataRanks, rank: int) -> range:
     """The first samples of an iteration that are on `rank`, as indices; none for a rank outside of the mesh."""
     for index, ranks in enumerate(data_ranks):
         if rank in ranks:
+            # The same split as of `Flow.source`: nobody has to be told where a sample is.
             return even_part(sources, len(data_ranks), index)
     return range(0)
 
@@ -44,6 +45,7 @@ class Exchange:
         names = (SOURCE, *fields)
         payloads = []
         for receiver in self.ranks:
+            # Each rank computes what every receiver lacks; no request is sent.
             wanted = share(sources, self._destination, receiver)
             parts = [
                 {name: sample[name] for name in names}
@@ -61,6 +63,7 @@ class Exchange:
         """The receiver itself, if it has the sample, else one of the ranks that have it, in turn by receiver."""
         for index, ranks in enumerate(self._source):
             if source in even_part(sources, len(self._source), index):
+                # In turn: all samples from the first rank would make it the bottleneck of the exchange.
                 return receiver if receiver in ranks else ranks[receiver % len(ranks)]
         raise AssertionError(f"no rank has source {source} of {sources}")
 
@@ -68,6 +71,7 @@ class Exchange:
         packed = [pickle.dumps(parts) if parts else b"" for parts in payloads]
         sizes = torch.tensor([len(data) for data in packed])
         incoming_sizes = torch.empty_like(sizes)
+        # Sizes first, since a receiver must make its buffer.
         dist.all_to_all_single(incoming_sizes, sizes, group=self._group)
         # frombuffer refuses an empty buffer: one byte stands in, and is cut off.
         outgoing = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]

@@ -95,6 +95,7 @@ class Flow:
         if self._next >= self._total:
             raise DataError(f"the flow has run its {self._total} iterations. Give a larger total.")
         self.seconds = {"wait": 0.0}
+        # Every rank walks the same program and runs its own rows of it: the common order is what rules out deadlock.
         for row in self.program(range(self._next, self._next + 1), self._made):
             if self._rank in self._ranks_of(row):
                 self._run(row)
@@ -138,6 +139,7 @@ class Flow:
                     + (f"without {', '.join(missing)}." if missing else "of another rank.")
                     + f" Return the samples it was given, each with {', '.join(call.gives)}."
                 )
+        # The call's samples take the place of those it was given: it may have dropped some, or made several of one.
         self._stored[iteration][call.on] = returned
 
     def _send(self, row: Row, group: dist.ProcessGroup, what: str) -> None:
@@ -162,6 +164,7 @@ class Flow:
         return samples_by_mesh[mesh]
 
     def _number_of_sources(self, iteration: int) -> int:
+        # A rank that has no samples of the iteration yet still needs their number: shares are counted in it.
         if iteration not in self._sources:
             self._sources[iteration] = len(self._source(iteration))
         return self._sources[iteration]
@@ -210,6 +213,7 @@ class Flow:
                     pending.setdefault(iteration, {}).setdefault(mesh, []).extend(map(_to_tensors, samples))
         for samples_by_mesh in pending.values():
             for samples in samples_by_mesh.values():
+                # By source, as `share` splits: a mesh of another size then takes its part.
                 samples.sort(key=lambda sample: sample[SOURCE])
         return {"iteration": self._next, "made": self._made, "staleness": self._staleness, "pending": pending}
 

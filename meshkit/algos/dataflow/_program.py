@@ -54,6 +54,7 @@ def program(
     if staleness < 0:
         raise PlanError(f"staleness={staleness}: rollouts run 0 or more iterations ahead.")
     refuse_odd_graph(calls, first)
+    # At the start, and after a resume, the rollouts that should already be there are made first.
     for iteration in range(made, min(iterations.start + staleness, total)):
         yield from _stage(calls, first, "rollout", iteration)
         yield from _handover(calls, first, iteration)
@@ -61,12 +62,14 @@ def program(
         ahead = iteration + staleness
         if made <= ahead < total:
             yield from _stage(calls, first, "rollout", ahead)
+        # With staleness the train stage has been handed its samples at the end of an earlier iteration.
         if staleness == 0:
             yield from _handover(calls, first, iteration)
         yield from _stage(calls, first, "train", iteration)
         # After the train stage, so that ranks that train do not wait for the rollouts that run beside them.
         if staleness and made <= ahead < total:
             yield from _handover(calls, first, ahead)
+        # After the last rollouts nobody reads the sampler's weights any more.
         if iteration + staleness + 1 < total:
             for sync in syncs:
                 yield Row("sync", iteration, sync.name, sync.source, sync.destination)
@@ -116,6 +119,7 @@ def _handover(calls: Sequence[Call], first: Sequence[str], iteration: int) -> It
 def _sends(calls: Sequence[Call], first: Sequence[str], index: int, iteration: int, stage: str) -> Iterator[Row]:
     """Send the fields that call `index` needs from calls of `stage` on other meshes, unless its mesh already has them."""
     call = calls[index]
+    # What an earlier call of the mesh read or made is there: it is sent once.
     present = {
         name for earlier in calls[:index] if earlier.on == call.on for name in (*earlier.needs, *earlier.gives)
     } | set(first)

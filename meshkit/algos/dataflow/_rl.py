@@ -38,6 +38,8 @@ def rollout_call(
 
     def write(prompted: list[Sample]) -> list[Sample]:
         assert engine is not None
+        # An engine returns several rollouts of a prompt: the key leads back to the sample, whose `source` each of them
+        # keeps.
         by_key = {sample["key"]: sample for sample in prompted}
         rows = [(key, Record(fields=sample["fields"], source=f"prompt {key}")) for key, sample in by_key.items()]
         prompts = encode_prompts(rows, tokenizer)
@@ -77,4 +79,6 @@ def log_prob_call(
         values = example_values(run, examples, function, seq_len=seq_len, microbatches=microbatches)
         return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
 
+    # In the train stage, before `learn`: pi_old has the weights of this step's beginning, also where rollouts were made
+    # ahead with older ones.
     return Call(name=name, on=on, function=compute, needs=ROLLOUT, gives=[name], stage="train")

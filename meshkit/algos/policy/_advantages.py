@@ -84,8 +84,10 @@ def group_advantages(
         raise DataError(
             f"group_advantages: reward {at} is {float(rewards_A[at])}. NaN marks an answer without a score."
         )
+    # Keys of groups are any int64: `unique` numbers them from 0, so that sums over groups are one index_add.
     _, index_A = groups_A.unique(return_inverse=True)
     scored_A = ~rewards_A.isnan()
+    # 0, not NaN, for an answer without a score: NaN times a mask of 0 is NaN, and would spread over the group.
     reward_A = torch.where(scored_A, rewards_A.double(), 0.0)
     count_A = _group_sums(scored_A.double(), index_A)
     mean_A = _group_sums(reward_A, index_A) / count_A.clamp(min=1)
@@ -95,16 +97,20 @@ def group_advantages(
     if advantage.baseline == "group":
         gain_A = centred_A.masked_fill(uniform_A, 0.0)
     elif advantage.baseline == "leave_one_out":
+        # r - mean of the others = (r - mean of all) n / (n - 1): no sum over the others is needed.
         gain_A = torch.where(count_A > 1, centred_A * count_A / (count_A - 1).clamp(min=1), reward_A)
+        # A single answer is uniform too, but has no baseline here: its gain is its reward.
         gain_A = gain_A.masked_fill((count_A > 1) & uniform_A, 0.0)
     elif advantage.baseline == "length_weighted":
         assert lengths_A is not None
+        # OPO: the baseline of least variance, if the squared norm of an answer's gradient grows with its length.
         weight_A = lengths_A.double() * scored_A
         total_A = _group_sums(weight_A, index_A)
         gain_A = reward_A - _group_sums(weight_A * reward_A, index_A) / total_A.clamp(min=1)
         gain_A = gain_A.masked_fill(uniform_A, 0.0)
     elif advantage.baseline == "greedy":
         assert greedy_A is not None
+        # Without the baseline's score there is no advantage, and no guess of one.
         scored_A = scored_A & ~greedy_A.isnan()
         gain_A = reward_A - greedy_A.double().nan_to_num(0.0)
     else:
@@ -112,6 +118,7 @@ def group_advantages(
     if advantage.scale == "group":
         gain_A = gain_A / (_deviation(_group_sums(centred_A.square(), index_A), count_A, advantage) + advantage.epsilon)
     elif advantage.scale == "batch":
+        # LitePPO: around the mean of the batch, although the gain was taken from the mean of the group.
         count = scored_A.sum().double()
         centred = torch.where(scored_A, reward_A - reward_A.sum() / count.clamp(min=1), 0.0)
         gain_A = gain_A / (_deviation(centred.square().sum(), count, advantage) + advantage.epsilon)
@@ -125,6 +132,8 @@ def _group_sums(values_A: Tensor, index_A: Tensor) -> Tensor:
 
 def _varies(values_A: Tensor, index_A: Tensor, scored_A: Tensor) -> Tensor:
     """Whether two scores of an answer's group differ; [A] bool."""
+    # Compared with one score of the group, exactly: a deviation of equal scores need not be 0 in floating point. With
+    # several sources for one target index_copy keeps any of them, which is as good.
     first_A = torch.zeros_like(values_A).index_copy(0, index_A[scored_A], values_A[scored_A])[index_A]
     return _group_sums(((values_A != first_A) & scored_A).double(), index_A) > 0
 
@@ -143,6 +152,7 @@ class Moments(NamedTuple):
 
     @staticmethod
     def of(values: Tensor, mask: Tensor) -> Moments:
+        # fp64: the variance is a difference of sums over all tokens of the step, which would cancel in fp32.
         kept = values.double()[mask.bool()]
         return Moments(kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum())
 
@@ -158,5 +168,6 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, epsi
     if number <= 1:
         return torch.where(mask.bool(), values.double(), 0.0)
     mean = total / number
+    # Rounding may make it a little negative where all values are equal.
     variance = ((squares - number * mean.square()) / (number - 1)).clamp(min=0)
     return torch.where(mask.bool(), (values.double() - mean) * torch.rsqrt(variance + epsilon), 0.0)

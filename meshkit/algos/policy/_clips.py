@@ -101,16 +101,22 @@ def surrogate(bound: Bound, log_ratio: Tensor, log_probs: Tensor, advantages: Te
 
     log_ratio: from `log_ratios`. log_probs: log pi(y_t) with the gradient. advantages: constants. All [...].
     """
+    # Bounds that stop no gradient report no clipped token.
     nowhere = torch.zeros_like(advantages, dtype=torch.bool)
     if isinstance(bound, Reinforce):
         return Surrogate(-advantages * log_probs, nowhere, nowhere)
     rho = exp(log_ratio)
     if isinstance(bound, Clip):
+        # The minimum takes the clipped, constant side only where rho has moved the way that A rewards; on the other side
+        # the gradient stays, to bring rho back. These are the tokens that it stops.
         low, high = (rho < 1 - bound.low) & (advantages < 0), (rho > 1 + bound.high) & (advantages > 0)
+        # Dual clip: where A < 0, rho A is unbounded below; a maximum of rho bounds it. Where A > 0 the minimum below takes
+        # the side of `clipped` anyway, since dual > 1 + high.
         kept = rho if bound.dual is None else rho.clamp(max=bound.dual)
         clipped = rho.clamp(1 - bound.low, 1 + bound.high)
         return Surrogate(-torch.minimum(kept * advantages, clipped * advantages), low, high)
     if isinstance(bound, Sapo):
+        # 4 / tau makes the slope at rho = 1 that of rho A itself.
         tau = _choose(advantages > 0, bound.positive, bound.negative)
         return Surrogate(-4 * torch.sigmoid(tau * (rho - 1)) / tau * advantages, nowhere, nowhere)
     if isinstance(bound, Cispo):
@@ -118,8 +124,11 @@ def surrogate(bound: Bound, log_ratio: Tensor, log_probs: Tensor, advantages: Te
     else:
         positive = advantages >= 0
         power, rate = _choose(positive, *bound.power), _choose(positive, *bound.rate)
+        # w^k e^(b (1 - w)), as an exponent: w^k alone would overflow.
         log_w = log_ratio.clamp(math.log(1e-8), LIMIT)
         weight, low, high = (rate + power * log_w - rate * log_w.exp()).exp(), nowhere, nowhere
+    # Score function: the weight is a constant, and log pi carries the gradient; so bounding the weight keeps it for each
+    # token.
     return Surrogate(-weight.detach() * advantages * log_probs, low, high)
 
 

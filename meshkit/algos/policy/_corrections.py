@@ -70,6 +70,8 @@ def correction_weights(
     Raises: DataError for a `Correction` without rollout log-probabilities.
     """
     if isinstance(correction, OffPolicyMask):
+        # A mistake that pi itself would make teaches it; one that only an older policy made misleads it. Right answers are
+        # kept, however old.
         wrote = old_log_probs if rollout_log_probs is None else rollout_log_probs
         drift = answers.spread(answers.means(answers.only(wrote) - answers.only(log_probs)))
         return ((advantages >= 0) | (drift <= correction.threshold)).double()
@@ -77,11 +79,14 @@ def correction_weights(
         raise DataError(
             f"{correction}: compares with the policy that wrote the tokens. Give rollout_log_probs, or leave it out."
         )
+    # pi_old, not pi: the ratio pi / pi_old is the clip's. Together they are pi / pi_rollout, of which only this factor is a
+    # constant.
     log_w = answers.only(old_log_probs) - answers.only(rollout_log_probs)
     if correction.level == "sequence":
         log_w = answers.spread(answers.sums(log_w)[0])
     elif correction.level == "geometric":
         log_w = answers.spread(answers.means(log_w))
+    # Bounded to e^20 before its own bounds: the product over a long answer would be inf, and inf times a mask of 0 is NaN.
     weight = exp(log_w)
     if correction.kind == "truncate":
         return weight.clamp(correction.low, correction.high)

@@ -118,7 +118,7 @@ def policy_loss(
     Wire: with an axis, what `SegmentIndex.sums` sends, once for each sum or mean over whole answers.
     Raises: DataError for other shapes, and for a missing input that the loss needs.
     """
-    given = [
+    inputs = [
         ("log_probs", log_probs),
         ("advantages", advantages),
         ("old_log_probs", old_log_probs),
@@ -127,19 +127,17 @@ def policy_loss(
         ("entropy", entropy),
         ("weights", weights),
     ]
-    refuse_other_shapes("policy_loss", answers, given)
-    if loss.kl.in_loss and reference_log_probs is None:
-        raise DataError(
-            f"policy_loss: {loss.kl} compares with a reference. Give reference_log_probs, or coefficient=0."
-        )
-    if loss.entropy and entropy is None:
-        raise DataError(f"policy_loss: entropy={loss.entropy} needs the entropy of each prediction. Give entropy.")
+    refuse_other_shapes("policy_loss", answers, inputs)
+    _refuse_missing(loss, reference_log_probs, entropy)
+    # fp64, and 0 where masked: values of prompts and padding may be NaN, of which not even 0 times would be safe.
+    # Advantages are constants of the step, also where a critic made them.
     log_probs, advantages = answers.only(log_probs), answers.only(advantages.detach())
-    old = log_probs.detach() if old_log_probs is None else answers.only(old_log_probs.detach())
     # On policy old is log_probs itself, detached: the ratio is 1, and its gradient is that of log pi.
+    old = log_probs.detach() if old_log_probs is None else answers.only(old_log_probs.detach())
     log_ratio = log_ratios(log_probs - old, answers, loss.ratio)
     bounded = _bounded(loss, answers, log_ratio, log_probs, advantages)
 
+    # A constant: no gradient may flow through the importance weights of tokens that are already written.
     factor = answers.mask.double() if weights is None else answers.only(weights.detach())
     for correction in loss.corrections:
         factor = factor * correction_weights(
@@ -150,15 +148,10 @@ def policy_loss(
             rollout_log_probs=rollout_log_probs,
             advantages=advantages,
         )
-    policy = total = answers.only(bounded.losses * factor)
-    kl = torch.zeros_like(policy)
-    if reference_log_probs is not None:
-        kl = kl_estimates(log_probs, answers.only(reference_log_probs), loss.kl.estimator)
-        if loss.kl.weighted:
-            kl = kl * exp(log_ratio)
-        kl = answers.only(kl)
-        if loss.kl.in_loss:
-            total = total + loss.kl.coefficient * kl
+    policy = answers.only(bounded.losses * factor)
+    kl = _kl_term(loss.kl, answers, log_probs, reference_log_probs, log_ratio)
+    # KL and entropy are outside of the factors: tokens that a correction leaves out still stay near the reference model.
+    total = policy + loss.kl.coefficient * kl if loss.kl.in_loss else policy
     if loss.entropy and entropy is not None:
         total = total - loss.entropy * answers.only(entropy)
     shares = _shares(loss, answers)
@@ -174,17 +167,44 @@ def policy_loss(
     )
 
 
+def _refuse_missing(loss: PolicyLoss, reference_log_probs: Tensor | None, entropy: Tensor | None) -> None:
+    if loss.kl.in_loss and reference_log_probs is None:
+        raise DataError(
+            f"policy_loss: {loss.kl} compares with a reference. Give reference_log_probs, or coefficient=0."
+        )
+    if loss.entropy and entropy is None:
+        raise DataError(f"policy_loss: entropy={loss.entropy} needs the entropy of each prediction. Give entropy.")
+
+
+def _kl_term(
+    kl: KL, answers: SegmentIndex, log_probs: Tensor, reference_log_probs: Tensor | None, log_ratio: Tensor
+) -> Tensor:
+    """The KL estimate of each token, without its coefficient; 0 without a reference model."""
+    if reference_log_probs is None:
+        return torch.zeros_like(log_probs)
+    # Also without a coefficient in the loss: `policy_metrics` shows how far the policy is from its reference model.
+    estimates = kl_estimates(log_probs, answers.only(reference_log_probs), kl.estimator)
+    if kl.weighted:
+        estimates = estimates * exp(log_ratio)
+    return answers.only(estimates)
+
+
 def _bounded(
     loss: PolicyLoss, answers: SegmentIndex, log_ratio: Tensor, log_probs: Tensor, advantages: Tensor
 ) -> Surrogate:
     if loss.ratio != "geometric":
         return surrogate(loss.clip, log_ratio, log_probs, advantages)
     assert isinstance(loss.clip, Clip)
+    # GMPO clips each log-ratio first and takes their mean over the answer then: one outlier moves the mean little.
     clipped, low, high = geometric_clip(loss.clip, log_ratio, advantages)
     return Surrogate(-advantages * exp(answers.spread(answers.means(clipped))), low, high)
 
 
 def _shares(loss: PolicyLoss, answers: SegmentIndex) -> Tensor:
+    # [Note: divided once, by the whole step]
+    # A loss function returns a sum, and `Run.forward_backward` divides it by the count of the step, over all ranks and
+    # microbatches. A mean inside of a microbatch would weigh a token by how many others happen to be in its microbatch, and
+    # another mesh would train another objective. So these are only the parts of a weight that an answer decides by itself.
     mask = answers.mask.double()
     if loss.aggregation == "sequence_mean":
         return mask / answers.spread(answers.lengths.clamp(min=1))

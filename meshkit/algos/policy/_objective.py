@@ -31,6 +31,7 @@ VALUE_SUMS = ("tokens", "clipped", "error", "error_squared", "return", "return_s
 
 def count_answers(batch: Batch) -> Tensor:
     """The number of answers of a batch that have a learnt token."""
+    # By number, not by `ends`: an answer whose last token is not learnt (cut off, masked) is counted if any token of it is.
     counted = batch["segment_ids"][learnt(batch)].unique().numel()
     return torch.tensor(counted, device=batch["segment_ids"].device)
 
@@ -55,6 +56,7 @@ def policy_objective(
         raise DataError(
             "policy_objective: the batch has no advantages. Add those of step_advantages(mesh, batch, loss)."
         )
+    # Of the whole batch, also in microbatches: ranks of cp have tokens of different answers and sum vectors of one length.
     count = _answer_count(batch)
 
     def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
@@ -72,6 +74,7 @@ def policy_objective(
             weights=part.get("loss_weights"),
         )
         if metrics is not None:
+            # On policy the old ones are the present ones; without an engine's, the generator is taken to be the trainer.
             log_probs = answers.only(predictions.log_probs.detach())
             old = answers.only(part["old_log_probs"]) if "old_log_probs" in part else log_probs
             rollout = answers.only(part["rollout_log_probs"]) if "rollout_log_probs" in part else old
@@ -81,9 +84,11 @@ def policy_objective(
                 clipped_low=values.clipped_low,
                 clipped_high=values.clipped_high,
                 old_k1=-log_ratio,
+                # k3 of KL(pi_old || pi): tokens come from pi_old, so the ratio is pi / pi_old.
                 old_k3=log_ratio.exp() - 1 - log_ratio,
                 reference_kl=values.kl,
                 entropy=answers.only(predictions.entropy),
+                # Through `only`: exp(0) of a masked token is 1, and would count.
                 rollout_error=answers.only(gap.abs().exp()),
                 rollout_k3=gap.exp() - 1 - gap,
                 weight=values.corrections,
@@ -92,7 +97,7 @@ def policy_objective(
                 ratio=values.ratios,
                 rollout_gap=gap.abs(),
             )
-        return values.losses.sum()
+        return values.losses.sum()  # See [Note: divided once, by the whole step] in _loss.py.
 
     return objective
 
@@ -115,6 +120,7 @@ def policy_metrics(metrics: MetricSums) -> dict[str, float]:
     tokens = max(sums.pop("tokens"), 1.0)
     largest = {f"{name}_max": sums.pop(name) for name in POLICY_MAXIMA}
     weight, squared = sums.pop("weight"), sums.pop("weight_squared")
+    # Kish's effective sample size, as a share.
     effective = weight**2 / (tokens * squared) if squared else 0.0
     return {**{name: value / tokens for name, value in sums.items()}, "effective": effective, **largest}
 
@@ -169,6 +175,7 @@ def value_metrics(metrics: MetricSums) -> dict[str, float]:
     sums = metrics.means(1.0)
     tokens = max(sums.pop("tokens"), 1.0)
     mean = {name: value / tokens for name, value in sums.items()}
+    # From sums, since a metric is added up over ranks and microbatches; fp64 sums make up for the cancellation.
     variance = mean["return_squared"] - mean["return"] ** 2
     unexplained = mean["error_squared"] - mean["error"] ** 2
     explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
@@ -180,5 +187,6 @@ def _answer_count(batch: Batch) -> int:
 
 
 def _answers(mesh: Mesh, part: dict[str, Any], count: int) -> SegmentIndex:
+    # Padding has segment 0. It is masked, so any index in range will do.
     index = (part["segment_ids"] - 1).clamp(min=0)
     return SegmentIndex(mask=learnt(part), index=index, count=count, axis=mesh["cp"])

@@ -78,6 +78,7 @@ LUSPO = PolicyLoss(advantage=_NORMALISED, ratio="sequence", clip=Clip(low=3e-4, 
 VESPO = PolicyLoss(advantage=_NORMALISED, ratio="trajectory", clip=Vespo(), aggregation="token_mean")
 """2026 (2602.10693), as TRL 1.16 has it."""
 
+# By the name of the constant, so that a preset cannot be listed under another name; names with _ are parts of presets.
 PRESETS = {
     name: value for name, value in dict(globals()).items() if isinstance(value, PolicyLoss) and not name.startswith("_")
 }

@@ -77,6 +77,7 @@ def token_rewards(
     if old_log_probs_BT is None or reference_log_probs_BT is None:
         raise PlanError("token_rewards: KL(place='reward') needs old_log_probs and reference_log_probs. Give both.")
     penalty_BT = kl_estimates(old_log_probs_BT, reference_log_probs_BT, kl.estimator)
+    # where, not times: an estimate at a prompt's token may be inf.
     return rewards_BT - torch.where(learn_BT.bool(), kl.coefficient * penalty_BT, 0.0)
 
 
@@ -119,6 +120,7 @@ def gae(
         pending_B = pending_B.masked_fill(learnt_B, 0.0)
         advantages_TB[t] = torch.where(learnt_B, ahead_B, 0.0)
     advantages_BT = rearrange(advantages_TB, "t b -> b t").contiguous()
+    # R = A + V is the lambda-return: the critic learns from it before whitening changes A.
     return TokenAdvantages(advantages_BT, torch.where(learn_BT.bool(), advantages_BT + values_BT.double(), 0.0))
 
 

@@ -45,6 +45,7 @@ def keep_informative(rewards_A: Tensor, groups_A: Tensor, *, wanted: int) -> Kep
     and call it again with all answers so far. Groups are ordered by their first answer.
     Source: Yu et al. 2025 (2503.14476), section 3.2.
     """
+    # The same test as the advantage makes: what is dropped is what would have had an advantage of 0.
     uniform_A = group_advantages(rewards_A, groups_A, GroupAdvantage()).uniform
     groups = list(dict.fromkeys(groups_A[~uniform_A].tolist()))[:wanted]
     mask_A = torch.isin(groups_A, groups_A.new_tensor(groups)) & ~uniform_A
@@ -71,6 +72,7 @@ def select_best(rewards_A: Tensor, groups_A: Tensor, *, best: int = 1) -> Tensor
     An answer without a score (NaN) is never selected. Train on them with `sft_losses`.
     Source: Touvron et al. 2023 (2307.09288), section 3.2.
     """
+    # Stable: equal rewards keep the order of samples, so the choice is the same on every mesh.
     order = rewards_A.double().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
     taken: dict[int, int] = {}
     mask_A = torch.zeros_like(rewards_A, dtype=torch.bool)

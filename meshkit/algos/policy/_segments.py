@@ -66,6 +66,7 @@ class SegmentIndex:
 
     def spread(self, values_A: Tensor) -> Tensor:
         """Give each token the value of its answer; [...]."""
+        # A gather: its backward adds the gradients of an answer's tokens up, as the sum over them needs.
         return values_A[self.index]
 
     @cached_property

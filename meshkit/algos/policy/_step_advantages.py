@@ -89,6 +89,7 @@ def pack_rollouts(
     values: the names in `Rollout.values`, needed by a rank without rollouts. mask_truncated: see `Rollout.example`.
     Rollouts must have log-probabilities; for others call `pack_step` on their `example()`s.
     """
+    # `names` says the entries for a rank without rollouts, too: batches of all ranks have the same ones.
     examples = [rollout.example(mask_truncated=mask_truncated) for rollout in rollouts]
     return pack_step(examples, seq_len=seq_len, names=(*NAMES, *values), pad_multiple=pad_multiple)
 
@@ -112,6 +113,8 @@ def policy_batch(
     """
     batch = pack_rollouts(rollouts, seq_len=seq_len, pad_multiple=run.mesh.row_multiple)
     log_probs = partial(label_log_probs, temperature=temperature)
+    # pi_old is the trainer's own, before the first update; the engine's numbers have other rounding and other kernels. For
+    # a single update on policy it is log_probs itself, and this forward is saved.
     if snapshot or loss.corrections or loss.kl.in_reward:
         batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=microbatches).cpu()
     if reference is not None:
@@ -151,6 +154,7 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
     Raises: DataError for an input that the advantage needs and the batch lacks.
     """
     _refuse_missing(batch, loss)
+    # On the host: all that follows is small, and of answers, whose number differs between ranks.
     advantage, batch = loss.advantage, {name: value.cpu() for name, value in batch.items()}
     segments, learn, raw_rewards = batch["segment_ids"], learnt(batch), batch["rewards"]
     answers = SegmentIndex(
@@ -159,8 +163,10 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         count=int(segments.max()) if segments.numel() else 0,
     )
     rewards = raw_rewards
+    # An answer that was cut off has not earned its score: the value of its last state stands for what would have come.
     if isinstance(advantage, GAE) and advantage.bootstrap:
         rewards = raw_rewards.masked_fill(_answer_sums(answers, batch["truncated"]) > 0, 0.0)
+    # After the line above: the NaN of an answer that was cut off is no reason to drop it, where the critic continues it.
     scored = _answer_sums(answers, rewards.isnan().double()) == 0
     penalised = token_rewards(
         torch.where(scored, rewards, 0.0),
@@ -170,6 +176,7 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         reference_log_probs_BT=batch.get("reference_log_probs"),
     )
     local_sums = answers.sums(
+        # NaN marks the unscored ones in the gathered totals, where `group_advantages` expects it.
         torch.where(scored, penalised, torch.nan),
         raw_rewards,
         batch["groups"],
@@ -180,10 +187,12 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
     (totals_A, scores_A, groups_A, lengths_A, greedy_A), local = gather_answers(mesh, torch.stack(local_sums))
     if isinstance(advantage, GroupAdvantage):
         by_answer = group_advantages(totals_A, groups_A.long(), advantage, lengths_A=lengths_A, greedy_A=greedy_A)
+        # A rank without answers has no index to spread by.
         by_token = answers.spread(by_answer.advantages[local]) if answers.count else torch.zeros_like(rewards)
         values = {"advantages": torch.where(learn, by_token, 0.0)}
     else:
         values = _token_advantages(advantage, batch, penalised, learn, scored)
+    # Over the tokens of all ranks, after each rank has its own: moments are added, and no advantage leaves its rank.
     if advantage.whiten:
         moments = _sum_over_data(mesh, Moments.of(values["advantages"], learn & scored))
         values["advantages"] = whiten(values["advantages"], learn & scored, moments)
@@ -257,6 +266,7 @@ def gather_answers(mesh: Mesh, local: Tensor) -> tuple[Tensor, slice]:
     Every rank must call it. Wire: `gather_over_data`.
     """
     parts = gather_over_data(mesh, local)
+    # Data ranks have different numbers of answers, so offsets come from the gathered parts.
     before = sum(part.shape[-1] for part in parts[: mesh.data_rank])
     return torch.cat(parts, dim=-1), slice(before, before + local.shape[-1])
 

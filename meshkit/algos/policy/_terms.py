@@ -43,6 +43,7 @@ def log_ratios(log_rho: Tensor, answers: SegmentIndex, ratio: Ratio) -> Tensor:
     if ratio == "sequence":
         return answers.spread(answers.means(log_rho))
     if ratio == "sequence_token":
+        # sg(mean) + x - sg(x): the value is the mean, the gradient that of the token (GSPO, section 4.3).
         return answers.spread(answers.means(log_rho.detach())) + log_rho - log_rho.detach()
     if ratio == "trajectory":
         return answers.spread(answers.sums(log_rho)[0])
@@ -109,6 +110,7 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor, estimator: str)
         k2 = kl_estimates(log_probs, reference_log_probs, "k2")
         # The gradient of k2, and the value of the other estimate.
         return k2 - k2.detach() + kl_estimates(log_probs, reference_log_probs, estimator[:-1]).detach()
+    # The reference is a constant, also where it is a live model.
     difference = log_probs.double() - reference_log_probs.detach().double()
     if estimator == "k1":
         return difference
@@ -134,6 +136,7 @@ class AdaptiveKL:
 
     def update(self, kl: float, answers: int) -> float:
         """Adapt to a step with this KL (the mean over answers of the sum over tokens); returns the new coefficient."""
+        # Clipped, so that one step far off does not move beta by more than a fifth of answers / horizon.
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coefficient *= 1 + error * answers / self.horizon
         return self.coefficient
@@ -171,5 +174,6 @@ def value_losses(
     if clip is None or old_values is None:
         return ValueLosses(plain / 2, torch.zeros_like(answers.mask))
     old = answers.only(old_values.detach())
+    # Pessimistic, as the policy's clip: of the two errors the larger one counts.
     clipped = (old + (value - old).clamp(-clip, clip) - target).square()
     return ValueLosses(torch.maximum(plain, clipped) / 2, clipped > plain)

@@ -65,8 +65,10 @@ def step_within(
         return policy_metrics(metrics)["old_k3"], float(total / counted.clamp(min=1))
 
     _, start = measure()
+    # Local tensors, since going back and forth then needs no collective; copies, since `step` writes in place.
     shards = [local_tensor(parameter) for parameter in run.parameters()]
     before = [shard.clone() for shard in shards]
+    # The line runs through the parameters, not through gradients: whatever the optimizer does is the direction.
     step()
     after = [shard.clone() for shard in shards]
     # Copies are of this rank's shards only, and every rank measures the same KL: so all ranks take the same fraction.

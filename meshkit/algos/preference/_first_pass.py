@@ -35,6 +35,7 @@ def pair_statistics(
     """
     rewards = rewards or RunningMean()
     by_kind = {loss.kind: loss for loss in losses}
+    # For its refusal: below, an odd number of answers would pair chosen with chosen.
     answers_of_pairs(batch)
     partners = None
     if by_kind.keys() & {"aot", "aot_unpaired", "bco"}:
@@ -42,6 +43,7 @@ def pair_statistics(
         step = _gathered(rearrange(_policy_and_reference(run, batch, microbatches), by_pair, two=2), run.mesh)
         policy, reference = step.values.unbind(-1)  # [pairs, 2] each, chosen first
         ratios = policy - reference
+        # Partners are found among the pairs of the whole step; then each rank takes those of its own.
         if "aot" in by_kind:
             partners = aot_partners(policy[:, 0] - policy[:, 1], reference[:, 0] - reference[:, 1])[step.local]
         if "aot_unpaired" in by_kind:
@@ -75,12 +77,15 @@ def _policy_and_reference(run: Run, batch: Batch, microbatches: int) -> Tensor:
         raise DataError(
             f"the batch has no {REFERENCE!r}, which a first pass compares with. Set it to token_values(reference, batch)."
         )
+    # The reference's numbers are already in the batch. Both are summed by one function, in fp64, so that equal models give
+    # a ratio of exactly 0.
     policy = token_values(run, batch, microbatches=microbatches)
     return torch.stack([_answer_sums(policy, batch), _answer_sums(batch[REFERENCE].to(policy), batch)], dim=1)
 
 
 def _answer_sums(values_BT: Tensor, batch: Batch) -> Tensor:
     """[answers]: values of tokens with a label, added up by answer."""
+    # + 1 and [1:]: segment 0 is padding.
     segments, valid = batch["segment_ids"].to(values_BT.device), batch["labels"].to(values_BT.device) != IGNORED
     return packed_logps(values_BT, valid, segments, count_of_answers(batch) + 1)[1:]
 
@@ -94,6 +99,7 @@ class _Gathered:
 
 
 def _gathered(local: Tensor, mesh: Mesh) -> _Gathered:
+    # Through the host: ranks have different numbers of answers, which a collective of tensors cannot have.
     parts = [part.to(local.device) for part in gather_over_data(mesh, local.cpu())]
     first = sum(len(part) for part in parts[: mesh.data_rank])
     return _Gathered(torch.cat(parts), slice(first, first + len(local)))

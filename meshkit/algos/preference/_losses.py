@@ -49,6 +49,7 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise PlanError(f"PreferenceLoss: kind={self.kind!r} is not known. {_near(self.kind, PREFERENCE_KINDS)}")
+        # A constant without effect would pass for one that was used: the table of kinds says which each one reads.
         used = {"kind", "weight", *_KINDS[self.kind].options}
         unused = [
             f"{field.name}={getattr(self, field.name)!r}"
@@ -93,6 +94,7 @@ def preference_loss(pairs: Pairs, *losses: PreferenceLoss) -> PreferenceValues:
     """
     if not losses:
         raise PlanError("preference_loss: no loss. Give at least one, for example PreferenceLoss(kind='sigmoid').")
+    # fp64: u is a small difference of sums over hundreds of tokens.
     total = torch.zeros_like(pairs.chosen, dtype=torch.float64)
     for loss in losses:
         values = _KINDS[loss.kind].function(pairs, loss)
@@ -102,6 +104,7 @@ def preference_loss(pairs: Pairs, *losses: PreferenceLoss) -> PreferenceValues:
                     f"preference_loss: Pairs has weights, but kind={loss.kind!r} sorts the step, after which a value belongs "
                     "to no pair. Leave weights out, or choose another kind."
                 )
+            # WPO weighs pairs, it does not train by making them likelier: no gradient through the weight.
             values = values * pairs.weights.detach().double()
         total = total + loss.weight * values
     return PreferenceValues(total, *_rewards(pairs, losses[0]))
@@ -138,6 +141,8 @@ def _sigmoid(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
 
 def _robust(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     x, flipped = loss.beta * _scores(pairs, loss), loss.label_smoothing
+    # Unbiased for labels that are flipped at this rate (Chowdhury et al. 2024): the expected loss over noisy labels is that
+    # of clean ones; so its values may be negative.
     return (flipped * F.logsigmoid(-x) - (1 - flipped) * F.logsigmoid(x)) / (1 - 2 * flipped)
 
 
@@ -155,6 +160,8 @@ def _ipo_mean(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
 
 def _exo(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
     x, wrong = loss.beta * _scores(pairs, loss), loss.label_smoothing
+    # KL of the policy's preference from the smoothed label, in this direction: infinite for a label without smoothing,
+    # which __post_init__ refuses.
     chosen = x.sigmoid() * (F.logsigmoid(x) - math.log1p(-wrong))
     return chosen + (-x).sigmoid() * (F.logsigmoid(-x) - math.log(wrong))
 
@@ -229,6 +236,7 @@ def _orpo(pairs: Pairs, loss: PreferenceLoss) -> Tensor:
 
 def _log_odds(log_p: Tensor) -> Tensor:
     """log(p / (1 - p)), with p at most 1 - 1e-8: it is infinite at 1."""
+    # Through expm1: 1 - e^x cancels where p is near 1.
     log_p = log_p.clamp(max=-1e-8)
     return log_p - (-torch.expm1(log_p)).log()
 
@@ -304,6 +312,7 @@ def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 def _logistic(x: Tensor, label_smoothing: float) -> Tensor:
     """-(1 - s) log sigma(x) - s log sigma(-x)."""
+    # logsigmoid, not log(sigmoid): it and its gradient are finite for any x.
     losses = -F.logsigmoid(x)
     return losses if not label_smoothing else (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-x)
 

@@ -80,6 +80,8 @@ def preference_objective(
     and rejected_log_prob, the policy's of whole answers; and the number of tokens.
     Every rank must call it. Wire: for kind "sft" an all-reduce of two numbers over the ranks with different tokens.
     """
+    # Here, once for the step, and not in `loss`, which runs for each microbatch: the all-reduce of tokens must be one of
+    # the step.
     answers, shared = answers_of_pairs(batch), statistics or StepStatistics()
     tokens_per_pair = _tokens_per_pair(mesh, batch) if any(each.kind == "sft" for each in losses) else None
 
@@ -91,8 +93,11 @@ def preference_objective(
         if REFERENCE in part:
             given["reference"] = part[REFERENCE] * valid
         if wpo:
+            # WPO's weights are constants: detached before the sums, so that no graph is kept for them.
             given["aligned"] = (log_probs.detach() - log_sum_squares(logits)) * valid
+        # One message for all of them; labels that are ignored have log-probability 0 already.
         sums = dict(zip(given, sums_of_answers(list(given.values()), part, mesh, answers), strict=True))
+        # Odd segments are chosen: of sums that begin with segment 1, those at even places.
         chosen, rejected = ({name: values[side::2] for name, values in sums.items()} for side in (0, 1))
         pairs = Pairs(
             chosen=chosen["policy"],
@@ -109,6 +114,7 @@ def preference_objective(
             tokens_per_pair=tokens_per_pair,
         )
         values = preference_loss(pairs, *losses)
+        # See [Note: divided once, by the whole step] in policy/_loss.py.
         share = (chosen["ends"] > 0) / mesh["cp"].size()  # all ranks of cp compute the same losses
         if metrics is not None:
             metrics.add(
@@ -118,6 +124,7 @@ def preference_objective(
                 rejected_reward=values.rejected_rewards * share,
                 chosen_log_prob=chosen["policy"] * share,
                 rejected_log_prob=rejected["policy"] * share,
+                # Ranks of cp have different tokens of a row: this one is counted without `share`.
                 tokens=part["segment_ids"] > 0,
             )
         return (values.losses * share).sum()
@@ -175,6 +182,7 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, metrics: 
 
     def loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
         ends = part["ends"].double()
+        # The score at the last token alone; the sum over the answer's tokens on all ranks of cp then is that score.
         scores = model(**model_inputs(part)).double() * ends
         named = [name for name in ("margin", "preference") if name in part]
         scores_A, ends_A, *scalars = sums_of_answers(

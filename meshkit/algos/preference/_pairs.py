@@ -38,6 +38,7 @@ class Pairs:
         rows = {name: tuple(getattr(self, name).shape) for name in PER_PAIR if getattr(self, name) is not None}
         if self.partners is not None:
             rows["partners"] = tuple(self.partners.shape[:1])
+        # A reference of shape [N, T] would broadcast against [N] in silence, and train on nonsense.
         if len(set(rows.values())) > 1 or len(rows["chosen"]) != 1:
             raise DataError(f"Pairs: shapes {rows}. Each is [N], one number for each pair; sum over tokens before.")
 
@@ -48,6 +49,7 @@ class Pairs:
                 f"preference_loss: kind={kind!r} compares with a reference, but Pairs has none. Give ref_chosen and "
                 "ref_rejected, or use a kind without: simpo, orpo."
             )
+        # double before the difference: sums of bf16 models agree in all but the last bits.
         chosen = self.chosen.double() - self.ref_chosen.detach().double()
         return chosen, self.rejected.double() - self.ref_rejected.detach().double()
 
@@ -57,6 +59,7 @@ class Pairs:
             raise DataError(
                 f"preference_loss: kind={kind!r} averages over tokens. Give Pairs chosen_tokens and rejected_tokens."
             )
+        # A pair of other microbatches has no tokens here: its mean must be 0, not NaN, which a share of 0 would not remove.
         return self.chosen_tokens.double().clamp(min=1), self.rejected_tokens.double().clamp(min=1)
 
     def means(self, kind: str) -> tuple[Tensor, Tensor]:

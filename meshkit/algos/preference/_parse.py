@@ -35,8 +35,10 @@ def _parse_loss(part: str, text: str) -> PreferenceLoss:
 
 
 def _value(word: str, value: str, default: Any, text: str) -> Any:
+    # By the type of the default: the dataclass stays the only place that says what a constant is.
     if isinstance(default, str):
         return value
+    # Not bool(value): bool("false") is True.
     if isinstance(default, bool):
         if value in ("true", "false"):
             return value == "true"

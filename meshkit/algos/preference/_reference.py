@@ -46,7 +46,8 @@ def stored_reference(
     refusal: list[str | None] = [None]
     if run.mesh.rank == 0 and path.exists():
         refusal = [_why_not(path, made_of)]
-    # Rank 0 looks for all: other nodes may see a file of a shared file system later.
+    # Rank 0 looks for all: other nodes may see a file of a shared file system later. See [Note: gather the error, then raise]
+    # in rewards/_score.py.
     exists_and_refusal = [path.exists(), refusal[0]]
     dist.broadcast_object_list(exists_and_refusal, src=run.mesh.ranks[0], group=run.mesh.group)
     exists, reason = exists_and_refusal
@@ -56,9 +57,11 @@ def stored_reference(
         values = _compute(run, [example for unit in units for example in members(unit)], seq_len, rows)
         if run.mesh.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Written beside and renamed: a job that is killed here leaves no half file that the next would read.
             partial = path.with_name(f"{path.name}.partial")
             save_file({TENSOR: torch.from_numpy(values)}, partial, metadata=made_of)
             os.replace(partial, path)
+        # The others read what rank 0 wrote.
         dist.barrier(group=run.mesh.group)
     with safe_open(path, framework="pt") as file:
         return _with_values(units, file.get_tensor(TENSOR).double().numpy())
@@ -67,9 +70,11 @@ def stored_reference(
 def folder_fingerprint(folder: Path) -> str:
     """A hash of the content of a Hugging Face folder's weights and config; reads all of them."""
     digest = hashlib.blake2b(digest_size=16)
+    # Sorted: the order of a folder's files differs between file systems.
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         digest.update(path.name.encode())
         with path.open("rb") as file:
+            # In pieces of 16 MiB: a shard of a large model does not fit beside the model.
             while chunk := file.read(1 << 24):
                 digest.update(chunk)
     return digest.hexdigest()
@@ -96,6 +101,7 @@ def _why_not(path: Path, made_of: Mapping[str, str]) -> str | None:
 def _compute(run: Run, examples: Sequence[Example], seq_len: int, rows: int) -> np.ndarray:
     """[learnt tokens] fp32, of all examples in order, the same on every rank."""
     mesh = run.mesh
+    # Packing and cp reorder examples; the index travels along as a scalar, so each number finds its place again.
     numbered = [
         Example(ids=example.ids, learn=example.learn, source=example.source, scalars={EXAMPLE_INDEX: index})
         for index, example in enumerate(examples)
@@ -109,6 +115,7 @@ def _compute(run: Run, examples: Sequence[Example], seq_len: int, rows: int) -> 
         for segment in range(1, int(batch["segment_ids"].max()) + 1):
             in_example = batch["segment_ids"] == segment
             index = int(batch[EXAMPLE_INDEX][in_example].sum())  # it stands at one token of the example, the rest is 0
+            # Places of other data ranks stay 0: the sum over ranks below joins the parts.
             log_probs[offsets[index] : offsets[index + 1]] = values[in_example & learnt].float()
     if mesh["cp"].get_local_rank() > 0:  # ranks of cp have the same rows, and only one may count
         log_probs.zero_()
@@ -149,6 +156,7 @@ def update_reference(reference: nn.Module, policy: nn.Module, *, alpha: float = 
     if not 0 < alpha <= 1:
         raise PlanError(f"update_reference: alpha={alpha} is the policy's share. Use (0, 1]; 1 copies the policy.")
     old, new = dict(reference.named_parameters()), dict(policy.named_parameters())
+    # All checks before the first write: a reference that moved half way would be neither model.
     if old.keys() != new.keys():
         unmatched = sorted(old.keys() ^ new.keys())
         raise PlanError(f"update_reference: only one model has {unmatched[0]!r}, of {len(unmatched)} such parameters.")
@@ -161,6 +169,8 @@ def update_reference(reference: nn.Module, policy: nn.Module, *, alpha: float = 
                 )
     for name, target in old.items():
         shard, policy_shard = local_tensor(target), local_tensor(new[name])
+        # Shards, not DTensors: equal layouts make the update local, without a collective. lerp in the policy's dtype, since
+        # in a bf16 reference's a small alpha would be rounded away.
         shard.copy_(policy_shard if alpha == 1 else torch.lerp(shard.to(policy_shard.dtype), policy_shard, alpha))
 
 

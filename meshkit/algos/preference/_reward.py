@@ -48,11 +48,13 @@ def bradley_terry(
         raise PlanError(f"bradley_terry: center={center} rewards large scores. Use 0 for none, or about 0.01.")
     _same_shapes(chosen=chosen_N, rejected=rejected_N, margin=margin_N, preference=preference_N)
     chosen_N, rejected_N = chosen_N.double(), rejected_N.double()
+    # The margin moves only the loss. Accuracy and margin that are shown are of the scores themselves.
     difference_N = chosen_N - rejected_N if margin_N is None else chosen_N - rejected_N - margin_N.double()
     losses_N = -F.logsigmoid(difference_N)
     if preference_N is not None:
         share_N = preference_N.double()
         losses_N = share_N * losses_N - (1 - share_N) * F.logsigmoid(-difference_N)
+    # Only r_w - r_l is learnt from an order; the sum is free, and would drift.
     if center:
         losses_N = losses_N + center * (chosen_N + rejected_N).square()
     return RewardValues(losses_N, (chosen_N - rejected_N).detach())
@@ -78,6 +80,7 @@ def pcrm(
         raise PlanError(f"pcrm: scale={scale}, floor={floor} give no finite upper limit. Use more than 0 for both.")
     _same_shapes(chosen=chosen_N, rejected=rejected_N, similarity=similarity_N)
     difference_N = chosen_N.double() - rejected_N.double()
+    # floor: identical answers would otherwise have no limit at all.
     limit_N = scale / (similarity_N.detach().double() + floor) + offset
     losses_N = -F.logsigmoid(difference_N) - F.logsigmoid(limit_N - difference_N)
     return RewardValues(losses_N, difference_N.detach())
@@ -92,6 +95,7 @@ def length_ratio(chosen_tokens_N: Tensor, rejected_tokens_N: Tensor) -> Tensor:
 
 def angular_similarity(chosen_ND: Tensor, rejected_ND: Tensor) -> Tensor:
     """1 - angle / pi between embeddings of any encoder, a negative cosine counting as 0; [N] fp64 in [0.5, 1]."""
+    # The embeddings weigh, they are not trained.
     cosine_N = F.cosine_similarity(chosen_ND.detach().double(), rejected_ND.detach().double(), dim=-1)
     return 1 - cosine_N.clamp(0, 1).acos() / math.pi
 

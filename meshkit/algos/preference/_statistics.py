@@ -18,6 +18,7 @@ from meshkit.errors import DataError
 @torch.no_grad()
 def sum_and_count(values: Tensor) -> Tensor:
     """[2] fp64: the sum of all values and their number. Add these over microbatches and ranks, then take `mean_of`."""
+    # Sum and number, not the mean: means of parts of different sizes cannot be averaged.
     return torch.stack([values.double().sum(), values.new_tensor(values.numel(), dtype=torch.float64)])
 
 
@@ -32,6 +33,7 @@ def kto_kl(sums: Tensor) -> Tensor:
     sums: `sum_and_count(logps - ref_logps)` of prompts with the answers of other prompts, over the whole step.
     Source: Ethayarajh et al. 2024 (2402.01306).
     """
+    # A KL is not negative; its estimate from few answers may be. KTO takes 0 then.
     return mean_of(sums).clamp(min=0)
 
 
@@ -87,5 +89,6 @@ def _same_rank(values_M: Tensor, others_M: Tensor) -> Tensor:
         raise DataError(
             f"aot partners: {tuple(values_M.shape)} and {tuple(others_M.shape)} values. Give all M of the step, once each."
         )
+    # argsort of argsort is the rank of each value. Stable, so that equal values give the same partners on every rank.
     ranks_M = values_M.double().argsort(stable=True).argsort()
     return others_M.double().sort(stable=True).values[ranks_M]

@@ -25,6 +25,7 @@ def packed_logps(logps_NT: Tensor, mask_NT: Tensor, sequence_NT: Tensor, sequenc
 
     sequence: for each token the number of its sequence, 0 to sequences - 1; where masked it may be anything.
     """
+    # index_add: one segment sum for packed rows and for rows split over cp, whose parts add up.
     summed = logps_NT.new_zeros(sequences, dtype=_wide(logps_NT).dtype)
     index_NT = sequence_NT.masked_fill(~mask_NT.bool(), 0)
     return summed.index_add(0, index_NT.flatten(), masked_logps(logps_NT, mask_NT).flatten())
@@ -80,6 +81,7 @@ def wpo_weights(
     aligned: from `aligned_logps`, of whole sequences. tokens: of the answers. It is what `Pairs.weights` takes.
     Source: Zhou et al. 2024 (2406.11827), equation 2, with weights by sampled alignment.
     """
+    # Means of logs first: products of probabilities of long answers underflow.
     chosen_N = aligned_chosen_N.double() / chosen_tokens_N.clamp(min=1)
     rejected_N = aligned_rejected_N.double() / rejected_tokens_N.clamp(min=1)
     return (chosen_N + rejected_N).exp()
@@ -91,6 +93,7 @@ def masked_logps(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
         raise DataError(
             f"log-probabilities {tuple(values_NT.shape)} and mask {tuple(mask_NT.shape)} differ. Both are [N, T]."
         )
+    # where, not times: a masked NaN would stay NaN, in the value and in the gradient.
     return torch.where(mask_NT.bool(), _wide(values_NT), 0.0)
 
 

@@ -91,10 +91,12 @@ def unpaired_loss(
             loss.kind, "Leave it out"
         )
         raise DataError(f"unpaired_loss: kind={loss.kind!r} with reference_point={reference_point}. {wanted}.")
+    # No gradient through z, which the KTO paper found to make training more stable.
     point = torch.as_tensor(0.0 if reference_point is None else reference_point, dtype=torch.float64).detach()
     rewards_N = loss.beta * (logps_N.double() - ref_logps_N.detach().double())
     # z is a log-ratio in KTO and a reward in BCO.
     centred_N = rewards_N - (point if loss.kind == "bco_unpaired" else loss.beta * point).to(rewards_N.device)
+    # One formula for both sides: undesirable answers have the sign of the argument turned.
     good_N = desirable_N.bool()
     signed_N = torch.where(good_N, centred_N, -centred_N)
     values_N = -F.logsigmoid(signed_N) if loss.kind == "bco_unpaired" else (-signed_N).sigmoid()

@@ -63,6 +63,8 @@ def layout_of(
     spec = spec.resolve(spec.world_size if ranks is None else len(ranks), part=ranks is not None)
     world_ranks = tuple(range(spec.world_size) if ranks is None else ranks)
     blocks = match_names(plan.blocks, dict(model.named_modules()), what="module")
+    # The same functions that `parallelize` calls, on sizes alone: a layout of its own rules could differ from what is
+    # really held.
     cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
     split = tensor_layout(model, plan.tensor, size=spec.tp, sequence=False) if spec.tp > 1 else None
     experts = expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp) if in_expert_view(spec) else {}
@@ -70,12 +72,14 @@ def layout_of(
     for names, tensor in _tensors(model):
         regions = {}
         for mesh_rank, rank in enumerate(world_ranks):
+            # Tied parameters have several names, and each stage that uses one of them holds it.
             if cut is None or any(cut.runs(name, _coordinate(spec, mesh_rank)["pp"]) for name in names):
                 all_of_it: Region = tuple((0, size) for size in tensor.shape)
                 is_sharded = isinstance(tensor, nn.Parameter)  # every rank has all of a buffer
                 regions[rank] = (
                     _shard(names[0], all_of_it, spec, mesh_rank, split, experts) if is_sharded else all_of_it
                 )
+        # Uneven sizes leave some ranks without a part; a transfer of nothing would be a message all the same.
         not_empty = {rank: region for rank, region in regions.items() if volume(region)}
         tensor_dtype = dtype if dtype is not None and isinstance(tensor, nn.Parameter) else tensor.dtype
         tensors[names[0]] = TensorRegions(tuple(tensor.shape), tensor_dtype, not_empty)
@@ -84,6 +88,7 @@ def layout_of(
 
 def _tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """(all names, tensor) of parameters, and of the buffers that are saved."""
+    # Tied parameters are one tensor: by identity, so that it is moved once.
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -109,6 +114,8 @@ def _shard(
     experts: Mapping[str, ExpertLayout],
 ) -> Region:
     """The region of one rank: split over tp, or over ep and etp, first; then by fully_shard along dim 0."""
+    # Experts fold dp_shard, cp and tp into one line of ranks, and cut it by ep and etp anew; only the ranks of one replica
+    # and stage matter.
     folded = mesh_rank % (spec.dp_shard * spec.cp * spec.tp)
     owner, _, key = name.rpartition(".")
     if owner in experts:
@@ -123,5 +130,6 @@ def _shard(
 
 def _narrow(region: Region, dim: int, parts: int, index: int) -> Region:
     start, stop = region[dim]
+    # As torch.chunk: FSDP2 and DTensor give the first ranks ceil(size / parts).
     part = chunk(stop - start, parts, index)
     return (*region[:dim], (start + part.start, start + part.stop), *region[dim + 1 :])

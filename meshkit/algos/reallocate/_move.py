@@ -57,6 +57,7 @@ def prepare_reallocation(
     request = _Request(
         _shards_of(src), _shards_of(dst), (mix, bucket_bytes), int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     )
+    # See [Note: gather the error, then raise] in rewards/_score.py: every rank sees all requests, and refuses alike.
     requests: list[_Request] = [request] * dist.get_world_size()
     dist.all_gather_object(requests, request)
     _refuse_arguments(requests)
@@ -77,6 +78,7 @@ class Reallocation:
         self.src, self.dst, self.plan, self.mix = src, dst, plan, mix
         rank = dist.get_rank()
         self._copies = [copy for copy in plan.copies if copy.sender == rank]
+        # A round without this rank has no message for it: it is left out, and needs no barrier.
         own_rounds = ([t for t in round if rank in (t.sender, t.receiver)] for round in plan.rounds)
         self._rounds = [transfers for transfers in own_rounds if transfers]
 
@@ -110,6 +112,7 @@ class _Shards:
         self.regions = {name: _region(tensor) for name, tensor in self.tensors.items()}
 
     def read(self, transfer: Transfer) -> Tensor:
+        # A view: `write` copies into it.
         return self.local[transfer.name][within(transfer.region, self.regions[transfer.name])]
 
     def write(self, transfer: Transfer, values: Tensor, mix: float) -> None:
@@ -117,6 +120,7 @@ class _Shards:
         if mix == 1:
             target.copy_(values)
         else:
+            # A bf16 destination would round the difference away before it is scaled.
             wide = torch.promote_types(target.dtype, values.dtype)
             target.copy_(torch.lerp(target.to(wide), values.to(wide), mix))
 
@@ -134,6 +138,7 @@ class _Round:
         self._arriving: list[tuple[Transfer, Tensor]] = []
         operations = []
         for (sender, receiver), of_link in by_link.items():
+            # One buffer of bytes for tensors of several dtypes; the pieces are views of it.
             message = torch.empty(sum(transfer.bytes for transfer in of_link), dtype=torch.uint8, device=device)
             pieces = message.split([transfer.bytes for transfer in of_link])
             values = [

@@ -99,10 +99,14 @@ def plan_reallocation(
     bound = 0
     for name, want in dst.tensors.items():
         have = src.tensors[name]
+        # Rounding before or after the wire gives the same values in the destination; before, it sends fewer bytes.
         dtype = have.dtype if exact or want.dtype.itemsize >= have.dtype.itemsize else want.dtype
+        # By distinct region, not by rank: replicas hold the same boxes, and thousands of ranks would be compared with each
+        # other.
         cells = _holders(have)
         for region, receivers in _holders(want).items():
             boxes = [(box, holders) for cell, holders in cells.items() if (box := intersect(region, cell)) is not None]
+            # Distinct regions of a layout do not overlap, so volumes may be added up.
             missing = volume(region) - sum(volume(box) for box, _ in boxes)
             if missing:
                 raise PlanError(_gap(name, have, missing))
@@ -110,6 +114,7 @@ def plan_reallocation(
                 local = intersect(region, have.regions[receiver]) if receiver in have.regions else None
                 bound += (volume(region) - (volume(local) if local is not None else 0)) * dtype.itemsize
                 for box, holders in boxes:
+                    # Decided in one order on every rank, from equal data: nobody has to be asked.
                     sender = receiver if receiver in holders else _sender(holders, receiver, sent, ranks_per_node)
                     transfer = Transfer(name, box, sender, receiver, dtype)
                     if sender == receiver:
@@ -135,6 +140,7 @@ def _holders(tensor: TensorRegions) -> dict[Region, list[int]]:
 
 
 def _sender(holders: Sequence[int], receiver: int, sent: Counter[int], ranks_per_node: int) -> int:
+    # The lowest rank last, as a tie-break: the plan must not depend on the order of a dict.
     node = receiver // ranks_per_node
     return min(holders, key=lambda rank: (rank // ranks_per_node != node, sent[rank], rank))
 

@@ -34,6 +34,7 @@ def split(region: Region, most: int) -> Iterator[Region]:
     if volume(region) <= most:
         yield region
         return
+    # The outermost dim with more than one row: what follows it stays whole, so each part is one run of memory.
     dim = next(index for index, (start, stop) in enumerate(region) if stop - start > 1)
     start, stop = region[dim]
     rows = max(1, most * (stop - start) // volume(region))

@@ -30,6 +30,7 @@ def model_scores(
     longest = max(map(len, sequences), default=0)
     if longest > seq_len:
         raise DataError(f"model_scores: a sequence has {longest} tokens, but a row holds seq_len={seq_len}. Give more.")
+    # All tokens are labels, so that the score of the last one is among the values.
     examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
     bins = first_fit_decreasing([len(ids) for ids in sequences], seq_len)
     batch = build_rows([[examples[index] for index in row] for row in bins], length=seq_len)
@@ -37,6 +38,7 @@ def model_scores(
     at_ends = scores_BT[batch["ends"] == 1]  # row by row, the order in which examples were packed
     values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)
     for index, value in zip((index for row in bins for index in row), at_ends.tolist(), strict=True):
+        # A score that overflowed in bf16 would make the mean of its whole group infinite.
         finite = bool(torch.isfinite(torch.tensor(value)))
         values[index] = value if finite else Unscored(kind="not finite", text=f"the reward model gives {value}")
     for index in np.flatnonzero(truncated).tolist():

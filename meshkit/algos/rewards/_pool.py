@@ -35,6 +35,7 @@ class RewardPool:
     def score(self, answers: Sequence[Rollout]) -> Scores:
         """The reward of each answer, in order."""
         values: list[Any] = [Unscored(kind="raised", text="never tried")] * len(answers)
+        # Reversed, and taken from the end: answers are given out in order.
         pending = list(range(len(answers)))[::-1]
         while pending or any(worker.answer is not None for worker in self._workers):
             for worker in self._workers:
@@ -42,6 +43,7 @@ class RewardPool:
                     worker.give(pending.pop(), answers)
             now = time.monotonic()
             busy = {w.connection: w for w in self._workers if w.answer is not None}
+            # Waits for the first of: a reply, the death of a worker (its pipe ends), the next deadline.
             left_s = min(worker.deadline(self._timeout_s) for worker in busy.values()) - now
             for connection in wait(list(busy), timeout=max(0.0, left_s)):
                 self._receive(busy[connection], values)  # type: ignore[index]  # wait gives back what it was given
@@ -78,6 +80,7 @@ class RewardPool:
         try:
             word, value = worker.connection.recv()
         except (EOFError, ConnectionResetError):
+            # The pipe ends a moment before the process does; its exit code comes with the second.
             worker.process.join(1)
             values[worker.answer] = Unscored(
                 kind="raised", text=f"the worker died with exit code {worker.process.exitcode}"
@@ -114,6 +117,7 @@ class _Worker:
         return self.given + START_S if self.began is None else self.began + timeout_s
 
     def kill(self) -> None:
+        # SIGKILL, not SIGTERM: a reward that hangs in C runs no handler.
         self.process.kill()
         self.process.join(5)
         self.connection.close()

@@ -57,12 +57,14 @@ def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdi
     Source: landlock(7), seccomp(2), setrlimit(2).
     """
     limits = SandboxLimits() if limits is None else limits
+    # Only the child's own code writes it into a verdict: what a program writes to the pipe is none.
     password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="meshkit-sandbox-") if limits.file_bytes else nullcontext() as folder:
         order = {**asdict(limits), "program": program, "password": password, "folder": folder}
         read, write = os.pipe()
         try:
             process = _start(write)
+            # Our copy of the write end: while it is open, the death of the child would not end the pipe.
             os.close(write)
             try:
                 reply = _listen(process, json.dumps(order).encode(), read, limits.wall_s)
@@ -75,12 +77,16 @@ def run_sandboxed(program: str, *, limits: SandboxLimits | None = None) -> Verdi
 
 def _start(pipe: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
+        # -I and -S: no user site, no PYTHON* variables and no .pth files, any of which could run code before the sandbox is
+        # closed. -B: there is nowhere to write bytecode.
         [sys.executable, "-I", "-S", "-B", str(_CHILD), str(pipe), sys.base_prefix],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[pipe],
+        # Tokens and passwords of the job live in its environment.
         env={},
+        # A process group of its own, for os.killpg; and no terminal to write to.
         start_new_session=True,
         bufsize=0,
     )
@@ -91,6 +97,7 @@ def _listen(process: subprocess.Popen[bytes], order: bytes, read: int, wall_s: f
     assert process.stdin is not None
     deadline = time.monotonic() + wall_s
     stdin = process.stdin.fileno()
+    # A child that never reads would block a write of more than a pipe holds, beyond any deadline.
     os.set_blocking(stdin, False)
     reply = b""
     while True:
@@ -100,8 +107,10 @@ def _listen(process: subprocess.Popen[bytes], order: bytes, read: int, wall_s: f
             return None
         if writable:
             try:
+                # A pipe takes 64 KiB at a time; the rest waits for the next round.
                 order = order[os.write(stdin, order) :]
             except BrokenPipeError:
+                # The child has died before it read all; the end of its pipe says so next.
                 order = b""
             if not order:
                 process.stdin.close()
@@ -126,6 +135,7 @@ def _verdict(reply: bytes | None, process: subprocess.Popen[bytes], password: st
     if reply is None:
         return Verdict(end="timed out", text=f"not done within {limits.wall_s} s")
     try:
+        # The last line: the program itself may have found the pipe and written before.
         last = json.loads(reply.splitlines()[-1])
     except (IndexError, ValueError):
         last = {}
@@ -136,6 +146,7 @@ def _verdict(reply: bytes | None, process: subprocess.Popen[bytes], password: st
             return Verdict(end="passed", text="")
         return Verdict(end="raised", text=str(last.get("raised")))
     status = process.returncode
+    # Of processor time; a program that sleeps meets the wall clock in `_listen`.
     if status == -signal.SIGXCPU:
         return Verdict(end="timed out", text=f"more than {limits.cpu_s} s of processor time")
     name = signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -90,6 +90,8 @@ def main() -> None:
     program, password = order["program"], order["password"]
 
     def say(**verdict: Any) -> None:
+        # A line of its own, whatever the program wrote to the pipe before. os._exit: no handler of the program runs after
+        # the verdict.
         os.write(verdict_pipe, b"\n" + json.dumps({"password": password, **verdict}).encode() + b"\n")
         os._exit(0)
 
@@ -97,12 +99,14 @@ def main() -> None:
         confine(order, python_folder)
     except (Refused, OSError) as error:
         say(refused=str(error))
+    # The number of the pipe is none of the program's business.
     sys.argv = [""]
     try:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     except MemoryError:
         say(raised=f"MemoryError: more than {order['memory_bytes']} bytes")
     except BaseException as error:
+        # SystemExit too: exit(0) before the last line is no pass.
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program.py"]
         where = f" in line {lines[-1]}" if lines else ""
         say(raised=f"{type(error).__name__}: {str(error)[:500]}{where}")
@@ -115,7 +119,9 @@ def confine(order: dict[str, Any], python_folder: str) -> None:
     folder = order["folder"]
     os.chdir(folder or "/")
     done(libc.prctl(PARENT_DEATH_SIGNAL, SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    # Landlock and seccomp ask for it of a process without CAP_SYS_ADMIN: no set-uid file may undo them.
     done(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    # In a container the process is often root: without this it could still mount, trace and override permissions.
     drop_capabilities(libc)
     allow_folders(libc, readable=[python_folder, "/usr", "/lib", "/lib64"], writable=[folder] if folder else [])
     resource.setrlimit(resource.RLIMIT_CPU, (order["cpu_s"], order["cpu_s"] + 1))  # SIGXCPU, then SIGKILL
@@ -127,6 +133,7 @@ def confine(order: dict[str, Any], python_folder: str) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
+    # Last: `setrlimit` above is prlimit64, which the filter refuses.
     refuse_calls(libc)
 
 
@@ -143,15 +150,18 @@ def drop_capabilities(libc: Any) -> None:
 
 def allow_folders(libc: Any, *, readable: list[str], writable: list[str]) -> None:
     """Landlock: files below these folders, and no others."""
+    # With flag 1 it makes no rule set, but returns the version of the interface.
     version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         raise Refused("the kernel has no Landlock")
+    # A kernel refuses rights that it does not know; version 1 (5.13) has 13, and each later one that is listed added some.
     every_right = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     read_right = 1 << 2 | 1 << 3  # of files and of folders
     rules = done(libc.syscall(LANDLOCK_CREATE, struct.pack("Q", every_right), 8, 0), "landlock_create_ruleset")
     for rights, folders in ((read_right, readable), (every_right, writable)):
         for path in folders:
             if os.path.isdir(path):
+                # O_PATH: a handle that only names the folder, and reads nothing.
                 where = os.open(path, os.O_PATH)
                 rule = struct.pack("=Qi", rights, where)
                 done(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), f"landlock_add_rule({path})")
@@ -168,11 +178,14 @@ def refuse_calls(libc: Any) -> None:
     numbers = [number for row in REFUSED.values() if (number := row[column]) is not None]
     load, equal, at_least, result = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, RET|K
     kill, refuse, allow = 0x80000000, 0x00050000 | EPERM, 0x7FFF0000
+    # seccomp_data: the call's number is at offset 0, the architecture at 4. The architecture is tested first: numbers mean
+    # other calls on another one.
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (result, 0, 0, kill), (load, 0, 0, 0)]
     steps += [(at_least, 0, 1, 0x40000000), (result, 0, 0, kill)]  # x32: the same calls by other numbers
     for number in numbers:
         steps += [(equal, 0, 1, number), (result, 0, 0, refuse)]
     steps.append((result, 0, 0, allow))
+    # Held by this frame until prctl has copied it into the kernel.
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
     done(libc.prctl(SECCOMP, SECCOMP_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")

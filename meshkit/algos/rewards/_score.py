@@ -109,7 +109,8 @@ def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
 class MeshScores:
     """Scores of this data rank's answers, and totals over the whole step, which all ranks have."""
 
-    own: Scores
+    local: Scores
+    """of this data rank's answers"""
     rollouts: list[Rollout]
     """this data rank's, with their rewards: each score, a vector's sum; NaN where there is none"""
     answers: int
@@ -135,9 +136,11 @@ class MeshScores:
             return parts[0]
         unscored = sum((Counter(part.unscored) for part in parts), Counter())
         scored = [part.answers - sum(part.unscored.values()) for part in parts]
+        # A mean over all answers with a score, not of means: rounds may have different numbers of them. `count` leaves out
+        # the NaN of a round without any.
         totals = [part.mean * count for part, count in zip(parts, scored, strict=True) if count]
         return MeshScores(
-            own=Scores(values=tuple(value for part in parts for value in part.own.values)),
+            local=Scores(values=tuple(value for part in parts for value in part.local.values)),
             rollouts=[rollout for part in parts for rollout in part.rollouts],
             answers=sum(part.answers for part in parts),
             tokens=sum(part.tokens for part in parts),
@@ -156,8 +159,11 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     Wire: one all-gather of the pickled scores over the mesh.
     Raises: RewardError, on every rank and with the same text.
     """
-    # The error is gathered, not raised: a rank that raised before the collective would leave the others waiting in it.
+    # [Note: gather the error, then raise]
+    # A rank that raised before the collective would leave the others waiting in it until its timeout. So what went wrong is
+    # sent along with the data, and afterwards every rank raises the same text, which `run_main` then prints once.
     scores, failure = None, None
+    # One scorer for each data rank: its ranks of pp, cp and tp have the same answers, and unit tests are dear.
     if all(mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp")):
         try:
             scores = scorer(answers)
@@ -185,6 +191,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
         None,
     )
     totals = np.concatenate([each.totals for each in by_data_rank.values()])
+    # By data rank, whose ranks all give the same number.
     tokens = sum({data_rank: tokens for data_rank, _, _, tokens in by_rank}.values())
     if fail_fast and first is not None:
         raise RewardError(
@@ -195,7 +202,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     mean = float(scored.mean()) if len(scored) else math.nan
     local_scores = by_data_rank[mesh.data_rank]
     return MeshScores(
-        own=local_scores,
+        local=local_scores,
         rollouts=[
             replace(each, reward=reward) for each, reward in zip(answers, local_scores.totals.tolist(), strict=True)
         ],
@@ -231,6 +238,7 @@ def attempt(answer: Rollout, reward: Reward) -> Score | Unscored:
     try:
         return reward(answer)
     except (Exception, SystemExit) as error:
+        # SystemExit of a reward's own exit() must not end the rank. KeyboardInterrupt and _TimeIsUp pass.
         name = getattr(reward, "__name__", type(reward).__name__)
         return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {error}")
 
@@ -261,8 +269,12 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     # Repeated every 0.1 s: code that swallows the first one, as a bare `except:` does, meets another.
     signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
     try:
-        yield
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
+        # Once more: the timer may have rung within the line above, which then did not stop it. It would ring in training.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -280,5 +292,6 @@ def _add(
         return float(numbers)
     total: np.ndarray = np.sum(vectors, axis=0)
     if len(total):
+        # A new array (np.sum makes one): the parts' vectors stay theirs.
         total[-1] += numbers
     return total

@@ -1,4 +1,4 @@
-"""Verifiers (rule-based, verifiable rewards): 1 for a right answer, 0 for a wrong one, by the fields of the rollout."""
+"""Verifiers (rule-based, verifiable rewards; unit tests): 1 for a right answer, 0 for a wrong one, by its fields."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 
+from meshkit.algos.rewards._sandbox import SandboxLimits, run_sandboxed
 from meshkit.algos.rollout import Rollout
 
 LONGEST_EXPRESSION = 200
 """characters; ast.parse of much longer ones can exhaust the stack"""
+# A sign belongs to it, and commas inside of it; so "1,000." at the end of a sentence is 1000.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -45,6 +49,7 @@ def countdown(answer: Rollout) -> float:
     + - * / ( ) and whole numbers, evaluated exactly; what stands after a last `=` is not read. Source: the rules of the
     countdown game as TinyZero has them, except that numbers may be left over.
     """
+    # Length before ast.parse, which may exhaust the stack: RecursionError is caught below, a crash cannot be.
     expression = answer.text.split("=")[0].strip()
     if answer.truncated or len(expression) > LONGEST_EXPRESSION:
         return 0.0
@@ -57,6 +62,25 @@ def countdown(answer: Rollout) -> float:
     return float(value == answer.fields["target"] and used <= Counter(answer.fields["numbers"]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitTests:
+    """1 if the answer's program, followed by the field `tests`, runs to its end, else 0.
+
+    The program is the text's last fenced block, or all of the text without one. The field `prelude`, if there is one, comes
+    before it: a signature to be continued. `tests` are plain Python with asserts. A program beyond the limits is wrong.
+    Raises: RewardError where there is no sandbox; KeyError for a row without tests. Neither makes the answer wrong.
+    """
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+
+    def __call__(self, answer: Rollout) -> float:
+        # The last one: models write a draft, and then the program.
+        blocks = _FENCED.findall(answer.text)
+        program = str(answer.fields.get("prelude", "")) + (blocks[-1] if blocks else answer.text)
+        verdict = run_sandboxed(f"{program}\n\n{answer.fields['tests']}\n", limits=self.limits)
+        return float(verdict.end == "passed")
+
+
 def _last_number(text: str) -> Fraction | None:
     numbers = _NUMBER.findall(text)
     return Fraction(numbers[-1].replace(",", "").rstrip(".")) if numbers else None
@@ -66,6 +90,7 @@ def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
     """The value of a tree of whole numbers and the four operators. Never `eval`: a `**` could ask for all memory there is."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
+    # type() is int: True is an int to isinstance.
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)

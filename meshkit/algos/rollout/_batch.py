@@ -45,6 +45,7 @@ def row_of(
         for begin, position in zip(step.begins, positions, strict=True)
     ]
     ids.append(np.array([sequence.ids[-1] for sequence in step.grows], np.int64))
+    # The scheduler has counted the new token already: its place is the last of those in the cache.
     last = np.array([sequence.cached - 1 for sequence in step.grows], np.int64)
     positions.append(last)
     pages = np.array(
@@ -60,7 +61,9 @@ def row_of(
     mask = PagedAttention(
         cache, torch.from_numpy(np.concatenate(slots)).to(device), lengths, _past(step.grows, page_tokens, device)
     )
+    # Logits are read at the last token of each prompt and at each growing token; the others' are never computed.
     ends = np.concatenate([np.cumsum(lengths, dtype=np.int64) - 1, sum(lengths) + np.arange(len(step.grows))])
+    # The samples of a prompt draw from one row of logits, each with its own stream.
     rows = np.repeat(np.arange(len(ends)), step.draws_per_row)
     return RowOfTokens(
         {"input_ids": row(ids), "position_ids": row(positions), "mask": mask},

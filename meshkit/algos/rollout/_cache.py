@@ -96,6 +96,7 @@ class KeyValueCache:
             self._layers.append((_room(k_TKD, 0), _room(v_TKD, 0)))
         pages, stored = self.pages.allocated, self._layers[layer]
         if len(stored[0]) < pages * self.page_tokens:
+            # Exact at first: a short call never pays for room ahead.
             size = int(pages * (self.GROWTH if len(stored[0]) else 1.0)) * self.page_tokens
             stored = self._layers[layer] = (_grown(stored[0], size), _grown(stored[1], size))
         for stored_SKD, new_TKD in zip(stored, (k_TKD, v_TKD), strict=True):

@@ -102,6 +102,7 @@ class Stopping:
         """Why the answer ends with the last of its ids, or None."""
         if ids[-1] in self.sampling.stop_ids or self._has_string(ids):
             return "stop"
+        # After the test of "stop": an answer that ends with its last allowed token has ended by itself.
         return "length" if len(ids) == self.sampling.max_new_tokens else None
 
     def text(self, ids: Sequence[int]) -> str:

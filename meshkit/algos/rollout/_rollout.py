@@ -36,6 +36,7 @@ class Prompt:
             )
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise DataError(f"Prompt(key={self.key}): ids are {ids.dtype} {list(ids.shape)}. Give whole numbers [P].")
+        # The dataclass is frozen; this is its own constructor.
         object.__setattr__(self, "ids", ids.astype(np.int64))
 
 
@@ -90,6 +91,7 @@ class Rollout:
         All rollouts of a step must have the same optional fields. Raises: DataError for vectors that are not [N].
         """
         prompt, answer = np.asarray(self.prompt_ids, np.int64), np.asarray(self.ids, np.int64)
+        # Tokens of a tool stand between those of the policy; they are read, and never learnt.
         learn = np.ones(len(answer), dtype=bool) if self.wrote is None else np.asarray(self.wrote, dtype=bool)
         if self.truncated and mask_truncated:
             learn = np.zeros_like(learn)
@@ -98,6 +100,8 @@ class Rollout:
         if np.ndim(self.reward):
             vectors["rewards"] = np.asarray(self.reward, dtype=np.float64)
         else:
+            # A scalar stands at the last token of the example, 0 elsewhere: `step_advantages` reads sums over answers, of
+            # either kind.
             scalars["rewards"] = float(self.reward)
         if self.greedy_reward is not None:
             scalars["greedy_rewards"] = float(self.greedy_reward)
@@ -108,6 +112,7 @@ class Rollout:
                 raise DataError(
                     f"{self.source}: {name} has {len(vector)} entries for a completion of {len(answer)} tokens."
                 )
+        # A value belongs to the label's token itself; the packer moves it to where the token is predicted.
         token_values = {name: np.concatenate([np.zeros(len(prompt)), vector]) for name, vector in vectors.items()}
         return Example(
             ids=np.concatenate([prompt, answer]),

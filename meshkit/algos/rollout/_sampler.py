@@ -38,6 +38,7 @@ def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling
     # One copy in the wide dtype, on which all that follows works in place: logits of a step are [rows, V].
     wide = logits.to(wide_dtype(logits.dtype), copy=True).div_(sampling.temperature or 1.0)
     subtract_peak_(wide, axis)
+    # After the peak is taken off: exp of raw logits overflows.
     odds = wide.exp()
     (total,) = sum_over(axis, odds.sum(-1))
     log_probs = wide.sub_(total.log().unsqueeze(-1))

@@ -104,15 +104,18 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """What to compute next: all growing sequences, and waiting groups while there is room for them."""
+        # By length: `_past` cuts the row into blocks of similar ones.
         grows = sorted(self.growing, key=lambda sequence: sequence.cached)
         step = Step([], grows)
         tokens, sequences = 0, len(grows)
+        # In order, without overtaking: a long prompt would otherwise wait for ever behind short ones.
         while self._waiting:
             group = self._waiting[0]
             length, members = self._lengths[group.prompt], len(group.samples)
             need = self._need(group.prompt, members)
             if sequences + members > self._policy.max_sequences:
                 break
+            # The first prompt of a step may be longer than the limit: it would never begin otherwise.
             if step.begins and tokens + length > self._policy.prefill_tokens:
                 break
             if self._policy.max_pages is not None and self._reserved + need > self._policy.max_pages:
@@ -122,6 +125,7 @@ class Scheduler:
             self._reserved += need
             tokens, sequences = tokens + length, sequences + members
         for sequence in grows:
+            # All its pages are full: the token of this step opens another, which was reserved at the beginning.
             if sequence.cached == sequence.pages * self._policy.page_tokens:
                 sequence.add_page(self._pages.take())
             sequence.cached += 1
@@ -151,6 +155,8 @@ class Scheduler:
                 if not members:
                     sequence.add_page(page)
                 elif index < full:
+                    # A full page of the prompt is never written again, so samples may share it; the last, partly filled one
+                    # gets their own tokens.
                     sequence.add_page(self._pages.share(page))
                 else:
                     sequence.add_page(self._pages.take())

@@ -89,8 +89,10 @@ class VllmEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream_pretrained(self.run.model)})
         self._llm.reset_prefix_cache()  # its keys and values are of the former weights
         requests = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        # The ranks of tp, cp and pp have the same prompts, and each has a whole model in vLLM: they share the requests out.
         engine, engines = self._engine_of_data_rank()
         share = range(engine, len(requests), engines)
+        # By prompt and sample, not by engine: another mesh shares them out differently, and keeps their streams.
         streams = [stream_of("generate", seed, prompt.key, sample) for prompt, sample in requests]
         outputs = (
             self._llm.generate(
@@ -189,6 +191,7 @@ def _answer(request_output: Any, stopping: Stopping) -> tuple[np.ndarray, np.nda
     (output,) = request_output.outputs
     ids = list(output.token_ids)
     log_probs = [step[id].logprob for id, step in zip(ids, output.logprobs, strict=True)]
+    # vLLM was told no stop strings (detokenize=False): they are found here.
     length = next((end for end in range(1, len(ids) + 1) if stopping.reason(ids[:end]) is not None), len(ids))
     reason = stopping.reason(ids[:length]) or "length"  # vLLM ends at max_model_len, too
     return np.array(ids[:length], np.int64), np.array(log_probs[:length], np.float32), reason

@@ -48,4 +48,5 @@ def save_chat_tokenizer(records: Iterable[Record], folder: Path, *, vocab_size: 
 def _texts(record: Record) -> Iterable[str]:
     contents = [message.get("content") for message in record.fields.get("messages", [])]
     contents += [record.fields.get(name) for name in ("prompt", "completion")]
+    # Content may be a list of parts, or missing beside a call of a tool.
     return (text for text in contents if isinstance(text, str))

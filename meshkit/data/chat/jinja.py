@@ -24,12 +24,15 @@ class CompiledTemplate:
 
     def __init__(self, source: str, where: str) -> None:
         self._where = where
+        # transformers' settings: templates are written for them, and other white space would be other tokens.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
         self._blocks: _Generation = environment.extensions[_Generation.identifier]  # type: ignore[assignment]
+        # `_note` is called by the template and finds the rendering's lists on the extension, one for all renderings:
+        # hence one at a time.
         self._lock = Lock()
         try:
             self._template = environment.from_string(source)
@@ -49,6 +52,7 @@ class CompiledTemplate:
         with self._lock:
             written, spans = self._blocks.begin()
             try:
+                # Piece by piece and not render(): the length of what is written so far is where a block begins.
                 for piece in self._template.generate(**values):
                     written.append(piece)
             except (TemplateError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
@@ -77,6 +81,7 @@ class _Generation(Extension):
         self.present = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block hands the rendered body to `_note`, as `caller`, and writes what that returns in its place.
         return CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def _note(self, caller: Callable[[], str]) -> str:

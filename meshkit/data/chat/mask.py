@@ -79,6 +79,8 @@ def encode_with_text(
         if not chat.template.marks_answers:
             spans = _spans_by_difference(chat, messages, text, first, tools, values)
         elif earlier:
+            # How many blocks the earlier messages have is asked of the template: it may mark no block for some
+            # answers.
             _, before = chat.template.render_spans(messages[:first], tools=tools, **values)
             spans = spans[len(before) :]
     except DataError as error:
@@ -98,6 +100,7 @@ def encode_with_text(
 
 def tokens_of(encoding: tokenizers.Encoding, start: int, end: int) -> tuple[int, int]:
     """(first, after) of the tokens that hold a character of text[start:end]; a character's later bytes count too."""
+    # left < right: a token that a post-processor added holds no character and has an empty range.
     touching = [
         index for index, (left, right) in enumerate(encoding.offsets) if left < end and right > start and left < right
     ]
@@ -129,6 +132,7 @@ def _spans_by_difference(
             continue
         if number == 0:
             raise DataError("message 0 is from 'assistant': there is nothing that it answers. Start with another role.")
+        # With the answer's header, which generation gets as a part of its prompt: it is not learnt.
         before = chat.template.render(messages[:number], tools=tools, add_generation_prompt=True, **values)
         done = number + 1 == len(messages)
         with_answer = text if done else chat.template.render(messages[: number + 1], tools=tools, **values)
@@ -161,6 +165,7 @@ def _without_trailing_space(chat: Chat, text: str, encoding: tokenizers.Encoding
 
 def _set_ends(learn: np.ndarray, ids: np.ndarray, special: frozenset[int], learnt: bool) -> None:
     """Learn the special token that follows each answer, or do not learn the one that ends it."""
+    # With False at both ends every run of learnt tokens has two edges: its first, and the one after its last.
     edges = np.flatnonzero(np.diff(learn, prepend=False, append=False))
     for _, after in edges.reshape(-1, 2):
         if learnt and int(ids[after - 1]) not in special and after < len(ids) and int(ids[after]) in special:

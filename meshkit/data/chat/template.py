@@ -26,6 +26,8 @@ Message = Mapping[str, Any]
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 """the special tokens that `CHATML` writes: `train_tokenizer(..., extra_special_tokens=CHATML_TOKENS)`"""
 
+# <|im_end|> is inside of the generation block, so a model learns to end its turn; the newline after it is outside,
+# since generation stops before it.
 CHATML = """\
 {%- if tools %}{{- '<|im_start|>tools\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
@@ -91,6 +93,8 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and (start, end) in characters of each {% generation %} block, in order."""
         values = {
+            # transformers passes it to every template. Arguments of ours come last, so that no variable replaces the
+            # messages.
             "documents": None,
             **self.special_tokens,
             **plain(variables),
@@ -117,6 +121,7 @@ class Chat:
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
         """A copy for which special tokens in a text are tokens: in a rendered chat the template wrote them."""
+        # By way of JSON, since the flag is the backend's own state, and `Tokenizer` needs it the other way.
         backend = tokenizers.Tokenizer.from_str(self.tokenizer.backend.to_str())
         backend.encode_special_tokens = False
         return backend
@@ -141,6 +146,7 @@ class Chat:
         if self.control_tokens:
             return
         for number, message in enumerate(messages):
+            # In all that the template sees: tool calls and reasoning too.
             token = _find(_message(message), self._special_texts)
             if token is not None:
                 raise DataError(
@@ -173,6 +179,8 @@ def load_chat_template(folder: Path, *, name: str = "default") -> ChatTemplate:
     config = read_json_object(folder / "tokenizer_config.json")
     tokens = {**read_json_object(folder / "special_tokens_map.json"), **config}
     special = {key: text for key, value in tokens.items() if key.endswith("_token") and (text := _content(value))}
+    # Newer versions of transformers write this file, older ones the field of tokenizer_config.json; where both are,
+    # the file wins, as there.
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.is_file():
         return ChatTemplate(source=file.read_text(encoding="utf-8"), special_tokens=special, where=str(file))
@@ -239,6 +247,8 @@ def check_roles(messages: Sequence[Message]) -> None:
 
 def plain(value: Any) -> Any:
     """`value` in JSON's own types, which is all a template may see: no method of a richer object is in its reach."""
+    # type() and not isinstance: a subclass of str may have methods of its own, which a template could call; such
+    # values are made plain below.
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -266,6 +276,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _message(message: Message) -> dict[str, Any]:
     """The message as the template sees it: no key without a value, and reasoning under each name that templates know."""
+    # Data and templates name reasoning differently, and a template that reads another name would drop it without a
+    # word. Null keys go: see `_without_null` in records.py.
     seen = {key: value for key, value in plain(message).items() if value is not None}
     reasoning = next((seen[name] for name in _REASONING if name in seen), None)
     return seen if reasoning is None else {"thinking": reasoning, **seen, "reasoning_content": reasoning}

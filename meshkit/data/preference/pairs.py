@@ -114,6 +114,7 @@ def with_mismatches(examples: Sequence[Example]) -> list[tuple[Example, Example]
         raise DataError(f"{len(examples)} example: a mismatched completion needs another example. Give at least 2.")
     return [
         (example, _with_answer_of(example, previous))
+        # Each with the one before it, the first with the last; the second list is one longer, hence strict=False.
         for example, previous in zip(examples, [examples[-1], *examples], strict=False)
     ]
 
@@ -152,6 +153,7 @@ def _with_answer_of(example: Example, donor: Example) -> Example:
             name: np.concatenate([values[:cut], donor.token_values[name][tail]])
             for name, values in example.token_values.items()
         },
+        # Whether the end is missing: the end is the donor's.
         truncated=donor.truncated,
         source=f"{example.source} with the answer of {donor.source}",
     )
@@ -240,6 +242,7 @@ def cross_prompt_pairs(pairs: int, *, seed: int) -> Iterator[CrossPromptPair]:
             f"cross_prompt_pairs: {pairs} pairs; a prompt borrows answers from two others. Give at least 3."
         )
     order = np.random.default_rng(seed).permutation(pairs).tolist()
+    # Indices counted from the end: the round closes without a modulo.
     following = {prompt: (order[n + 1 - pairs], order[n + 2 - pairs]) for n, prompt in enumerate(order)}
     sides: tuple[Literal["chosen", "rejected"], ...] = ("chosen", "rejected")
     for prompt in range(pairs):

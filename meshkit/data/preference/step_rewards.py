@@ -39,6 +39,8 @@ def encode_steps(
     completion, stops = "".join(steps), np.cumsum([len(step) for step in steps])
     if isinstance(encoder, Tokenizer) and isinstance(prompt, str):
         example = encode_completion(encoder, prompt, completion, source=source)
+        # The ids of `example` once more, for their offsets; prompt and completion are encoded apart, so places are
+        # counted from the prompt's end.
         encoding = encoder.backend.encode(completion, add_special_tokens=False)
         before, start = example.prompt_length, 0
     elif isinstance(encoder, Chat) and not isinstance(prompt, str):
@@ -46,6 +48,7 @@ def encode_steps(
         example, text, encoding = encode_with_text(
             encoder, messages, tools=None, turns="last", first=0, end_of_turn="template", roles="strict", source=source
         )
+        # From the right: an earlier turn may hold the same text.
         before, start = 0, text.rfind(completion)
         if start < 0:
             raise DataError(f"{source}: {encoder.template.where} does not write the answer as it is. Give plain text.")

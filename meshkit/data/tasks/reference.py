@@ -46,6 +46,7 @@ def reversal_tasks(
     def draw(generator: random.Random) -> tuple[str, Record]:
         length = generator.randint(shortest, longest)
         text = "".join(generator.choice(string.ascii_lowercase) for _ in range(length))
+        # A word and its reversal are each other's answers: both are in the same half.
         return f"reversal {min(text, text[::-1])}", Record(
             fields={"prompt": f"{text}>", "completion": text[::-1]}, source=f"reversal:{text}"
         )
@@ -65,6 +66,7 @@ def countdown_tasks(
 
     def draw(generator: random.Random) -> tuple[str, Record] | None:
         values = [generator.randint(1, largest) for _ in range(numbers)]
+        # In another order than they are shown in, so the answer is not the prompt with signs between.
         order = generator.sample(values, numbers)
         operators = [generator.choice("+-*") for _ in order[1:]]
         target = _value(order, operators)
@@ -123,6 +125,7 @@ def _distinct(
     while len(seen) < count and fruitless < 100:
         task = draw(generator)
         fruitless += 1
+        # By the prompt and not by the name: 12+34 and 34+12 are two rows, of one half.
         if task is not None and task[1].source not in seen:
             fruitless = 0
             seen.add(task[1].source)

@@ -103,6 +103,8 @@ def preference_tasks(
 
     def rows(half: list[Function]) -> Iterator[tuple[Function, dict[str, Any]]]:
         for each in half:
+            # `random` hashes a text by SHA-512, the same in every process. One generator for each function: another
+            # function that comes or goes with a version of Python changes no draw of the others.
             draw = random.Random(f"{seed} {each.name} {each.file}:{each.line}")
             wrong: dict[str, str] = {
                 kind: _CORRUPTIONS[kind](each.body, draw) for kind in kinds if kind != "mismatched"
@@ -113,6 +115,7 @@ def preference_tasks(
             for kind in usable if every or not usable else [draw.choice(usable)]:
                 yield each, {"prompt": each.head, "chosen": each.body, "rejected": wrong[kind], "kind": kind}
 
+    # Halves first: a mismatched body is one of the same half, or training would show bodies that are held out.
     halves = [[each for each in functions if is_held_out(each.file, held_out) is out] for out in (False, True)]
     return _split((row for half in halves for row in rows(half)), held_out)
 
@@ -122,12 +125,14 @@ def library_functions(limit_bytes: int = 1200, corpus: Corpus | None = None) -> 
     return _functions(corpus, limit_bytes)
 
 
+# All kinds of tasks read the same functions, and parsing the library takes seconds.
 @lru_cache(maxsize=4)
 def _functions(corpus: Corpus | None, limit_bytes: int) -> tuple[Function, ...]:
     functions: dict[str, Function] = {}
     for name, path in (standard_library() if corpus is None else corpus).files:
         for function in _functions_of(name, path):
             if len((function.head + function.body).encode()) <= limit_bytes:
+                # A function that is in several modules would be learnt from one and held out in another.
                 functions.setdefault(function.head + function.body, function)
     return tuple(functions.values())
 
@@ -140,7 +145,7 @@ def _functions_of(name: str, path: Path) -> Iterator[Function]:
             tree = ast.parse(text)
     except SyntaxError:
         return  # a template or a file for another version
-    lines = text.splitlines(keepends=True)
+    lines = _lines(text)
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     yield from _walk(tree, module, name, lines)
 
@@ -155,7 +160,7 @@ def _walk(node: ast.AST, prefix: str, file: str, lines: list[str]) -> Iterator[F
             if summary and len(child.body) > 1 and first.end_lineno is not None and child.end_lineno is not None:
                 cut = first.end_lineno  # the docstring's last line ends the head
                 source = textwrap.dedent("".join(lines[child.lineno - 1 : child.end_lineno]))
-                parts = source.splitlines(keepends=True)
+                parts = _lines(source)
                 head, body = parts[: cut - child.lineno + 1], parts[cut - child.lineno + 1 :]
                 if "".join(body).strip():
                     yield Function(
@@ -166,6 +171,12 @@ def _walk(node: ast.AST, prefix: str, file: str, lines: list[str]) -> Iterator[F
                         file=file,
                         line=child.lineno,
                     )
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that ast counts, each with its end."""
+    # Not splitlines, which also cuts at form feeds and U+2028: every later function of the file would be cut elsewhere.
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
 def _split(rows: Iterator[tuple[Function, dict[str, Any]]], held_out: float) -> TaskSplits:

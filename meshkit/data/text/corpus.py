@@ -13,6 +13,7 @@ from pathlib import Path
 from meshkit.data.text.documents import READERS, Document, read_file
 from meshkit.errors import DataError
 
+# What is installed differs between machines, and this corpus must not; tests hold files that are broken on purpose.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -59,6 +60,8 @@ def find_corpus(paths: str | Path | Sequence[str | Path], *, field: str = "text"
     files: dict[Path, tuple[str, Path]] = {}
     for path in [paths] if isinstance(paths, str | Path) else paths:
         for name, file in _files_at(str(path)):
+            # By what the path resolves to: a link, or a folder and a pattern that both hold a file, would train on it
+            # twice.
             files.setdefault(file.resolve(), (name, file))
     if not files:
         raise DataError("the corpus is empty: no paths were given. Name a file, a folder or a pattern.")
@@ -75,6 +78,8 @@ def _files_at(path: str) -> list[tuple[str, Path]]:
         if files[0].suffix not in READERS:
             raise DataError(f"{path}: cannot read a file of this kind. Give one of {kinds}.")
     else:
+        # Names are relative to what comes before the first wildcard: a hash of its name says whether a document is
+        # held out, and that must not change when the corpus is moved.
         root = Path(*_before_wildcard(path))
         files = sorted(file for match in glob.iglob(path, recursive=True) if (file := Path(match)).is_file())
         if not files:
@@ -94,6 +99,8 @@ def _before_wildcard(pattern: str) -> list[str]:
 def _walk(root: Path, *, without: Collection[str] = ()) -> Iterator[Path]:
     """Every file under `root` in sorted order, hidden folders left out; links to folders are not followed."""
     for folder, folders, files in os.walk(root):
+        # In place: os.walk goes on with this list. Sorted, since the order of a file system differs between machines,
+        # and the order of documents is that of the token file.
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(files))
 
@@ -120,6 +127,8 @@ def corpus_bytes(corpus: Corpus) -> int:
 
 def corpus_fingerprint(corpus: Corpus) -> str:
     """Changes when a file is added, removed, renamed or written again; reads no content, so it is quick."""
+    # The 1 is the version of the readers: whoever changes what they make of a file raises it, and caches are built
+    # anew.
     digest = hashlib.sha256(f"corpus 1 {corpus.field}".encode())
     for name, path in corpus.files:
         stat = _stat(path)

@@ -34,6 +34,7 @@ def read_file(path: Path, *, name: str, field: str) -> Iterator[Document]:
 
 
 def _read_text(path: Path, name: str, field: str) -> Iterator[Document]:
+    # Not read_text, which turns \r\n into \n: the text is what the file holds, and its bytes are counted.
     raw = path.read_bytes()
     try:
         text = raw.decode()
@@ -45,6 +46,9 @@ def _read_text(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
+    # [Note: lines are read as bytes]
+    # In text mode a byte that is not UTF-8 raises while the file is iterated, for a buffer of many lines, and nothing
+    # says which; str.splitlines would also cut at U+2028 and U+0085, which JSON strings may hold unescaped.
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if raw.isspace():
@@ -97,6 +101,7 @@ def _read_parquet(path: Path, name: str, field: str) -> Iterator[Document]:
                 raise DataError(
                     f"{path}: has no column {field!r}, only {sorted(columns)}. Name the column that holds the text."
                 )
+            # Columns are compressed together, so a row has no size of its own: an equal share, for the progress bar.
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=[field]):

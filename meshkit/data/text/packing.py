@@ -50,10 +50,15 @@ def pack_sample(tokens: Tokens, index: int, *, seq_len: int, documents: bool = T
     window = read_ids(tokens, start, start + seq_len + 1)
     padded = np.zeros(seq_len + 1, dtype=np.int64)
     padded[: len(window)] = window
+    # A copy: inputs and labels would be views of one array, and labels are masked below.
     labels = padded[1:].copy()
+    # n ids have n - 1 labels. Past the last sample the window is empty, and -1 would spare all labels but the last.
     labels[max(len(window) - 1, 0) :] = IGNORED
     sample = {"input_ids": padded[:-1], "labels": labels}
     if documents:
+        # Documents that begin at 1 to T. One at 0 has position 0 anyway, and its first token is the last label of the
+        # sample before. One at T masks that label and restarts no position, hence T + 1 entries of which the last is
+        # dropped.
         first, after = np.searchsorted(tokens.offsets, [start + 1, start + seq_len + 1])
         starts = np.asarray(tokens.offsets[first:after]) - start  # in 1..T; the end of the tokens starts the padding
         labels[starts - 1] = IGNORED

@@ -56,9 +56,12 @@ def prepare(
     """
     if not 0 < held_out < 1:
         raise DataError(f"held_out={held_out}: not a part of the documents. Give a number between 0 and 1.")
+    # The fingerprint says what each id means, which a token file must agree with; how text is cut into ids (merges,
+    # normaliser) is in the recipe alone.
     recipe = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     where = folder / f"tokens-{_key(corpus_fingerprint(corpus), tokenizer.fingerprint, recipe, held_out)}"
     paths = where / "train.tokens", where / "held_out.tokens"
+    # A file has its name only when it is complete, see `TokenWriter`: no lock and no mark are needed.
     if not all(path.exists() for path in paths):
         with _shown(corpus, "tokenise", progress) as documents:
             _build(documents, tokenizer, paths, held_out)
@@ -68,6 +71,8 @@ def prepare(
 
 def is_held_out(source: str, share: float) -> bool:
     """Whether the document of this name is set aside: a `share` of all names is, the same everywhere."""
+    # A hash and not a draw: no state, no order, the same on every rank and in every later run. Python's own hash of a
+    # string is salted in each process.
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
@@ -101,6 +106,7 @@ def _build(documents: Iterable[Document], tokenizer: Tokenizer, paths: tuple[Pat
             for document, ids in zip(batch, tokenizer.encode_documents([d.text for d in batch]), strict=True):
                 writer = held_out if is_held_out(document.source, share) else train
                 writer.add(ids, text_bytes=len(document.text.encode()))
+        # Inside of the `with`: raised here, it keeps both files from getting their names.
         if not (train.documents and held_out.documents):
             raise DataError(
                 f"held_out={share} puts {train.documents} documents into the training half and {held_out.documents} "
@@ -137,4 +143,5 @@ def _shown(corpus: Corpus, title: str, progress: bool) -> Iterator[Iterator[Docu
 
 
 def _key(*parts: object) -> str:
+    # repr: 1 and "1" are different parts.
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

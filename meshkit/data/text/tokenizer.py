@@ -34,6 +34,8 @@ class Tokenizer:
     eos_id: int
 
     def __post_init__(self) -> None:
+        # The flag makes special tokens in a text plain text. A tokenizer.json may also carry truncation and padding,
+        # which would cut documents without a word.
         self.backend.encode_special_tokens = True
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -41,11 +43,13 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
+        # Not the number of entries: ids may have gaps, and an embedding must hold the largest.
         return max(self.backend.get_vocab().values()) + 1
 
     @cached_property
     def fingerprint(self) -> str:
         """Says what every id means: equal for two tokenizers whose vocabulary, bos and eos are equal."""
+        # Without merges and normaliser: however a text was cut, its ids mean the same, so token files stay usable.
         return _digest([sorted(self.backend.get_vocab().items()), self.bos_id, self.eos_id])
 
     def encode(self, text: str) -> list[int]:
@@ -55,6 +59,8 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`[bos] text eos` for each text, on all cores. bos is left out by a tokenizer that has none."""
         bos = [] if self.bos_id is None else [self.bos_id]
+        # The fast form computes no offsets. bos and eos are added here, since folders differ in which of them their
+        # post-processor writes.
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*bos, *encoding.ids, self.eos_id], dtype=np.int64) for encoding in encodings]
 
@@ -77,11 +83,14 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, extra_special_toke
             f"at least {256 + len(special_tokens)}."
         )
     backend = tokenizers.Tokenizer(models.BPE())
+    # Without the space that GPT-2 puts in front, decoding gives back the text byte for byte, which `token_bytes`
+    # counts on.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special_tokens,
+        # All 256 bytes, also those that the sample has not: no text is then unknown.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -99,6 +108,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "eos_token": tokenizer.backend.id_to_token(tokenizer.eos_id),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # A name for each process: ranks that train the same tokenizer at once write a file each, and the last rename wins
+    # with the same content.
     partial = folder / f"tokenizer.json.{os.getpid()}.partial"
     tokenizer.backend.save(str(partial))
     os.replace(partial, folder / "tokenizer.json")  # the last step: a folder with tokenizer.json is complete
@@ -136,6 +147,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | dict[str, str] | None) -> str | None:
+    # transformers writes a special token as a string, or as the fields of an AddedToken.
     return token["content"] if isinstance(token, dict) else token
 
 
@@ -157,6 +169,7 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
     Raises: DataError for a tokenizer that works neither on bytes nor with a byte fallback.
     """
     spec = json.loads(tokenizer.backend.to_str())
+    # As text: the decoder may be a Sequence with the one looked for inside.
     decoder = json.dumps(spec["decoder"])
     count: Callable[[str], int]
     if '"ByteLevel"' in decoder:
@@ -172,6 +185,8 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
     counts = torch.zeros(tokenizer.vocab_size, dtype=torch.int64)
     for token, token_id in tokenizer.backend.get_vocab().items():
         if token_id in added:
+            # Added tokens are matched in the text before the model runs, so they are written as they are and not in
+            # its byte alphabet.
             counts[token_id] = 0 if added[token_id].special else len(token.encode())
         else:
             counts[token_id] = count(token)
@@ -179,6 +194,7 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
 
 
 def _sentencepiece_bytes(piece: str) -> int:
+    # <0xE2> is one byte. SentencePiece's ▁, three bytes in UTF-8, stands for a space, which is one.
     is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
     return 1 if is_byte else len(piece.replace("▁", " ").encode())
 

@@ -20,6 +20,7 @@ import numpy as np
 from meshkit.data.text.tokenizer import Tokenizer
 from meshkit.errors import DataError
 
+# A page: ids begin aligned, and the header can be written last, over zeros, when digest and counts are known.
 HEADER_BYTES = 4096
 FORMAT = "meshkit tokens 1"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -115,6 +116,7 @@ def open_npy(path: Path, *, vocab_size: int, eos_id: int) -> Tokens:
         sha256.update(chunk.tobytes())
         ends.append(start + 1 + np.flatnonzero(chunk == eos_id))
     offsets = np.concatenate(ends)
+    # What follows the last eos is a document that nobody ended.
     if offsets[-1] != len(ids):
         offsets = np.append(offsets, len(ids))
     sha256.update(offsets.tobytes())
@@ -130,6 +132,7 @@ def read_ids(tokens: Tokens, start: int, stop: int) -> np.ndarray:
     """
     ids = tokens.ids[start:stop]
     check_range(ids, tokens.vocab_size, str(tokens.path), start)
+    # A copy: the map is read-only, embeddings index by int64, and torch has few operations on unsigned integers.
     return ids.astype(np.int64)
 
 
@@ -197,6 +200,7 @@ class TokenWriter:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        # 8 bytes a document, where a list of integers takes about 40.
         self._offsets = array("q", [0])
         self._text_bytes = 0
         self._sha256 = hashlib.sha256()
@@ -204,6 +208,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._partial.open("wb")
+        # Zeros are no header: until `_finish` this is no token file under whatever name.
         self._file.write(bytes(HEADER_BYTES))
         return self
 

@@ -56,6 +56,7 @@ def choose(offers: Mapping[str, Sequence[Offer]], budget: int, beside: int = 1, 
     rank: whose blocks they are, for the error.
     Raises: PlanError with the smallest budget that would do, if nothing fits.
     """
+    # In the order of the model: ties are broken by it, so that ranks with the same offers choose the same.
     names = list(offers)
     blocks = [[option for option, _ in offers[name]] for name in names]
     chosen = cheapest(blocks, budget, beside)

@@ -73,6 +73,7 @@ def _limits(blocks: Sequence[Sequence[Option]], beside: int) -> Iterator[tuple[i
     With the room fixed, only kept bytes are left to choose by: a plain knapsack.
     """
     every = [option for options in blocks for option in options]
+    # The two largest are of some option each, so these pairs are all that can be.
     pairs = {(a.passing, b.moving) for a in set(every) for b in set(every) if b.moving <= a.passing} or {(0, 0)}
     for passing, moving in sorted(pairs, key=lambda pair: (pair[0] + beside * pair[1], pair)):
         allowed = [
@@ -102,6 +103,7 @@ def _least(blocks: Sequence[Sequence[tuple[int, Option]]], budget: int, enough: 
         ]
         reached.sort(key=lambda state: state[:3])
         front = []
+        # In order of bytes a state is kept only if it is cheaper than all that need less, and may still end below `enough`.
         for state in reached:
             if (not front or state[1:3] < front[-1][1:3]) and state[1] + after.bound(budget - state[0]) <= enough:
                 front.append(state)
@@ -153,8 +155,10 @@ class _Relaxed:
 
 def _relaxed(blocks: Sequence[Sequence[tuple[int, Option]]]) -> list[_Relaxed]:
     """The relaxations of blocks[0:], blocks[1:], ..., and of no blocks."""
+    # From the last block on, since the search asks what the blocks after the present one cost at least.
     relaxed = [_Relaxed(0, 0.0, [])]
     for block in reversed(range(len(blocks))):
+        # The lower convex hull of (bytes, seconds): mixtures of a block's options lie on or above it.
         hull: list[Option] = []
         for _, option in sorted(blocks[block], key=lambda indexed: (indexed[1].bytes, indexed[1].seconds)):
             if hull and option.seconds >= hull[-1].seconds:

@@ -159,6 +159,7 @@ def _offers(
             if regather and mode.mode == "full":
                 continue  # the same as without
             try:
+                # A block for each measurement, since `treat` changes it.
                 kept_bytes, _ = _kept_bytes(build(regather, device), call, Treatment(mode, regather), cutting, device)
                 forward, backward = _seconds(build(regather, "cpu"), call, Treatment(mode, regather), cutting, budget)
             except PlanError:
@@ -239,6 +240,7 @@ def _fake_copy(module: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
             copies[id(tensor)] = (
                 nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             )
+        # deepcopy's memo: each tensor is replaced where it is referred to, so tied ones stay tied and no value is copied.
         return copy.deepcopy(module, copies)
 
 
@@ -254,6 +256,7 @@ def _calls(
             calls[name] = tree_map(_described, (args, kwargs))
 
         fake_model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    # Rounded up, for cp as the longest rank has them, and for tp as padded rows are.
     tokens = -(-budget.seq_len // spec.cp)
     tokens = -(-tokens // spec.tp) * spec.tp
     with _fake_mode(), torch.no_grad():

@@ -26,6 +26,7 @@ class Kept(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and _torch.storage_key(leaf) not in self._known:
+                # A weak reference: what is alive after the forward is what backward needs, and this must not keep it so.
                 storage = leaf.untyped_storage()
                 self._made[_torch.storage_key(leaf)] = StorageWeakRef(storage), storage.nbytes()
         return out
@@ -48,6 +49,7 @@ class Work(TorchDispatchMode):
         if any(result.alias_info is not None for result in func._schema.returns):
             return out  # a view or an in-place operator: no new memory
         output_bytes, input_bytes = _bytes(out), _bytes((args, kwargs))
+        # Messages count by their larger end: an all-gather's output, a reduce-scatter's input.
         if func.namespace in ("_c10d_functional", "meshkit"):
             self.seconds += max(output_bytes, input_bytes) / self.rates.link_bytes_per_s
             return out

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimate_under_way
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.memory.offload._offload import Offload
 from meshkit.memory.offload._streams import FakeStreams, Streams, streams_of
 from meshkit.mesh import device_of
+from meshkit.plan.match import listed
 from meshkit.strategy import ActivationOffload
 
 
@@ -39,7 +42,16 @@ def offload_activations(
     cannot be written, and in backward for a saved tensor that was changed in place.
     Source: Wu et al. 2024 (SSDTrain); torch.autograd.graph.saved_tensors_hooks.
     """
-    policy, blocks = policy or ActivationOffload(), list(blocks)
+    require("offload_activations", "module", module, nn.Module)
+    require("offload_activations", "mesh", mesh, DeviceMesh, NoneType)
+    require("offload_activations", "policy", policy, ActivationOffload, NoneType)
+    policy, blocks = policy or ActivationOffload(), listed(blocks, where="offload_activations", argument="blocks")
+    keep = None if keep is None else listed(keep, where="offload_activations", argument="keep")
+    if others := [name for name in keep or () if name not in blocks]:
+        raise PlanError(
+            f"offload_activations(keep=...): {others[0]!r} is none of its blocks, so nothing of it is moved anyway. Name it "
+            "in blocks too."
+        )
     modules = dict(module.named_modules())
     for name in blocks:
         if name not in modules:
@@ -48,6 +60,7 @@ def offload_activations(
             )
         if hasattr(modules[name], "_offload"):
             raise PlanError(f"offload_activations: block {name!r} is offloaded already. Name each block once.")
+    # Parameters may still be on meta, or on the host where an optimizer of the host keeps them: the mesh says more.
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     if mesh is not None:
         device = device_of(mesh)
@@ -80,6 +93,7 @@ def offload_of(module: nn.Module) -> Offload | None:
 
 def _offloaded(call: Any, offload: Offload, *, keeps: bool) -> Any:
     def offloaded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # In evaluation and generation nothing is saved, so nothing can move.
         if not torch.is_grad_enabled():
             return call(self, *args, **kwargs)
         if torch.compiler.is_compiling():

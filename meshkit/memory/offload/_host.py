@@ -58,6 +58,7 @@ class Arena:
                 self._add(round_up(max(nbytes, self._slab_bytes, self.total_bytes // 4)))
                 free_piece = len(self._free) - 1, 0
             slab, hole = free_piece
+            # From the front of the hole, so that what is free stays in one piece at its end.
             offset, room = self._free[slab].pop(hole)
             if room > nbytes:
                 self._free[slab].insert(hole, (offset + nbytes, room - nbytes))
@@ -69,6 +70,7 @@ class Arena:
         with self._lock:
             holes = self._free[piece.slab]
             offset, room = piece.offset, piece.nbytes
+            # Joined with its neighbours at once: otherwise pieces of many sizes would leave holes that nothing fits into.
             position = bisect.bisect(holes, (offset, 0))
             assert position == len(holes) or offset + room <= holes[position][0], "a piece was given back twice"
             if position < len(holes) and offset + room == holes[position][0]:

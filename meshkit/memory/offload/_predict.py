@@ -34,6 +34,7 @@ class Moved(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Tensor | None:
         key, storage = _torch.storage_key(tensor), tensor.untyped_storage()
         if key in self._staying or storage.nbytes() < self._least:
+            # Detached, as `Kept` does: a node that saved its own output would be a reference cycle, and count as kept.
             return tensor.detach()
         if key not in self._storages:
             self._storages[key] = StorageWeakRef(storage), storage.nbytes()

@@ -36,6 +36,7 @@ class _Family:
     model: str = "Llama"  # ours
 
 
+# Defaults matter: transformers leaves fields out of config.json that equal its class's default.
 FAMILIES = {
     "llama": _Family(architecture="LlamaForCausalLM", max_position_embeddings=2048, biases=None),
     "qwen2": _Family(architecture="Qwen2ForCausalLM", max_position_embeddings=32_768, biases=True),
@@ -110,6 +111,7 @@ def config_from_pretrained(folder: str | os.PathLike[str]) -> ModelConfig:
     if model_type not in FAMILIES:
         raise PlanError(f"{path}: model_type={model_type!r} is not supported. {_covered()}.")
     family = FAMILIES[model_type]
+    # Before the general refusal below, since DeepSeek's own folders are these, and there is a way out to name.
     if (raw.get("quantization_config") or {}).get("quant_method") == "fp8":
         raise PlanError(
             f"{path}: the weights are fp8 in blocks with a scale each (quantization_config), which are not read. Convert "
@@ -178,6 +180,7 @@ def _deepseek_from(raw: dict[str, Any], family: _Family, path: Path) -> Deepseek
             f"{path}: num_key_value_heads={kv_heads} is not supported. DeepseekV3 has one for each of the {heads} heads."
         )
     max_positions = raw.get("max_position_embeddings", family.max_position_embeddings)
+    # Read apart from the rope: it scales scores and not cos and sin, see `_score_scale` in deepseek.py.
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     return DeepseekV3Config(
         **{name: raw[name] for name in SIZES},
@@ -212,6 +215,7 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
     """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     rope_fields: dict[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     values = {name: value for name, value in rope_fields.items() if value is not None}
+    # Where both versions' fields are present the nested one wins, as in transformers 5.
     theta = values.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta
     kind, legacy_kind = values.pop("rope_type", None), values.pop("type", None)
     kind = kind or legacy_kind or "default"
@@ -224,6 +228,7 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
         values["original_max_position_embeddings"] = original or max_positions
     if kind == "yarn":
         _resolve_yarn(values, max_positions)
+    # 1.0 is all of the head, which is what is here; any other value is refused as unknown.
     if values.get("partial_rotary_factor") == 1.0:
         del values["partial_rotary_factor"]
     _refuse_rope_fields(values, scaling_fields, kind, family, path)
@@ -250,6 +255,7 @@ def _resolve_yarn(values: dict[str, Any], max_positions: int) -> None:
     mscale, mscale_all_dim = values.pop("mscale", None), values.pop("mscale_all_dim", None)
     if mscale and mscale_all_dim:
         log = math.log(values["factor"])
+        # DeepSeek's form: cos and sin get the ratio of both factors, and scores the square of the second.
         values.setdefault("attention_factor", (0.1 * mscale * log + 1) / (0.1 * mscale_all_dim * log + 1))
 
 
@@ -283,6 +289,7 @@ def config_to_dict(config: ModelConfig) -> dict[str, object]:
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
+        # transformers 4's fields, which 5 still reads and moves into rope_parameters; 4 does not read those.
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling(config.rope),
         "attention_bias": config.attention_bias,
@@ -305,6 +312,8 @@ def config_to_dict(config: ModelConfig) -> dict[str, object]:
     if model_type in ("mistral", "mixtral"):
         out["sliding_window"] = config.sliding_window
     elif config.sliding_window is not None:
+        # max_window_layers=0: all layers from number 0 on have the window. transformers' default of 28 would spare
+        # the first 28.
         out |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "max_window_layers": 0}
     return out
 

@@ -68,6 +68,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
+    # What is skipped is left out before names are compared, or it would be refused as unexpected.
     files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_ignored(model, key)}
     pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
     _refuse_other_names(pieces, files, Path(folder))
@@ -83,6 +84,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
                 if local_region is None:
                     continue
                 region, local = local_region
+                # A tied parameter may come twice. The second must equal what was just loaded: silently keeping one of
+                # two different weights is another model.
                 first = loaded.setdefault(pieces[key].identity, key)
                 values = reader.get_slice(key)[region]
                 if first == key:
@@ -204,6 +207,7 @@ def save_pretrained(
         )
     raw = _config_of(model, config)
     pieces = named_pieces(model, "save_pretrained")
+    # Reversed, so that the first name of a tied parameter overwrites later ones and the file holds it once.
     first_names = {piece.identity: key for key, piece in reversed(pieces.items())}
     pieces = {key: piece for key, piece in pieces.items() if first_names[piece.identity] == key}
     shards = _split(pieces, max_shard_bytes, dtype)
@@ -294,6 +298,8 @@ def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, i
     if full_model is None:
         return {}, lambda tensor, owner: full_tensor(tensor)
     group, rank = full_model.group, dist.get_rank(full_model.group)
+    # Every pp group has a rank 0, and only one of these is the model's rank 0: in the other groups nobody needs the
+    # full tensor.
     reaches_zero = dist.get_global_rank(group, 0) == dist.get_process_group_ranks(group_of(model))[0]
     state = full_state(model)
 
@@ -351,6 +357,7 @@ def is_rank_zero(model: nn.Module) -> bool:
 
 def on_rank_zero(model: nn.Module, action: Callable[[], None]) -> None:
     """Call `action` on the model's rank 0; other ranks wait, and raise the same error. Wire: one broadcast of a string."""
+    # A rank that raised alone would leave the others in the next collective: all hear of it before anyone raises.
     refusal: list[str | None] = [None]
     if is_rank_zero(model):
         try:

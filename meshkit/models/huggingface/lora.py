@@ -20,6 +20,7 @@ from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_ze
 from meshkit.models.huggingface.names import Piece, adapter_pieces, named_pieces
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# PEFT wraps a model twice: PeftModel.base_model is a LoraModel, whose .model is the user's.
 PREFIX = "base_model.model."
 # Fields of adapter_config.json that change how an adapter computes, and the values that are supported.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -83,6 +84,7 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
     assert lora is not None
     targets = list(dict.fromkeys(key.rpartition(".lora_")[0] for key in pieces if is_adapter(key)))
     all_modules = [key.removesuffix(".weight") for key in named_pieces(model, "save_lora") if key.endswith(".weight")]
+    # PEFT declares lora_alpha as an integer.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     saved = dict.fromkeys(key.rpartition(".")[0] for key in pieces if not is_adapter(key))
     return {
@@ -97,6 +99,8 @@ def _config(model: nn.Module, pieces: dict[str, Piece], base: str | None) -> dic
         "modules_to_save": list(saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
+        # True is the plain initialisation, of no effect once weights are loaded; inference_mode freezes them in PEFT
+        # until asked otherwise.
         "init_lora_weights": True,
         "inference_mode": True,
     }

@@ -64,6 +64,7 @@ class Piece(NamedTuple):
             region, local = region[1:], local[self.expert - experts.start]
         if self.packed is not None:
             codes, columns = self.packed
+            # Bytes to columns. The last block of a row may be padded, so its end in columns is beyond the row's.
             ends = (min(codes.columns(end), columns) for end in (region[-1].start, region[-1].stop))
             region = (*region[:-1], slice(*ends))
         return (region, local) if local.numel() else None
@@ -145,6 +146,7 @@ def _layer_name(model: nn.Module, name: str) -> str:
     if not isinstance(model, DeepseekV3) or not name.startswith("mtp."):
         return name
     _, index, rest = name.split(".", 2)
+    # The last norm of a module lies in DeepSeek's shared_head, beside the copy of the head.
     rest = f"shared_head.{rest}" if rest.startswith("norm.") else rest.removeprefix("layer.")
     return f"layers.{model.config.num_hidden_layers + int(index)}.{rest}"
 

@@ -92,7 +92,7 @@ def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
     """
     seen = _keys_seen(mask)
     step = int(seen.max(initial=0))  # the work of a window changes by no more between neighbours
-    limit = (1 + slack) * int(seen.sum()) / parts
+    limit = (1 + slack) * int(seen.sum()) / parts  # over the mean of all ranks, not of those left
     pieces = _pieces(mask)
     assignment: list[Runs] = []
     for rank in range(parts):
@@ -108,6 +108,7 @@ def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
 
 def cut(runs: Sequence[Interval], parts: int) -> list[Runs]:
     """Runs in `parts` consecutive shares whose sizes differ by at most one token: inner ranks of Ulysses x ring."""
+    # Consecutive, so that neighbouring tokens stay together: runs are few, and so are tiles.
     tokens, rest = _size(runs), list(runs)
     shares: list[Runs] = []
     for low, high in pairwise(part * tokens // parts for part in range(parts + 1)):
@@ -118,12 +119,15 @@ def cut(runs: Sequence[Interval], parts: int) -> list[Runs]:
 
 def work(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
     """Visible pairs of the queries each rank holds."""
+    # Sums up to each token: the work of a run is one difference, however long it is.
     before = np.concatenate([[0], np.cumsum(_keys_seen(mask))])
     return [sum(int(before[after] - before[first]) for first, after in runs) for runs in assignment]
 
 
 def keys_needed(mask: Mask, runs: Runs) -> Runs:
     """The keys that the queries of these runs see, on whichever rank they lie."""
+    # In order of their first query the bands that a run may meet lie together, and are found by bisection: a packed batch has
+    # many, and `locality` asks for each candidate.
     bands = sorted(mask.bands)
     firsts = [band.q0 for band in bands]
     reach = list(accumulate((band.q1 for band in bands), max))  # no band up to here has later queries

@@ -65,6 +65,8 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _attention_gradient(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     """dlse is ignored: lse is an output only so that autograd saves it for backward."""
+    # out is saved rounded to the compute dtype and lse in the accumulator's: backward takes exp(score - lse), where an error
+    # of lse would be one of every probability.
     q, k, v, out, lse, table = ctx.saved_tensors
     dq, dkv = context_attention_backward(dout, q, k, v, out, lse, table, ctx.group, ctx.scale)
     return dq, dkv[0], dkv[1], None, None, None

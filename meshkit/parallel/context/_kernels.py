@@ -40,6 +40,7 @@ def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The kernel for tensors of this device and dtype. Raises: PlanError if there is none for the head_dim."""
     if device_type == "cpu":
         return CPU_FLASH
+    # CUDA's flash kernel takes half precision alone; fp32 and fp64 are computed by plain operators.
     if dtype in (torch.bfloat16, torch.float16):
         if head_dim % 8 or head_dim > 256:
             raise PlanError(
@@ -103,6 +104,8 @@ def _math_backward(
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, q.shape[2], MATH_ROWS):
         rows = slice(first, first + MATH_ROWS)
+        # The softmax of the whole row, since lse is: see `Kernel`. delta = sum(dout * out) stands for the sum of p * dp over
+        # all keys, of which the tile has only some (Dao et al. 2022, section 3.1).
         p = (_scores(q, k, first, causal, scale) - lse[:, :, rows].unsqueeze(-1)).exp()
         delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
         ds = p * (dout[:, :, rows] @ v.mT - delta) * scale
@@ -158,6 +161,7 @@ class Forward:
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge one tile into (out, lse), in place: afterwards they are of the softmax over both sets of keys."""
+    # A row that has seen nothing has lse = -inf: its weight is sigmoid(inf) = 1, and the tile's output is taken as it is.
     weight = torch.sigmoid(new_lse - lse)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse)
@@ -175,6 +179,7 @@ class Backward:
         """dk, dv: [B, S, K, D] in the accumulator's dtype; the piece's gradients are added to them, in place."""
         for tile in tiles if self.q.numel() else ():
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            # Rows and keys reversed make an ANTI tile causal; sums over them do not mind, and the gradients are turned back.
             rows = [tensor[:, q_rows] for tensor in (self.dout, self.q, self.out, self.lse)]
             keys = [k[:, k_rows], v[:, k_rows]]
             if tile.kind == ANTI:

@@ -78,6 +78,7 @@ class Layout:
 
         Bands count queries by their offset in this group's tensors, keys by their offset in the other group's.
         """
+        # Bisections in place of a product of all bands and all runs: a packed batch has many of both.
         firsts = [run[0] for run in self.all_runs]
         by_query = sorted(self.mask.bands)
         ends = list(accumulate((band.q1 for band in by_query), max))
@@ -121,11 +122,13 @@ class Layout:
 
 def layout_of(table: Tensor) -> Layout:
     """The layout of a table. Cached by content and not by identity: recompute and torch.compile may copy the table."""
+    # On the host, or this read would wait for the device in every layer.
     return _decode(table.numpy().tobytes())
 
 
 @lru_cache(maxsize=128)
 def _decode(content: bytes) -> Layout:
+    # A bytearray, since frombuffer warns of memory that cannot be written.
     values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
     tokens, bands, ranks, exchange, ulysses, kv_heads = (next(values) for _ in range(6))
     mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
@@ -168,7 +171,9 @@ def plan(layout: Layout, group: int) -> Plan:
         owner = (group - t) % layout.groups
         visible = bands.get(owner, [])
         keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
+        # A ring sends whole blocks on, needed here or not: the next group may need what this one does not.
         if layout.exchange == "group_cast" and t > 0:
+            # The union: keys that several bands see travel once.
             keys = _union((band.k0, band.k1) for band in visible)
             visible = [_compact(band, keys) for band in visible]
         steps.append(Step(owner, keys, tiles(visible)))

@@ -38,6 +38,7 @@ class RingGroup:
             for tensor, group in messages
             if tensor.numel()
         ]
+        # Both ends leave out a message of no elements, each from the layout alone: a receive without its send would hang.
         # One batch, which NCCL runs as one group: two ranks that each issued their send first would wait for one another.
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(works, [op.tensor for op in ops])
@@ -60,6 +61,11 @@ class Pending:
 
 
 NOTHING = Pending([], [])
+
+
+def empty_block(kv: Tensor, tokens: int) -> Tensor:
+    """Memory for `tokens` tokens of another group: shape, dtype and device as kv [2, B, S, K, D] has them."""
+    return kv.new_empty((*kv.shape[:2], tokens, *kv.shape[3:]))
 
 
 def ring_group_of(layout: Layout, group_name: str) -> RingGroup:

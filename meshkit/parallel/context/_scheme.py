@@ -47,6 +47,8 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     multiple: each rank's tokens are padded to a multiple of it, and to at least one.
     """
     policy.refuse_misfit(ranks)
+    # By bytes of the busiest sender and not of all: the others wait for it. On a tie the first candidate, which splits heads
+    # least.
     candidates = list(_candidates(mask, ranks, policy, shape, multiple))
     sent_bytes = [_bytes(layout, shape) for layout, _, _ in candidates]
     best = min(range(len(candidates)), key=sent_bytes.__getitem__)
@@ -64,6 +66,7 @@ def choose_for_rows(
 
     A mask of one row's tokens splits all rows alike. A mask of more tokens lays the rows end to end as a single stream.
     """
+    # Rows that are split alike share one layout, and each of its messages carries all of them.
     alike = rows if mask.tokens == tokens else 1
     return choose(mask, ranks, policy, replace(shape, rows=alike), multiple=multiple), alike
 
@@ -74,6 +77,7 @@ def _candidates(
     for exchange, ulysses in _shapes_of(ranks, policy, shape):
         groups = ranks // ulysses
         runs, balance = _balanced(mask, groups, policy, exchange)
+        # Balanced over groups only: the ranks of a group exchange tokens for heads, so each works on all of the group's.
         pieces = tuple(piece for group_runs in runs for piece in cut(group_runs, ulysses))
         lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
         layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
@@ -85,6 +89,7 @@ def _shapes_of(ranks: int, policy: ContextPolicy, shape: Shape) -> Iterator[tupl
     match policy.scheme:
         case "auto" if policy.ulysses is None:
             for ulysses in range(1, ranks + 1):
+                # "auto" passes over uneven heads: the rank with one more would make all others wait.
                 even = shape.heads % ulysses == 0 and (shape.kv_heads % ulysses == 0 or ulysses % shape.kv_heads == 0)
                 if ranks % ulysses == 0 and (even or ulysses == 1):
                     yield "group_cast", ulysses
@@ -121,6 +126,7 @@ def _imbalance(loads: list[int]) -> float:
 
 
 def _padded(tokens: int, multiple: int) -> int:
+    # At least one token, so that no rank runs its model on empty tensors.
     return max(ceil(tokens / multiple), 1) * multiple
 
 

@@ -79,6 +79,7 @@ class Context:
         Wire: one all-reduce of two numbers over cp.
         """
         content = torch.cat([ids.flatten().cpu(), layout.table(), torch.tensor(ids.shape)])
+        # Weighted by place, so that a permutation of the tokens is another batch; int64 may wrap round, on all ranks alike.
         digest = (content * torch.arange(1, content.numel() + 1)).sum() + 1_000_003 * content.numel()
         group = self.axis.get_group()
         # A group that also has a backend for CPU tensors (gloo) compares on the host, without waiting for the device.
@@ -152,6 +153,7 @@ class SplitMask:
         """The same split of the mask cut by a sliding window."""
         if window is None:
             return self
+        # Kept: a model of many layers asks in each, and a new table would be planned and copied anew.
         if window not in self._windowed:
             self._windowed[window] = SplitMask(self.layout.windowed(window), self.axis, rows=self.rows)
         return self._windowed[window]

@@ -59,6 +59,7 @@ def _tiles_of(band: Band) -> Iterator[Tile]:
     else:
         # As many rows as the window is wide share the key `a + high`: before it only `low` binds, after it only `high`.
         width = high - low + 1
+        # Each half has one bound, so it is a triangle and rectangles: a window costs about two tiles for each `width` rows.
         for a in range(q0, q1, width):
             rows_of = (a, min(a + width, q1))
             for keys in ((k0, a + high), (a + high, k1)):

@@ -44,6 +44,8 @@ def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
             to_tokens = head_counts[part] * sum(length for other, length in lengths.items() if other != part)
             sent_to_heads["all_to_all", to_heads * token * shape.itemsize] += 1
             sent_to_tokens["all_to_all", to_tokens * token * shape.itemsize] += 1
+    # Where the kernel cannot group a rank's heads, `regroup` gives every query head a copy of its key/value head, and the
+    # copies travel.
     heads = len(kv_heads_read(part, parts, shape.heads, shape.kv_heads))
     if parts > 1 and regroup(part, parts, shape.heads, shape.kv_heads) is not None:
         heads = len(even_part(shape.heads, parts, part))

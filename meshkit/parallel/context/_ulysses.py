@@ -32,6 +32,7 @@ def kv_heads_read(part: int, parts: int, heads: int, kv_heads: int) -> range:
 
 def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
     """Indices of a rank's heads among the H + 2K of the joined tensor; kv_heads=0 for a tensor of query heads only."""
+    # Query heads, then the keys that they read, then the values: the order in which the receiver splits them again.
     keys = kv_heads_read(part, parts, heads, kv_heads)
     return [
         *even_part(heads, parts, part),
@@ -74,6 +75,7 @@ def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: 
     Wire: one all-to-all.
     """
     parts, members = layout.ulysses, layout.members(ring.group)
+    # Token lengths differ between the ranks of a group where its share is not divisible: each gets its own number.
     sent = [piece.reshape(-1) for piece in x.split([layout.lengths[rank] for rank in members], dim=1)]
     length = layout.lengths[ring.rank]
     sources = [heads_of(part, parts, heads, kv_heads) for part in range(parts)]
@@ -92,6 +94,7 @@ def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: L
 
     All ranks of cp take part, since the process group is that of the axis: ranks of other groups exchange nothing.
     """
+    # Flat, since heads or tokens may be uneven: the message is a list of pieces of any shape, which both ends compute.
     sizes = [torch.Size(shape).numel() for shape in shapes]
     before = ring.group * layout.ulysses
     after = layout.ranks - before - layout.ulysses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.patch_class import patch_class
 from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
@@ -23,6 +25,7 @@ from meshkit.parallel.expert._exchange import join_rows, local_rows
 from meshkit.parallel.expert._hot_experts import HotExperts, hot_experts_of, set_hot_experts
 from meshkit.parallel.tensor.apply import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
+from meshkit.plan.styles import style_table
 from meshkit.strategy import ExpertPolicy
 
 
@@ -96,10 +99,15 @@ def expert_parallel(
     Raises: PlanError if ep or etp > 1 but the plan names no experts, or if a rank of ep would hold none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
+    require("expert_parallel", "module", module, nn.Module)
+    require("expert_parallel", "mesh", mesh, DeviceMesh)
+    require("expert_parallel", "policy", policy, ExpertPolicy, NoneType)
+    plan = style_table(plan, where="expert_parallel")
     if mesh.ndim > 2:
         raise PlanError(f"expert_parallel needs the axis ep, or ep and etp, but got {mesh.mesh_dim_names}.")
     ep, etp = mesh.size(0), mesh.size(1) if mesh.ndim == 2 else 1
     policy = policy or ExpertPolicy()
+    # A module is left as it is on one rank under a plain policy: its own forward then computes all experts.
     for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp).items():
         if ep * etp > 1 or (tp is not None and tp.size() > 1) or policy != ExpertPolicy():
             split = tp if tp is not None and tp.size() > 1 and not sequence else None
@@ -116,6 +124,11 @@ def plan_experts(
         raise PlanError(
             f"expert_parallel: ep={ep} etp={etp}, but the plan has no experts(). Name the modules that hold stacked experts, "
             "or leave ep and etp away."
+        )
+    if not layouts and policy != ExpertPolicy():
+        raise PlanError(
+            f"{policy}, but the plan has no experts() that it could be about. Name the modules that hold stacked experts, or "
+            "leave the policy away."
         )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)

@@ -117,6 +117,7 @@ def step_losses(noted: Noted, mesh: Mesh, tokens: Tensor, *, sequence: bool) -> 
     sums: dict[str, Tensor] = {}
     for report, weight in noted:
         for name, loss in report.losses.items():
+            # In fp64, so that the number in the log does not depend on how many microbatches it is summed over.
             value = loss.detach().double() * weight
             sums[name] = sums[name] + value if name in sums else value
     if not sums:

@@ -49,6 +49,7 @@ def reduce_scatter_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup)
     if group.size() == 1:
         return rows
     longest = max(sizes)
+    # Zeros, so that no uninitialised memory is summed, though the padding is cut off again.
     padded = rows.new_zeros(group.size(), longest, *rows.shape[1:])
     for padded_piece, piece, size in zip(padded, rows.split(list(sizes)), sizes, strict=True):
         padded_piece[:size] = piece

@@ -48,6 +48,7 @@ class HotExperts:
     def chosen(self) -> list[int]:
         """The experts to copy, in ascending order; none before the first step."""
         totals = [sum(counts) for counts in zip(*self.recent, strict=True)]
+        # Ties by number, and copies in ascending order, since rows come sorted by expert.
         busiest = sorted(range(len(totals)), key=lambda expert: (-totals[expert], expert))
         return sorted(expert for expert in busiest[: self.count] if totals[expert])
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from meshkit.moe.routing import Routing
 from meshkit.parallel.expert._dispatch import Dispatcher
 
-TOLERANCE = 1e-10
+TOLERANCE = 1e-10  # in fp64: only the order of sums differs
 HIDDEN, FEATURES = 8, 12
 
 
@@ -48,6 +48,7 @@ def check_dispatcher(
 
 def _cases(rank: int, ranks: int, device: torch.device) -> Iterator[tuple[str, int, Tensor, Routing]]:
     """(name, experts, tokens [N, C], routing), different on every rank."""
+    # A seed for each rank: equal tokens everywhere would hide rows that came from the wrong one.
     generator = torch.Generator().manual_seed(100 + rank)
 
     def tokens(count: int) -> Tensor:
@@ -89,6 +90,7 @@ class _Weights(NamedTuple):
         assert sum(counts) == len(rows_MC), f"{len(rows_MC)} rows came with counts {counts}"
         parts = zip(rows_MC.split(counts), self.into_EFC, self.out_ECF, strict=True)
         out = [F.linear(F.silu(F.linear(rows, into)), back) for rows, into, back in parts]
+        # Without experts the weights still take part, so that backward gives each a gradient.
         return torch.cat(out) if out else rows_MC + self.into_EFC.sum() + self.out_ECF.sum()
 
 
@@ -101,6 +103,7 @@ def _check(
     routing: Routing,
     group: ProcessGroup,
 ) -> None:
+    # One seed on all ranks: they hold shards of the same experts.
     generator = torch.Generator().manual_seed(7)
     shapes = (experts, FEATURES, HIDDEN), (experts, HIDDEN, FEATURES)
     weights_of_all = _Weights(
@@ -156,6 +159,7 @@ def _naive(
         tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
         for tensor in (x, routing_weights, into, out)
     ]
+    # An expert's gradient is a sum over the tokens of all ranks; those of tokens and routing weights are this rank's.
     for grad in grads[2:]:
         dist.all_reduce(grad, group=group)
     return total.detach(), grads[0], grads[1], grads[2], grads[3]

@@ -4,12 +4,12 @@ from ._check import Checked as Checked
 from ._check import check as check
 from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
-from ._pipeline import Cut as Cut
+from ._cut import Cut as Cut
+from ._cut import plan_pipeline as plan_pipeline
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import cut_stages as cut_stages
 from ._pipeline import pipeline_of as pipeline_of
 from ._pipeline import pipeline_parallel as pipeline_parallel
-from ._pipeline import plan_pipeline as plan_pipeline
 from ._record import Measured as Measured
 from ._record import times_of as times_of
 from ._simulate import PerStage as PerStage

@@ -91,6 +91,7 @@ def check(schedule: Schedule) -> Checked:
 
     Raises: PlanError with the table drawn and an arrow at the bad cell.
     """
+    # In this order: each check may use as an index or a key what those before it have accepted.
     _check_shape(schedule)
     for rank, rows in enumerate(schedule.ranks):
         for index, row in enumerate(rows):
@@ -108,6 +109,7 @@ def check(schedule: Schedule) -> Checked:
 def peak_live(tasks: Iterable[Task]) -> int:
     """The most (stage, microbatch) pairs whose activations are alive at a time, each from F to the end of B or W."""
     live = peak = 0
+    # An I frees nothing: its W still multiplies the inputs of the linear layers.
     for task in tasks:
         live += {"F": 1, "I": 0}.get(task.op, -1)
         peak = max(peak, live)
@@ -175,6 +177,7 @@ def _check_task(schedule: Schedule, task: Task, cell: Cell, cells: dict[Task, Ce
                 "kinds of backward for one microbatch."
             )
             _refuse(schedule, cell, problem, "Use either B, or I and W.")
+    # Not before it means nowhere so far, or in this very cell: the halves of an FB row overlap, so its F is no earlier one.
     needed = {"B": "F", "I": "F", "W": "I"}.get(task.op)
     if needed and cells.get(before := task._replace(op=needed), cell) == cell:
         problem = f"{position} has {task}, but {before} is not in a cell before it."
@@ -202,6 +205,7 @@ def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     ended = [0] * schedule.world
     producers = {output_of(task): task for task in cells if task.op != "W"}
 
+    # Only outputs of other stages are asked for: `_check_once` has seen that those of the same stage come before on the rank.
     def missing(rank: int) -> Task | None:
         for task in schedule.ranks[rank][ended[rank]].tasks:
             need = need_of(task, schedule.stages)

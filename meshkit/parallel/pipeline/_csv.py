@@ -67,8 +67,11 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
             f"there is no file {path}. Write a schedule by mk.schedules.write_csv, or give the name of one."
         )
     try:
+        # utf-8-sig: spreadsheets begin a file with a byte order mark, which would make the title another word. newline="":
+        # the csv module reads line ends by itself, also those inside of quotes.
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
+            # Lines before a fault stay in the list, so their number says where it is.
             lines.extend((reader.line_num, cells) for cells in reader)
     except (UnicodeDecodeError, csv.Error) as error:
         _refuse(path, len(lines) + 1, f"this is not CSV: {error}.", "Save it as CSV in UTF-8.")
@@ -118,6 +121,7 @@ def _read_own(path: Path, lines: list[Line]) -> Schedule:
 
 def _read_torch(path: Path, lines: list[Line]) -> Schedule:
     lines = [(number, [cell.strip() for cell in cells]) for number, cells in lines]
+    # An empty line between others is a rank without actions; at the end it is only the end of the file.
     while lines and not any(lines[-1][1]):
         lines.pop()
     owner: dict[int, tuple[int, int]] = {}  # stage: its rank, and the line that says so
@@ -159,6 +163,7 @@ def _row(path: Path, number: int, rank: int, cell: str) -> Row:
 def _numbers(path: Path, number: int, cells: list[str], *, at_least: int = 0) -> tuple[int, ...]:
     """The cells as whole numbers; `at_least` so many of them."""
     for cell in cells:
+        # int() alone would take "-1", " 1" and "1_0" too.
         if not re.fullmatch(r"\d+", cell):
             _refuse(path, number, f"{cell!r} is not a whole number from 0 up.", "Correct it.")
     if len(cells) < at_least:

@@ -56,6 +56,7 @@ class _StageModel:
             output = model(*args, **kwargs)
         if self.stage == self.staged.stages.count - 1:
             return output
+        # The stand-in of the head has returned the hidden state where transformers' models put logits.
         hidden = getattr(output, "logits", output)
         if not isinstance(hidden, Tensor):
             raise PlanError(
@@ -64,6 +65,7 @@ class _StageModel:
             )
         raise _StageOutput(hidden)
 
+    # Loss functions read their model's config or call its head: whatever is not the forward is the model's own.
     def __getattr__(self, name: str) -> Any:
         return getattr(self.staged.model, name)
 
@@ -156,8 +158,10 @@ class _Step:
         with collect() as report:
             out = forward(self.staged, task.stage, hidden, microbatch, self.loss)
         self.reports.append((report, weight))
+        # Weighted as the loss of its microbatch, so that routers learn the same however the batch is split.
         auxiliary = report.total() * weight / self.scale if report.losses else None
         if task.stage == self.stages - 1:
+            # Detached: the list lasts to the end of the step, and would keep each microbatch's graph after its backward.
             self.losses.append(out.detach() * weight)
             out = out * weight / self.scale
         else:

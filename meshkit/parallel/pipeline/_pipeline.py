@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
@@ -22,62 +23,18 @@ from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
-from meshkit.parallel.pipeline._csv import read_csv
+from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
 from meshkit.parallel.pipeline._execute import Loss, execute, forward
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
-from meshkit.parallel.pipeline._stages import StagedModel, Stages, plan_stages
+from meshkit.parallel.pipeline._stages import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, messages, need_of
-from meshkit.parallel.pipeline.schedules import Generator, named
 from meshkit.plan import match_names
+from meshkit.plan.match import listed
 from meshkit.strategy import PipelinePolicy
 
 _KEY = "_meshkit_pipeline"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a model is cut into stages.
-
-    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
-    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta.
-    """
-
-    stages: Stages
-    generate: Generator
-    placement: tuple[int, ...]
-    splits_backward: bool
-    width: int
-    tied: tuple[tuple[str, str], ...]
-    tensors: dict[str, Tensor]
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The ranks of the first and the last stage."""
-        return self.placement[0], self.placement[-1]
-
-    @property
-    def copied(self) -> tuple[tuple[str, str], ...]:
-        """The tied parameters whose two uses are on different ranks, so that each rank has a copy."""
-        return self.tied if self.ends[0] != self.ends[1] else ()
-
-    def copies(self, rank: int) -> dict[str, str]:
-        """This rank's second copies of tied parameters, counted by the first copy's rank: name -> single-device name."""
-        return {tail: head for head, tail in self.copied} if rank == self.ends[1] else {}
-
-    @property
-    def owners(self) -> dict[str, int]:
-        """The rank that counts and writes each tensor; tensors outside of all stages are rank 0's."""
-        return {name: self.placement[self.stages.stage_of(name) or 0] for name in self.tensors}
-
-    def runs(self, name: str, rank: int) -> bool:
-        """Whether the rank runs this module, or holds this tensor. Modules around all stages are on every rank."""
-        stage = self.stages.stage_of(name)
-        return stage is None or self.placement[stage] == rank
-
-    def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
 
 @dataclass(eq=False)
@@ -148,6 +105,7 @@ class Pipeline:
         p2p = self._p2p(list(messages(schedule)), [microbatch])
         result = None
         for index, row in enumerate(schedule.ranks[self.rank]):
+            # No row ahead, unlike a step: with one microbatch no rank computes while its next input travels.
             p2p.expect(index)
             (task,) = row.tasks
             need = need_of(task, schedule.stages)
@@ -162,6 +120,7 @@ class Pipeline:
 
     def total(self, losses: Sequence[Tensor], device: torch.device) -> Tensor:
         """The sum of the losses of all ranks of the axis, on all of them. Wire: one all-reduce of a number."""
+        # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in losses:
             total += value.detach()
@@ -215,6 +174,7 @@ class Pipeline:
         return Schedule("forwards", 1, self.cut.placement, ranks)
 
     def _p2p(self, messages: Sequence[Message], microbatches: Sequence[Any]) -> P2P:
+        # All ranks of pp read the same microbatches, so a receiver knows each shape from its own, and none is sent ahead.
         shapes = {index: self._hidden_shape(microbatch) for index, microbatch in enumerate(microbatches)}
         return P2P(messages, self.rank, shapes, self.dtype, _tokens(microbatches[0]).device, self.up, self.down)
 
@@ -231,57 +191,9 @@ def _tokens(microbatch: Any) -> Tensor:
 @lru_cache
 def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two process groups of the same ranks, for messages up and down. Cached: each costs a communicator."""
+    # The axis' own timeout: a rank that has ended is then named as soon by a message as by a collective.
     timeout = _torch.timeout_of(group)
     return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
-
-
-def plan_pipeline(
-    model: nn.Module,
-    ranks: int,
-    *,
-    blocks: Sequence[str],
-    schedule: Generator | Schedule | str,
-    split: Sequence[int] | None = None,
-) -> Cut:
-    """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
-
-    schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
-    stage; default: by parameters.
-    Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
-    """
-    if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
-        schedule = read_csv(Path(schedule))
-    generate = generator_of(schedule)
-    # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
-    table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
-    if table.world != ranks:
-        raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    stages = plan_stages(model, blocks, table.stages, split=split)
-    width = _hidden_width(model, stages)
-    tied = _tied(model, stages)
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model))
-
-
-def generator_of(schedule: Generator | Schedule | str) -> Generator:
-    """Tables for any number of microbatches, or the one that was given."""
-    if isinstance(schedule, str):
-        return named(schedule)
-    if not isinstance(schedule, Schedule):
-        return schedule
-
-    def given(ranks: int, microbatches: int) -> Schedule:
-        if (schedule.world, schedule.microbatches) != (ranks, microbatches):
-            raise PlanError(_wrong_table(schedule, ranks, microbatches))
-        return schedule
-
-    return given
-
-
-def _wrong_table(table: Schedule, ranks: int, microbatches: int) -> str:
-    return (
-        f"pipeline: the table {table.name!r} is for {table.world} ranks and {table.microbatches} microbatches, but the run "
-        f"has {ranks} and {microbatches}. Give a table for those, or a function that makes it."
-    )
 
 
 def pipeline_parallel(
@@ -304,6 +216,10 @@ def pipeline_parallel(
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
+    require("pipeline_parallel", "module", module, nn.Module)
+    require("pipeline_parallel", "mesh", mesh, DeviceMesh)
+    require("pipeline_parallel", "policy", policy, PipelinePolicy, NoneType)
+    blocks = listed(blocks, where="pipeline_parallel", argument="blocks")
     if mesh.ndim != 1:
         raise PlanError(f"pipeline_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['pp'].")
     if pipeline_of(module) is not None:
@@ -333,35 +249,3 @@ def pipeline_of(module: nn.Module) -> Pipeline | None:
     """The `Pipeline` of a module that went through `pipeline_parallel`; None for another."""
     pipeline: Pipeline | None = module.__dict__.get(_KEY)
     return pipeline
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each once, on meta."""
-    persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    tensors = {**dict(model.named_parameters()), **buffers}
-    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-
-
-def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:
-    def parameters(modules: tuple[str, ...]) -> dict[int, str]:
-        return {
-            id(param): f"{name}.{key}"
-            for name in modules
-            for key, param in model.get_submodule(name).named_parameters()
-        }
-
-    head, tail = parameters(stages.head), parameters(stages.tail)
-    return tuple((head[key], tail[key]) for key in head if key in tail)
-
-
-def _hidden_width(model: nn.Module, stages: Stages) -> int:
-    for name in reversed(stages.head):
-        module = model.get_submodule(name)
-        if isinstance(module, nn.Embedding):
-            return module.embedding_dim
-        if isinstance(module, nn.Linear):
-            return module.out_features
-    raise PlanError(
-        "pipeline: no embedding or linear layer before the blocks tells the width of the hidden state. Put one there."
-    )

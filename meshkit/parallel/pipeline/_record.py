@@ -57,6 +57,7 @@ class _DeviceClock:
 
     def seconds(self, stamp: object) -> float:
         assert isinstance(stamp, torch.Event)
+        # elapsed_time raises while the device has not reached the event.
         stamp.synchronize()
         return float(self.zero.elapsed_time(stamp)) / 1e3
 
@@ -80,6 +81,7 @@ class Recording:
 
     @contextmanager
     def measure(self, task: Task) -> Iterator[None]:
+        # No `finally`: a task that raised has no end to record.
         start = self._clock.stamp()
         yield
         self._stamps.append((task, start, self._clock.stamp()))
@@ -104,5 +106,6 @@ def times_of(measured: Sequence[Measured], schedule: Schedule) -> Times:
             for stage in range(schedule.stages)
         )
 
+    # Where W has rows of its own and no whole backward ran, there is nothing to average: `simulate` then takes I + W.
     b_s = None if schedule.splits_backward and not any(m.task.op == "B" for m in measured) else per_stage("B")
     return Times(f_s=per_stage("F"), i_s=per_stage("I"), w_s=per_stage("W"), b_s=b_s)

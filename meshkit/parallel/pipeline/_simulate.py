@@ -146,6 +146,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     waiting: dict[Task, list[int]] = {}
     clock = [0.0] * schedule.world
     events: list[list[Event]] = [[] for _ in schedule.ranks]
+    # Ranks may be taken in any order: a row's start depends on the ends of its inputs, not on when it is looked at.
     ready = list(range(schedule.world))
     while ready:
         rank = ready.pop()
@@ -159,6 +160,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
                     missing = need
                     break
                 start_s = max(start_s, ended[need] + hop(rank_of[need.stage], rank))
+            # Enlisted for one missing input only: woken by that, the rank looks for the next.
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
@@ -198,6 +200,7 @@ def needs(row: Row, stages: int) -> list[Task]:
 def _refuse_unfinished(schedule: Schedule, events: list[list[Event]], waiting: dict[Task, list[int]]) -> None:
     if not waiting:
         return
+    # Of all ranks that wait, the lowest: every rank of a job raises the same text.
     need, ranks = min(waiting.items(), key=lambda item: min(item[1]))
     rank = min(ranks)
     index = len(events[rank])
@@ -234,6 +237,7 @@ def _levels(events: Sequence[Event], schedule: Schedule, times: Times) -> Iterat
     live_units = 0.0
     yield Level(0.0, live_units)
     for row, start_s, end_s in events:
+        # Taken at the start and freed at the end, so that an FB row counts both of its microbatches while it runs.
         for op, stage, _ in row.tasks:
             if op == "F":
                 live_units += freed_by_i[stage] + freed_by_w[stage]

@@ -103,7 +103,9 @@ def split_linears(module: nn.Module) -> None:
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     weight = self.weight
+    # There is no gradient to defer, and `anchor` would be memory for each layer.
     if not torch.is_grad_enabled():
         return F.linear(x, weight, self.bias)
+    # The bias is added outside of the node: its gradient is a cheap sum, which autograd then makes in I.
     out: Tensor = _Linear.apply(x, x.new_zeros((), requires_grad=True), weight.detach(), self)
     return out if self.bias is None else out + self.bias

@@ -88,6 +88,7 @@ def _refuse_shared(model: nn.Module, stages: Stages) -> None:
     """A block that runs twice, and a parameter of several stages, of which only a head's and a tail's are summed."""
     names: dict[int, str] = {}
     blocks = {name for stage in stages.blocks for name in stage}
+    # With duplicates: a shared module has its second name only there.
     for name, module in model.named_modules(remove_duplicate=False):
         first = names.setdefault(id(module), name)
         if first != name and first in blocks:
@@ -126,6 +127,7 @@ def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
         extra = last if run == count else 0
         best.append(
             {
+                # On a tie the least start, so that all ranks cut alike.
                 end: min(
                     (max(best[run - 1][start][0], before[end] - before[start] + extra), start)
                     for start in range(run - 1, end)
@@ -143,6 +145,7 @@ def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
 
 
 def _cost(module: nn.Module) -> int:
+    # A weight of a matrix costs 6 FLOPs for every token, 2 forward and 4 backward; attention itself is alike in all blocks.
     return sum(param.numel() for param in module.parameters())
 
 
@@ -151,6 +154,7 @@ def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tup
     inside = set(blocks)
     head: list[str] = []
     tail: list[str] = []
+    # Registered before or after the blocks: in which order they are called only a run could tell.
     seen_blocks = False
     for name, module in model.named_modules():
         if name in inside:
@@ -195,6 +199,7 @@ class AbsentEmbedding(nn.Module):
                 "do, but only the first stage has it. Use a mesh without pp, or a model without them."
             )
         self.called = True
+        # Models take the dtype and device of masks and rotary tables from it, so both are those of the hidden state.
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
@@ -220,6 +225,7 @@ class StagedModel:
         """Replaces modules of other ranks by stand-ins, in place."""
         self.model, self.stages, self.local_stages = model, stages, tuple(local_stages)
         local_modules = {name for stage in local_stages for name in stages.modules_of(stage)}
+        # Of this rank's own modules too: they are absent while another of its stages runs.
         self._absent: dict[str, nn.Module] = {}
         for stage in range(stages.count):
             for name in stages.modules_of(stage):

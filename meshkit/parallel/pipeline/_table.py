@@ -24,6 +24,7 @@ Op = Literal["F", "B", "I", "W", "FB"]
 OPS: tuple[Op, ...] = ("F", "B", "I", "W", "FB")
 
 
+# Tasks and rows are named tuples: searches make, compare and hash hundreds of thousands of them.
 class Task(NamedTuple):
     """One op on one microbatch in one stage; `op` is F, B, I or W."""
 
@@ -47,6 +48,7 @@ class Row(NamedTuple):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
+        # The forward first: in this order both ends of the wire count an FB row's two messages.
         if self.op != "FB":
             return (Task(self.op, self.stage, self.microbatch),)
         return Task("F", self.stage, self.microbatch), Task("B", self.backward_stage, self.backward_microbatch)
@@ -113,6 +115,7 @@ def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: 
     size = 1 + max([*map(len, chain(*cells)), len(str(longest))])
     columns = max(1, (width - len(name(0))) // size)
     low = max(0, min(index_at - columns // 2, longest - columns))
+    # Only what lies around the arrow: a table of 64 ranks and 1,000 cells would hide it.
     shown = range(low, min(longest, low + columns))
     lines = [f"{'cell':{len(name(0)) - 2}}  " + "".join(f"{index:<{size}}" for index in shown)]
     for rank, row in enumerate(cells):
@@ -156,6 +159,7 @@ def need_of(task: Task, stages: int) -> Task | None:
 
 def messages(schedule: Schedule) -> Iterator[Message]:
     """Every message of the table, in the order in which its source sends; forwards alone are a table too."""
+    # One reader for each output: an activation goes to the stage after, an input gradient to the stage before.
     needed = {
         need: (rank, index)
         for rank, rows in enumerate(schedule.ranks)

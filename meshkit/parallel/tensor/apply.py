@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
@@ -31,6 +32,7 @@ from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
 from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
+from meshkit.plan.styles import style_table
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
 
@@ -58,6 +60,9 @@ def tensor_parallel(
     Raises: PlanError for a plan that does not fit the module or the axis.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
+    require("tensor_parallel", "module", module, nn.Module)
+    require("tensor_parallel", "mesh", mesh, DeviceMesh)
+    plan = style_table(plan, where="tensor_parallel")
     if mesh.ndim != 1:
         raise PlanError(f"tensor_parallel needs one mesh axis, but got {mesh.mesh_dim_names}. Pass mesh['tp'].")
     refuse_without_sequence(regather=regather, sequence=sequence)
@@ -66,6 +71,7 @@ def tensor_parallel(
         match_table(plan, dict(module.named_modules(remove_duplicate=False)), what="module")
         return module
     layout = tensor_layout(module, plan, size=mesh.size(), sequence=sequence)
+    _refuse_split(module, layout)
     _distribute(module, mesh, layout)
     for name, child in list(module.named_modules()):
         _localize(child, name, mesh, layout)
@@ -78,6 +84,16 @@ def tensor_parallel(
                 _keep_sharded_input(modules, layout, call, region)
     _set_kv_groups(modules, layout, mesh.get_local_rank())
     return module
+
+
+def _refuse_split(module: nn.Module, layout: TensorLayout) -> None:
+    """Raises: PlanError for a parameter that is a DTensor before it is split here. Those of experts may be: they stay so."""
+    for name, param in module.named_parameters():
+        if name in layout.params and isinstance(param, DTensor):
+            raise PlanError(
+                f"tensor_parallel: {name!r} is split over a mesh already. Split over tp first, then fully_shard, and each "
+                "module once."
+            )
 
 
 class FakeAxis:
@@ -159,6 +175,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replic
             local = local.narrow(placement.dim, shard.start, shard.stop - shard.start)
     if any(isinstance(placement, Shard) for placement in placements):
         local = local.clone()  # a view would keep the memory of the full parameter alive
+    # Shape and stride are given, since DTensor would take all shards to be as large as this one. A check would be a message.
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
     )
@@ -346,6 +363,7 @@ def _keep_sharded_input(modules: Mapping[str, nn.Module], layout: TensorLayout, 
 
 def _on_first_input(module: nn.Module, change: Any) -> None:
     """Apply `change` to the first argument of the module's forward, passed by position or by name."""
+    # By name too: transformers' decoder layers call their attention as self_attn(hidden_states=...).
     first = next(iter(inspect.signature(module.forward).parameters))
 
     def hook(

@@ -233,6 +233,8 @@ def _split_heads(
     query, key, value, output = (_join(name, child) for child in style.projections)
     query_of_rank = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
     kv_of_rank = [_kv_heads(of_rank, query_heads // kv_heads) for of_rank in query_of_rank]
+    # DTensor would cut heads in two where the axis does not divide them. So those projections stay full on every rank, and a
+    # rank computes with the rows of its heads: that costs memory, and an all-reduce of their gradient.
     if query_heads % layout.size:
         _replicate_heads(layout, query, 0, query_of_rank, head_dim)
         _replicate_heads(layout, output, 1, query_of_rank, head_dim)
@@ -310,6 +312,8 @@ def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tupl
 
 def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
     """The key/value heads that these query heads read: each once if all are read equally often, else one per query head."""
+    # Attention repeats each key/value head equally often. Where a rank's query heads read them unevenly, it gets a copy for
+    # each query head instead; autograd sums the copies' gradients.
     read = [head // group for head in query_heads]
     once = tuple(dict.fromkeys(read))
     return once if len({read.count(head) for head in once}) == 1 else tuple(read)
@@ -317,6 +321,7 @@ def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
 
 def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
     """Raises: PlanError for a tied parameter whose names have different layouts."""
+    # A tied parameter stays one DTensor, which has one placement.
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)

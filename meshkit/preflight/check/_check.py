@@ -14,6 +14,7 @@ from meshkit._parallelize import parallelize
 from meshkit.errors import CheckError, MeshError, PlanError
 from meshkit.initialize import init_weights
 from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
+from meshkit.preflight._arguments import spec_of
 from meshkit.preflight.check._collective_order import CollectiveOrder, Outcome, OutOfOrder, Stopped
 from meshkit.preflight.check._compare import compare
 from meshkit.preflight.check._finding import Finding, Report
@@ -38,7 +39,7 @@ Build = Callable[[Mesh], Run | nn.Module]
 
 def check(
     model: nn.Module | Callable[[], nn.Module] | Build,
-    mesh: Mesh | MeshSpec | str,
+    mesh: Mesh | MeshSpec | str | None = None,
     strategy: Strategy | None = None,
     *,
     batch: Batch,
@@ -58,8 +59,8 @@ def check(
     model: a module, real or on meta, or a function () that builds one: they are put on the mesh by `parallelize` with the
     strategy, or with choices by keyword. Or a function (mesh) that does it all, with communication of its own too: it is
     called once with the mesh and once with a mesh of one rank, and returns a Run, or a module together with `step`.
-    mesh: without a process group, its ranks are forked from this process and run on CPU; in a world, its ranks run the
-    check together, and the mesh is all of it.
+    mesh: default, the strategy's. Without a process group, its ranks are forked from this process and run on CPU; in a
+    world, its ranks run the check together, and the mesh is all of it.
     batch: the rows of the whole step; give different rows, uneven counts, fewer rows than ranks. Floats become of the model's
     dtype.
     step(run, rows) -> loss: forward and backward of this rank's rows; default `run.forward_backward`. optimizer(run): default
@@ -84,15 +85,18 @@ def check(
         sharded or {},
         dtype,
         timeout_s,
+        # No mixed precision, whose rounding would hide small mistakes, and no compiled graphs, which hide modules.
         replace(chosen, memory=replace(chosen.memory, precision=None), compile=False),
     )
     request.refuse()
+    wanted = chosen.mesh if mesh is None else mesh
+    if wanted is None:
+        raise MeshError("check: there is no mesh to check on. Give mesh='dp_shard=2 tp=2', or a strategy that has one.")
     if dist.is_initialized():
-        return _on_rank(request, mesh if isinstance(mesh, Mesh) else init_mesh(mesh))
-    if isinstance(mesh, Mesh):
+        return _on_rank(request, wanted if isinstance(wanted, Mesh) else init_mesh(wanted))
+    if isinstance(wanted, Mesh):
         raise MeshError("check: this mesh is of a world that is gone. Give its sizes, as dp_shard=2 tp=2.")
-    spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-    spec = spec.resolve(spec.world_size)
+    spec = spec_of(wanted, chosen)
     report: Report = on_ranks(
         spec.world_size, lambda: _on_rank(request, init_mesh(spec, device_type="cpu")), timeout_s=10 * timeout_s
     )
@@ -104,6 +108,7 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
         raise MeshError(
             f"check: the mesh is on {len(mesh.ranks)} of {dist.get_world_size()} ranks. Give a mesh of all of them."
         )
+    # Made by all ranks, though only the first uses it: new groups are a collective of the world.
     one_rank = init_mesh(MeshSpec(), ranks=[mesh.ranks[0]], device_type=mesh.device_type)
     with default_dtype(request.dtype):
         if request.builds_all:
@@ -160,6 +165,7 @@ def _step(request: Request, mesh: Mesh, built: Run | nn.Module) -> tuple[Facts |
     raised: Exception | None = None
     loss: Any = None
     try:
+        # Inside of `order` every collective is announced in the store before it is called; see _collective_order.py.
         with torch.compiler.set_stance("force_eager"), order:  # modules inside of compiled blocks would not be seen
             loss = request.step(built, {name: tensor[rows].to(mesh.device) for name, tensor in batch.items()})
             shards = with_gradients(shards, model, optimizer)

@@ -32,10 +32,12 @@ def compare(
     findings = [*first_values(table, reference), *ties, *optimizer(table)]
     if any(finding.kind in ("different initialisation", "not initialised") for finding in findings):
         return findings, None, None
+    # One device gets the values of the mesh, put together from shards: how they were drawn is compared apart, above.
     reference.load({_aliases(name, reference)[0]: _full_value(table, name, reference) for name in table.names})
     expected = reference.run()
     wrong, gradient_error = judge_gradients(table, reference, expected, torn=_names(ties))
     loss_error = _loss_error(table, expected.loss)
+    # Outputs are compared only when something is wrong: a forward that goes wrong explains gradients, and not the other way.
     if wrong or (loss_error or 0.0) > table.tolerance:
         _refuse_random(reference, expected, table)
         output = first_wrong_output(table, expected, reference.rows)

@@ -36,7 +36,8 @@ def judge_gradients(
         (float(grad.abs().max()) for grad in gradients.values() if grad is not None and grad.numel()), default=0.0
     )
     scale = largest * (SMALL if table.tolerance < 1e-2 else SMALL_COARSE)
-    # First, since a loss that is no sum makes every other comparison meaningless.
+    # The order is that of causes: a loss that is no sum makes every other comparison meaningless, a factor of all gradients
+    # comes before what differs between them, and a gradient that arrives wrong at a module before what the module does to it.
     uneven = reference.not_a_sum()
     if uneven is not None:
         return [_average(table, uneven)], None
@@ -73,6 +74,7 @@ def judge_gradients(
 
 def _last_right(expected: Result, by_itself: dict[str, Verdict], module_states: dict[str, str]) -> str | None:
     """The module nearest to the loss whose output gradient is right while its own parameters have wrong gradients."""
+    # Backward runs from the loss to the input: what is wrong nearest to the loss cannot follow from what comes later.
     making = {module_of(name) for name in by_itself if module_states.get(module_of(name)) == "right"}
     return next((name for name, ended in reversed(expected.order) if ended and name in making), None)
 
@@ -120,6 +122,8 @@ def _scale_of_all(
         name: torch.stack([_or_zero(rank.gradients[name], expected[name]) for rank in ranks]).sum(0)
         for name in expected
     }
+    # Averaged over a rank's own tokens first: then summed by meshkit, or averaged over data ranks, or over those that had
+    # rows. Equal rows on all ranks would hide it, so `check` asks for uneven ones.
     for count, word in ((1, "the sum"), (len(reference.rows_of_ranks), "the mean"), (len(ranks), "the mean")):
         if like({name: total / count for name, total in sums.items()}, 1.0):
             over = ", ".join(table.token_axes)
@@ -163,6 +167,7 @@ def _findings_of(table: Table, wrong: dict[str, Verdict], *, before: Sequence[st
     """One finding for all parameters with the same verdict. before: parameters that are wrong because of the first."""
     groups: dict[Verdict, list[str]] = {}
     for name, verdict in wrong.items():
+        # Measured factors of equal mistakes differ in their last digits, and would each be a group of one.
         rounded = None if verdict.factor is None else round(verdict.factor, 6)
         groups.setdefault(Verdict(verdict.kind, verdict.axes, rounded, verdict.sums), []).append(name)
     findings = [_finding(table, verdict, names) for verdict, names in groups.items()]

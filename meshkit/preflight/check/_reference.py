@@ -81,6 +81,7 @@ class OneDevice:
         }
         return Result(as_number(loss), grads, recorder.outputs, recorder.gradients, recorder.order)
 
+    # What a rank would compute alone, to tell sums over ranks that are missing from sums that are made twice.
     def of_ranks(self) -> list[Result]:
         """Results of the rows of each data rank that has some, each as a step of its own."""
         return [self.run(rows) for rows in self.rows_of_ranks if rows.start < rows.stop]
@@ -95,6 +96,7 @@ class OneDevice:
         evidence = None
         for name, function in (("loss", lambda batch: loss(self.model, batch)), ("count", count)):
             total, first, second = (float(function(self._rows(rows))) for rows in (slice(None), *halves))
+            # A mean of halves is off by a half of the total; rounding in bf16 by less than this hundredth.
             if abs(total - first - second) > 1e-2 * max(abs(total), abs(first) + abs(second)):
                 evidence = (
                     f"the {name} of all rows is {total:.6g}, of their halves {first:.6g} and {second:.6g}: it is no sum"

@@ -12,9 +12,7 @@ from ._estimate import MakeOptimizer as MakeOptimizer
 from ._estimate import builder_of as builder_of
 from ._estimate import estimate as estimate
 from ._estimate import measure as measure
-from ._estimate import coordinate_of as coordinate_of
 from ._estimate import fake_mesh as fake_mesh
-from ._estimate import resolve_spec as resolve_spec
 from ._result import Estimate as Estimate
 from ._tracker import GROUPS as GROUPS
 from ._tracker import HOST as HOST

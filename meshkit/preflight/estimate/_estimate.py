@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from meshkit._parallelize import parallelize
 from meshkit.core import _torch
+from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimating
 from meshkit.errors import PlanError
-from meshkit.mesh import DENSE_AXES, Mesh, MeshSpec, init_mesh
+from meshkit.mesh import Mesh, MeshSpec, init_mesh
 from meshkit.mesh.world import fake_world
 from meshkit.optim import adamw
+from meshkit.preflight._arguments import full_coordinate, rank_at, refuse_sizes, spec_of
 from meshkit.preflight.estimate._kernels import cuda_kernels
 from meshkit.preflight.estimate._result import Estimate
 from meshkit.preflight.estimate._shapes import Shapes
@@ -66,11 +68,13 @@ def estimate(
     chosen = Strategy.of(strategy, choices)
     if kernels not in ("cuda", "cpu"):
         raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
-    resolved = resolve_spec(spec, chosen, world_size)
-    full_coordinate = {axis: (coordinate or {}).get(axis, 0) for axis in DENSE_AXES}
+    sizes = spec_of(spec, chosen, world_size)
+    place = full_coordinate(sizes, coordinate)
+    refuse_sizes(rows, seq_len, microbatches)
     began = time.monotonic()
-    with fake_mesh(resolved, full_coordinate, kernels=kernels) as mesh:
+    with fake_mesh(sizes, place, kernels=kernels) as mesh:
         run = build(mesh)
+        run.resolved.refuse_tokens(seq_len)
         batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
         tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
         with tracker:
@@ -79,11 +83,13 @@ def estimate(
             for _ in range(2):  # the first step makes the optimizer state; the second is measured
                 tracker.forget_points()
                 tracked_step(tracker, run, built_optimizer, batch, microbatches, loss)
-        return result(tracker, run, full_coordinate, kernels=kernels, took_s=time.monotonic() - began)
+        return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
 
 
 def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:
     """(mesh) -> Run for a module or a function. verb: for errors. Raises: PlanError for choices beside a function."""
+    if not callable(model):
+        require("parallelize", "model", model, nn.Module)
     if not isinstance(model, nn.Module):
         given_choices = (["strategy"] if strategy is not None else []) + list(choices)
         if given_choices:
@@ -94,17 +100,10 @@ def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dic
     chosen = Strategy.of(strategy, choices)
 
     def build(mesh: Mesh) -> Run:
+        # A copy: parallelize works in place, and the caller's model stays as it is for the run, or the next estimate.
         return parallelize(copy.deepcopy(model), mesh, chosen)
 
     return build
-
-
-def resolve_spec(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | None) -> MeshSpec:
-    """The mesh sizes, without a -1. spec: None is the strategy's."""
-    if spec is None:
-        return strategy.mesh_for(world_size)
-    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
-    return wanted.resolve(world_size if world_size is not None else wanted.world_size)
 
 
 @contextmanager
@@ -118,6 +117,7 @@ def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -
         stack.enter_context(_torch.hiding_shape_propagation())
         stack.enter_context(estimating(late=kernels == "cuda"))
         stack.enter_context(Shapes())
+        # With cp attention is an operator of meshkit's, which calls kernels and nothing of torch.nn.functional.
         if kernels == "cuda":
             stack.enter_context(cuda_kernels(attention=spec.cp == 1))
         yield mesh
@@ -125,25 +125,6 @@ def fake_mesh(spec: MeshSpec, coordinate: dict[str, int], *, kernels: Kernels) -
 
 def adamw_of(run: Run) -> torch.optim.Optimizer:
     return adamw(run, lr=1e-3)
-
-
-def rank_at(spec: MeshSpec, coordinate: dict[str, int]) -> int:
-    """The rank with these indices on the dense axes."""
-    rank = 0
-    for axis in DENSE_AXES:
-        size, index = getattr(spec, axis), coordinate[axis]
-        if not 0 <= index < size:
-            raise PlanError(f"estimate: coordinate {axis}={index}, but {axis} has the places 0 to {size - 1}.")
-        rank = rank * size + index
-    return rank
-
-
-def coordinate_of(spec: MeshSpec, rank: int) -> dict[str, int]:
-    """The indices of a rank on the dense axes; the last axis varies fastest."""
-    coordinate = {}
-    for axis in reversed(DENSE_AXES):
-        rank, coordinate[axis] = divmod(rank, getattr(spec, axis))
-    return coordinate
 
 
 def tracker_of(run: Run, *, granule: int = 1) -> Tracker:
@@ -212,6 +193,7 @@ def measure(run: Run, optimizer: torch.optim.Optimizer, *, rows: int, seq_len: i
     device = run.mesh.device
     tracker = tracker_of(run)
     if device.type == "cuda":
+        # max_memory_allocated counts what tensors occupy, in blocks of CUDA_GRANULE, and no cached, free blocks.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats(device)
             tracked_step(tracker, run, optimizer, batch, microbatches)

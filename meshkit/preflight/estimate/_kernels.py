@@ -28,6 +28,7 @@ def cuda_kernels(*, attention: bool) -> Iterator[None]:
     names = {"rms_norm": _rms_norm_or(F.rms_norm)}
     if attention:
         names["scaled_dot_product_attention"] = _flash_or(attend)
+    # Put back at the end, for modules of the same process that do not estimate.
     before = {name: getattr(F, name) for name in names}
     for name, function in names.items():
         setattr(F, name, function)
@@ -43,6 +44,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        # The reciprocal root mean square of each row, which backward reads. CUDA accumulates it in fp32 for narrower inputs.
         rows = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)
@@ -67,6 +69,8 @@ def _rms_norm_or(norm: Any) -> Any:
 
 def _flash_or(attend: Any) -> Any:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # What torch's flash kernel takes: 16 bits, no mask tensor, one size of heads; for the rest torch takes other kernels.
+        # It saves q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
         half = query.dtype in (torch.bfloat16, torch.float16)
         plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
         if half and plain and query.shape[-1] == value.shape[-1]:

@@ -83,6 +83,7 @@ class Tracker:
         self._model, self._head, self._device, self._granule = model, head, device, granule
         self._names = {id(module): name for name, module in model.named_modules()}
         self._tracked_blocks = set(blocks)
+        # By address of the storage. A weak reference to each, never the storage: counting must not keep alive what it counts.
         self._storages: dict[int, _Storage] = {}
         self._totals = [0] * len(GROUPS)
         self._by_block: defaultdict[str, int] = defaultdict(int)
@@ -100,6 +101,7 @@ class Tracker:
         with ExitStack() as stack:
             for hook in (
                 nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+                # always_call: recompute ends a forward early by an exception, and the module must be left all the same.
                 nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
                 *(
                     param.register_post_accumulate_grad_hook(self._note_grad)
@@ -109,6 +111,7 @@ class Tracker:
             ):
                 stack.callback(hook.remove)
             stack.enter_context(_torch.hiding_shape_propagation())
+            # FSDP2 frees and refills gathered parameters by resizing their storages, which no operator reports.
             stack.enter_context(_torch.reporting_resizes(self._resized))
             stack.enter_context(
                 _torch.around_fsdp(
@@ -161,7 +164,7 @@ class Tracker:
     def _see(self, tensor: Tensor, group: str | None = None) -> None:
         """Count the storage of a tensor, once. group: its kind, where the caller knows better than `_purpose`."""
         if tensor.is_meta and not _torch.is_fake(tensor):
-            return
+            return  # parameters before they are materialised: fake tensors stand for memory, those on meta for none
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -190,13 +193,13 @@ class Tracker:
         return died
 
     def _set_bytes(self, entry: _Storage, size: int) -> None:
-        size = -(-size // self._granule) * self._granule
+        size = -(-size // self._granule) * self._granule  # rounded up, as the allocator does
         grown = size - entry.bytes
         entry.bytes = size
         self._totals[entry.group] += grown
         if entry.block:
             self._by_block[entry.block] += grown
-        if grown > 0:
+        if grown > 0:  # a peak is where something was allocated
             self._point()
 
     def _resized(self, storage: UntypedStorage) -> None:
@@ -207,6 +210,7 @@ class Tracker:
             self._set_bytes(entry, storage.nbytes())
 
     def _move(self, tensor: Tensor, group: str) -> None:
+        # What lies on the host stays counted there, whatever it is: the sum of the other groups is the device's.
         entry = self._storages.get(tensor.untyped_storage()._cdata)
         if entry is not None and entry.group != HOST:
             self._regroup(entry, group)
@@ -236,6 +240,7 @@ class Tracker:
 
     def _purpose(self) -> tuple[str, str]:
         """(group, block) of a storage that is made now."""
+        # The order matters: FSDP gathers inside of forwards and backwards, and a recompute is a forward inside of a backward.
         if self._forced is not None:
             return self._forced, ""
         if _torch.in_backward():
@@ -282,6 +287,7 @@ class Tracker:
             self.kept[name] = min(size, self._by_block[name])
 
     def _note_grad(self, param: Tensor) -> None:
+        # Until it is accumulated nothing tells the gradient of a parameter from other results of backward.
         if param.grad is not None:
             self.count_as([param.grad], "gradients")
 

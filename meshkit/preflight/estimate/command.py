@@ -14,9 +14,10 @@ from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError, MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.preflight._arguments import coordinate_of
 from meshkit.preflight._format import format_bytes, table_lines
 from meshkit.preflight.estimate._drawing import svg
-from meshkit.preflight.estimate._estimate import Kernels, coordinate_of
+from meshkit.preflight.estimate._estimate import Kernels
 from meshkit.preflight.estimate._result import NUMBERS, Estimate
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 

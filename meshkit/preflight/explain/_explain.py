@@ -13,6 +13,7 @@ from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape, choose_for_rows, model_window
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
+from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
 from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars
@@ -20,7 +21,7 @@ from meshkit.preflight.explain._traffic_experts import add_balance, add_experts,
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
-from meshkit.step import Run, refuse_microbatches
+from meshkit.step import Run
 from meshkit.strategy import Strategy
 
 
@@ -56,7 +57,9 @@ def explain(
         strategy = resolved.strategy
     else:
         strategy = Strategy.of(strategy, choices)
-        resolved = resolve(read_program(model), strategy, _spec(spec, strategy), device_type=device or default_device())
+        resolved = resolve(
+            read_program(model), strategy, spec_of(spec, strategy), device_type=device or default_device()
+        )
     count = (strategy.microbatches or 1) if microbatches is None else microbatches
     return explain_resolved(resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate)
 
@@ -64,13 +67,6 @@ def explain(
 def default_device() -> str:
     """The device type that a run here would use: "cuda" where there is a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _spec(spec: MeshSpec | str | None, strategy: Strategy) -> MeshSpec:
-    if spec is None:
-        return strategy.mesh_for()
-    wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
-    return wanted.resolve(wanted.world_size)
 
 
 def explain_resolved(
@@ -83,10 +79,12 @@ def explain_resolved(
     coordinate: dict[str, int] | None = None,
 ) -> Explanation:
     """`explain` of a strategy that is resolved already, such as `run.resolved`."""
-    refuse_microbatches(microbatches)
-    rank_model = RankModel(resolved=resolved, coordinate=coordinate or {})
+    refuse_sizes(rows, seq_len, microbatches)
+    resolved.refuse_tokens(seq_len)
+    rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
+    # As `Run.parts` makes them: they differ by at most a row, and one without rows runs a row of zeros.
     batches = [
         _local_batch(
             rank_model,
@@ -101,6 +99,7 @@ def explain_resolved(
         if resolved.layout is not None:
             add_tensor(log, rank_model, resolved.layout, batch)
         add_experts(log, rank_model, batch)
+    # Below what is once a step, or depends on all of its microbatches.
     add_balance(log, rank_model, batches)
     if (choice := resolved.choice_of(stage_rank)) is not None:
         notes.append(str(choice))
@@ -125,6 +124,7 @@ def explain_resolved(
 
 def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     """The tokens of the microbatch that this rank holds under context parallelism, and how attention is computed."""
+    # How tokens are split depends on who sees whom, so it is decided for each microbatch, as `split_batch` does in the run.
     spec = rank_model.spec
     if spec.cp == 1:
         return batch

@@ -124,6 +124,7 @@ class RankModel:
 
     def treatment(self, module: str) -> Treatment:
         """The activation checkpointing of the block that holds the module. A block without gradients recomputes nothing."""
+        # Autograd saves nothing for a block through which no gradient flows, so there is nothing to recompute either.
         owner = next((block for block in self.treatments if module.startswith(f"{block}.")), "")
         if owner and not self.flow.leaves(owner):
             return Treatment()
@@ -175,6 +176,7 @@ class RankModel:
         axis, shards, index = self.sharded_over(name)
         if shards > 1:
             placements[axis] = "Shard(0)"
+            # FSDP2 splits dim 0 as torch.chunk does, so the last ranks have fewer rows, or none.
             rows = chunk(shape[0], shards, index) if shape else slice(0, 1)
             shape[:1] = [rows.stop - rows.start]
         if param.dims:

@@ -25,6 +25,7 @@ from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
     """The cp axis in the forward and backward of one microbatch."""
     assert batch.layout is not None
+    # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
     if not layers:
@@ -40,6 +41,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         shape = replace(attention_shape(None, heads[rank_model.at("tp")], rank_model.compute), rows=batch.rows)
         forward, backward = traffic(batch.layout.windowed(window), rank_model.at("cp"), shape)
         recompute = rank_model.treatment(module).recompute
+        # Attention over ranks is one operator, its messages inside: kept as the one or as the other, it does not run again.
         again = not (recompute.keeps("attention") or recompute.keeps("collective"))
         for (op, size), count in forward.items():
             log.add("cp", op, size, "attention, forward", count)
@@ -50,6 +52,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
     """ZeRO (FSDP) and replicas: all-gathers of parameters, reduce-scatters and all-reduces of gradients."""
+    # Under all of their names: a tied parameter whose second name is outside of a unit keeps that unit in the root.
     names = {
         name: param
         for name, param in rank_model.model.named_parameters(remove_duplicate=False)
@@ -62,8 +65,10 @@ def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
     # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
     # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
     prefetched = rank_model.flow.last_without_gradient([*rank_model.blocks, *rank_model.units])
+    # Experts first, as `parallelize` shards them first: what a unit has taken, none around it takes.
     for unit, params in _unit_params(rank_model.params, [*expert_units, *units]):
         if params:
+            # Experts are gathered and freed with their block: see [Note: gathers outside of recompute].
             owner = next((block for block in rank_model.blocks if unit.startswith(f"{block}.")), unit)
             resharded = bool(unit) and owner not in keep_gathered
             flows = rank_model.flow.leaves(owner)
@@ -75,6 +80,10 @@ def _add_unit(
     log: TrafficLog, rank_model: RankModel, params: dict[str, LocalParam], microbatches: int, *, again: int
 ) -> None:
     """One FSDP unit. again: how often backward gathers its parameters, if the ZeRO stage reshards them after forward."""
+    # [Note: what a size is]
+    # An all-gather's is its result and a reduce-scatter's its input, both the whole tensor, as the profiler and NCCL's tests
+    # count them. A ring moves (n - 1) / n of that in and out of each rank, and an all-reduce twice that: it is the two.
+    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
     zero = Zero(rank_model.zero)
     axis, shards, _ = rank_model.sharded_over(next(iter(params)))
     gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params.values())
@@ -88,6 +97,7 @@ def _add_unit(
         log.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward)
         log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
     if rank_model.spec.dp_replicate > 1:
+        # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
         log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
 
 
@@ -112,6 +122,7 @@ def _unit_params(params: Mapping[str, LocalParam], units: list[str]) -> Iterator
 
 def _padded(param: LocalParam, shards: int) -> int:
     """Elements of the parameter with its first dim padded to a multiple of the shards, as FSDP2 sends it."""
+    # Collectives into one tensor take equal parts from all ranks, so the last, smaller shard is padded in the message.
     rows = param.shape[0] if param.shape else 1
     return -(-rows // shards) * shards * prod(param.shape[1:])
 
@@ -119,16 +130,19 @@ def _padded(param: LocalParam, shards: int) -> int:
 def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Checked, batches: list[LocalBatch]) -> None:
     """Pipeline parallelism: hidden states and their gradients that this rank sends, and sums over the ranks of pp."""
     rank = rank_model.at("pp")
+    # With sequence parallelism a stage ends in the middle of the residual stream, where each rank of tp has its tokens only.
     token_shards = rank_model.spec.tp if rank_model.sequence else 1
     for message in checked.sends[rank]:
-        batch = batches[message.output.microbatch]
+        batch = batches[message.output.microbatch]  # microbatches differ by a row where they do not divide
         size = batch.rows * (batch.tokens // token_shards) * cut.width * rank_model.compute.itemsize
         why = "hidden states, forward" if message.output.op == "F" else "hidden states, backward"
         log.add("pp", "send", size, why)
     if rank in cut.ends:
+        # Each end has summed the gradient of its use over its data ranks: the two shards are alike, and cross once.
         for names in cut.copied:
             row = rank_model.row(names[0] if rank == cut.ends[0] else names[1])
             log.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
+    # One fp64 number each. Ranks without the last stage add 0 to the loss; each rank adds the squares of its own stages.
     log.add("pp", "all_reduce", 8, "loss")
     log.add("pp", "all_reduce", 8, "gradient norm")
 
@@ -138,6 +152,7 @@ def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
     spec = rank_model.spec
     large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(spec, axis) > 1]
     if large:
+        # Twice: the tokens must be known before the first backward, which divides by them, and the loss is known after all.
         log.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
     # clip_grad_norm adds squares in one number per set of axes that shard the parameters. It reduces axis by axis, all
     # numbers that still need that axis in one all-reduce; sets that become equal are added up and travel as one.

@@ -20,10 +20,12 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     spec = rank_model.spec
     tokens = batch.rows * batch.tokens
     if spec.tp > 1:
+        # With sequence parallelism ranks of tp have different tokens already; else each dispatches its part of the same.
         tokens = tokens // spec.tp if rank_model.sequence else len(even_part(tokens, spec.tp, rank_model.at("tp")))
     for name, layout in rank_model.experts.items():
         if not rank_model.runs(name):
             continue
+        # Whatever recompute keeps: the exchange is no operator whose result could be kept, since the host reads row counts.
         again = rank_model.treatment(name).recompute.runs_block_again
         flows = rank_model.flow.leaves(name)
         chosen = _chosen(rank_model, name)
@@ -36,6 +38,7 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         for (axis, op, size), times in traffic.counts.items():
             log.add(axis, op, size, "tokens per expert, forward", times)
             log.add(axis, op, size, "tokens per expert, recompute", times * again)
+        # Backward of an all-to-all is the opposite one: gradients of outputs go to the experts, those of inputs come back.
         for (axis, op, size), times in traffic.rows.items():
             log.add(axis, op, size, "tokens to experts, forward", times)
             log.add(axis, op, size, "tokens to experts, recompute", times * again)
@@ -47,6 +50,7 @@ def _add_token_split(
 ) -> None:
     """Without sequence parallelism the ranks of tp have the same tokens: each dispatches a share, and gathers all outputs."""
     tp = rank_model.spec.tp
+    # Parts differ by a row, and an all-gather takes equal ones: all are padded to the longest.
     longest = max(len(even_part(batch.rows * batch.tokens, tp, rank)) for rank in range(tp)) * tp
     size = longest * width * rank_model.compute.itemsize
     log.add("tp", "all_gather", size, "tokens of experts, forward")
@@ -55,6 +59,7 @@ def _add_token_split(
     if again and _is_followed(rank_model.model, name):
         log.add("tp", "all_gather", size, "tokens of experts, recompute")
     if rank_model.flow.leaves(name):
+        # Routers compute in fp32 at least, since close scores decide between experts (Fedus et al. 2022, section 2.4).
         weight = torch.promote_types(rank_model.compute, torch.float32).itemsize
         log.add("tp", "all_gather", size, "tokens of experts, backward")
         log.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward")
@@ -105,11 +110,14 @@ def add_balance(log: TrafficLog, rank_model: RankModel, batches: list[LocalBatch
         for batch in batches:
             rows = batch.rows if losses.per == "sequence" else 1
             for axis in ["tp"] * rank_model.sequence if losses.per == "sequence" else _token_axes(rank_model):
-                size = rows * router.config.experts * 8
+                size = (
+                    rows * router.config.experts * 8
+                )  # a number of 8 bytes for each expert, of each row if rows count
                 log.add(axis, "all_reduce", size, "tokens per expert, forward")
                 log.add(axis, "all_reduce", size, "tokens per expert, recompute", int(again))
     if not routers:
         return
+    # All routers in one message: a row each, as wide as the one with most experts.
     widest = max(router.config.experts for _, router in routers)
     kinds = {kind for _, router in routers for kind in ("balance", "z") if getattr(router.config.losses, kind)}
     for axis in _token_axes(rank_model):

@@ -22,6 +22,7 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
         size = tokens * call.width * rank_model.compute.itemsize
         forward, backward = _call_ops(call, layout.sequence)
         backward = backward if _goes_back(rank_model, call) else []
+        # Selective recompute keeps what cost a message; full recompute repeats all but those after its last saved tensor.
         again = not rank_model.treatment(call.module).recompute.keeps("collective") and _repeated(
             call, layout, rank_model
         )
@@ -35,6 +36,8 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
             log.add("tp", op, size, "activations, backward", 1)
         if call.kind == "enter" and layout.sequence and not again and _gathered_again(rank_model, layout, call):
             log.add("tp", "all_gather", size, "activations gathered again, backward")
+    # A whole parameter that computes on a part of the tokens or heads (a norm, a bias, key/value heads that all ranks
+    # have) has a part of its gradient on each rank. It is summed in each backward, so chunks of a feed-forward take one each.
     chunks = len(_chunk_tokens(rank_model, batch))
     for name, param in rank_model.params.items():
         if not param.expert and layout.params[name].gradient == "sum" and param.trains:
@@ -43,6 +46,8 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
     modules = dict(rank_model.model.named_modules())
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and rank_model.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
+        # Cross-entropy over a split vocabulary needs of each token the largest logit, then the sum of exponentials and the
+        # label's logit, in fp32 at least; backward needs nothing more. Source: Shoeybi et al. 2019, section 3.
         width = 8 if rank_model.compute == torch.float64 else 4
         size = tokens if rank_model.memory.loss is None else rank_model.memory.loss.tokens
         for start in range(0, tokens, size):
@@ -90,6 +95,9 @@ def _add_chunked_mlp(
 
 def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
     """The collectives of one call in (forward, backward)."""
+    # The conjugate pairs f and g of Shoeybi et al. 2019, figure 3: what is copied in forward is summed in backward, and what
+    # is summed is copied. With sequence parallelism an all-reduce becomes its two halves, in two places, with the same
+    # bytes: Korthikanti et al. 2022, section 4.2.2.
     if call.kind == "enter":
         return (["all_gather"], ["reduce_scatter"]) if sequence else ([], ["all_reduce"])
     if call.kind == "leave":

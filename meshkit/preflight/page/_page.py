@@ -12,6 +12,7 @@ from torch import nn
 
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.parallel.pipeline import Schedule
+from meshkit.preflight._arguments import coordinate_of, refuse_sizes, spec_of
 from meshkit.preflight._format import format_axes
 from meshkit.preflight.estimate import (
     Build,
@@ -19,10 +20,8 @@ from meshkit.preflight.estimate import (
     Kernels,
     MakeOptimizer,
     builder_of,
-    coordinate_of,
     estimate,
     fake_mesh,
-    resolve_spec,
 )
 from meshkit.preflight.explain import Explanation, default_device, explain_resolved
 from meshkit.program import read_program
@@ -163,13 +162,15 @@ def explain_page(
     Raises: MeshError and PlanError as the real run would, and MeshError where there is a process group.
     """
     chosen = Strategy.of(strategy, choices)
-    sizes = resolve_spec(spec, chosen, world_size)
+    sizes = spec_of(spec, chosen, world_size)
+    refuse_sizes(rows, seq_len, microbatches)
     with resolved_run(model, sizes, strategy, choices, kernels=kernels) as resolved:
         count = (resolved.strategy.microbatches or 1) if microbatches is None else microbatches
         explanations = _explanations(resolved, rows=rows, seq_len=seq_len, microbatches=count)
         full_model = resolved.program.model
         parameters, name = sum(param.numel() for param in full_model.parameters()), type(full_model).__name__
 
+    # Each estimate is a fake world of its own, in which this process is another rank: one after the other.
     def estimated(rank: int) -> Estimate | None:
         if not memory_bars:
             return None
@@ -230,6 +231,7 @@ def _explanations(resolved: Resolved, **step: Any) -> list[tuple[tuple[int, ...]
         if class_key not in first:
             first[class_key] = explain_resolved(resolved, coordinate=coordinate, **step)
         explanation = first[class_key]
+        # Ranks with equal parameters and messages are one group: the page shows differences, not 64 times the same.
         key = (str(explanation.params), frozenset(explanation.messages.items()))
         groups.setdefault(key, ([], explanation))[0].append(rank)
     return [(tuple(ranks), explanation) for ranks, explanation in groups.values()]

@@ -11,7 +11,8 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
-from meshkit.preflight.estimate import Kernels, coordinate_of
+from meshkit.preflight._arguments import coordinate_of
+from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.explain import explain_resolved

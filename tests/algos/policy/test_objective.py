@@ -45,9 +45,9 @@ from meshkit.algos.rollout import Rollout, label_log_probs, token_values
 from meshkit.core.sharding import full_tensor
 from meshkit.data import pack_step
 from meshkit.models import LLAMA_PLAN, REWARD_PLAN, Llama, RewardModel
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
-from tests.own_part import difference
 from tests.tiny import tiny_config
 from tests.world import pool
 

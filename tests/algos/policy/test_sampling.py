@@ -38,7 +38,7 @@ def stepped(axes: str, rules: RolloutRules, rounds: int) -> tuple[list[tuple[int
 
     scores, kept = step_rollouts(mesh, ask, rules, prompts=PROMPTS, max_new_tokens=4, rounds=rounds)
     found = [(each.key, each.reward) for each in kept]
-    assert len(scores.own.values) == len(scores.rollouts)
+    assert len(scores.local.values) == len(scores.rollouts)
     return found, len(asked), scores.answers, scores.mean, scores.unscored, scores.tokens
 
 

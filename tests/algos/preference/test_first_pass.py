@@ -29,9 +29,9 @@ from meshkit.data import ExampleLoader, Pair, split_mismatches, with_mismatches
 from meshkit.data.examples import Example, Unit
 from meshkit.metrics import MetricSums
 from meshkit.models import LLAMA_PLAN, Llama
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
-from tests.own_part import difference
 from tests.tiny import tiny_config
 from tests.world import pool
 

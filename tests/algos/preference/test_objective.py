@@ -24,9 +24,9 @@ from meshkit.models import (
     moe_plan,
     reward_plan,
 )
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
-from tests.own_part import difference
 from tests.tiny import tiny_config
 from tests.world import pool
 

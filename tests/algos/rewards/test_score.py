@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import time
 from functools import partial
 
@@ -28,18 +29,10 @@ from meshkit.algos.rewards import (
 from meshkit.algos.rollout import Rollout
 from meshkit.errors import DataError, RewardError
 from meshkit.models.reward import REWARD_PLAN, RewardModel
+from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
-CONFIG = mk.models.LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
 
 
 def answer(text: str, *, truncated: bool = False, **fields: object) -> Rollout:
@@ -132,6 +125,20 @@ def test_time_is_limited_for_each_answer_in_this_process() -> None:
     np.testing.assert_array_equal(scores.totals, [math.nan, 1, math.nan, 2])
 
 
+def test_a_timer_that_rings_while_it_is_stopped_does_not_ring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timer, rings, before = signal.setitimer, [signal.SIGALRM], signal.getsignal(signal.SIGALRM)
+
+    def ring_first(timer: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        if seconds == 0 and rings:
+            signal.raise_signal(rings.pop())
+        return set_timer(timer, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", ring_first)
+    assert score([answer("1")], of_text, timeout_s=60.0).unscored == {"timed out": 1}
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
 def test_a_pool_kills_what_does_not_come_back_and_goes_on() -> None:
     with RewardPool(of_text, workers=2, timeout_s=1.0) as rewards:
         scores = rewards.score([answer(text) for text in ("1", "loop", "die", "raise", "nan", "3")])
@@ -167,7 +174,7 @@ def scores_of_ranks(spec: str, texts: list[list[str]], fail_fast: bool) -> objec
         found = score_on_mesh(mesh, answers, partial(only_first_data_rank, mesh=mesh), fail_fast=fail_fast)
     except RewardError as error:
         return str(error)
-    return found.own.totals.tolist(), found.answers, found.unscored, found.first_unscored
+    return found.local.totals.tolist(), found.answers, found.unscored, found.first_unscored
 
 
 def test_ranks_agree_on_scores_and_on_failures() -> None:
@@ -198,7 +205,7 @@ def scores_by_model(spec: str, lengths: list[list[int]]) -> list[float]:
     try:
         mesh = mk.init_mesh(spec)
         with torch.device("meta"):
-            model = RewardModel(CONFIG)
+            model = RewardModel(tiny_config())
         run = mk.parallelize(model, mesh, plan=REWARD_PLAN)
         mk.init_weights(run.model, seed=0)
         draws = [np.random.default_rng(length) for length in lengths[mesh.data_rank]]

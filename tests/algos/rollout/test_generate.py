@@ -24,9 +24,10 @@ from meshkit.core.sharding import chunk
 from meshkit.loss import token_log_probs
 from meshkit.loss.linear_logits import sharded_logits
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
-from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
+from meshkit.models.deepseek import DeepseekV3
 from tests.laws.parity.cases import Cell, Moe, build, start
 from tests.models.families import transformers_model
+from tests.tiny import draw_parameters, tiny_deepseek
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # attention over a cache and over whole rows sums in other orders
@@ -148,25 +149,16 @@ def greedy_without_a_cache(model: nn.Module, prompt: np.ndarray, new_tokens: int
 def latent() -> nn.Module:
     """Latent attention: values are smaller than keys."""
     torch.manual_seed(0)
-    config = DeepseekV3Config(
+    config = tiny_deepseek(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        kv_lora_rank=8,
-        q_lora_rank=None,
         qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
         v_head_dim=6,
-        first_k_dense_replace=1,
     )
     model = DeepseekV3(config).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.3) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    draw_parameters(model, std=0.3)
     return model
 
 

@@ -11,17 +11,10 @@ import torch
 import meshkit as mk
 from meshkit.algos.rollout import example_values, label_log_probs
 from meshkit.data import Example, pack_step
+from tests.tiny import tiny_config
 from tests.world import pool
 
-SHAPE = mk.models.LlamaConfig(
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+SHAPE = tiny_config(vocab_size=31)
 TOL_FP64_SUM = 1e-10  # only summation order differs
 
 

@@ -15,6 +15,7 @@ from meshkit.data import (
     encode_pair,
     find_corpus,
     function_tasks,
+    library_functions,
     preference_tasks,
     question_tasks,
     standard_library,
@@ -49,6 +50,20 @@ def test_head_and_body_are_the_function(corpus: Corpus) -> None:
         path = dict(corpus.files)[file_of(record.source)]
         assert textwrap.dedent(completion).strip().splitlines()[0].strip() in path.read_text()
         assert len((prompt + completion).encode()) <= 1200
+
+
+def test_a_form_feed_moves_no_line_of_the_functions_after_it(tmp_path: Path) -> None:
+    code = 'def first():\n    """One."""\n    return 1\n{}\ndef second():\n    """Two."""\n    return 2\n'
+    found = []
+    for name, between in (("plain", ""), ("paged", "\f"), ("noted", "# a\u2028b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text(code.format(between))
+        found.append([(each.head, each.body) for each in library_functions(corpus=find_corpus(tmp_path / name))])
+    assert found[0] == [
+        ('def first():\n    """One."""\n', "    return 1\n"),
+        ('def second():\n    """Two."""\n', "    return 2\n"),
+    ]
+    assert found[1] == found[2] == found[0]
 
 
 def test_no_file_and_no_text_is_on_both_sides(corpus: Corpus) -> None:

@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "recompute": ("none", "full", "selective", "activation", "budget"),
     "offload": ("none", "host", "disk"),
     "regather": (False, True),
-    "tiles": (1, 3),
+    "mlp_chunks": (1, 3),
     "loss": ("logits", "chunked"),
     "precision": ("fp64", "fp32", "bf16"),
     "optimizer": ("device", "host"),
@@ -51,7 +51,7 @@ class Cell:
     recompute: str = "none"
     offload: str = "none"
     regather: bool = False
-    tiles: int = 1
+    mlp_chunks: int = 1
     loss: str = "logits"
     precision: str = "fp64"
     optimizer: str = "device"
@@ -87,7 +87,7 @@ class Cell:
         found |= {f"recompute: {self.recompute}"} if self.recompute != "none" else set()
         found |= {f"offload: {self.offload}"} if self.offload != "none" else set()
         found |= {"regather"} if self.regather and "sequence" in found else set()
-        found |= {"tiles"} if self.tiles > 1 else set()
+        found |= {"mlp chunks"} if self.mlp_chunks > 1 else set()
         found |= {"chunked loss"} if self.loss == "chunked" else set()
         found |= {"optimizer on the host"} if self.optimizer == "host" else set()
         found |= {"accumulation"} if self.microbatches > 1 else set()
@@ -129,24 +129,24 @@ REFUSALS = [
     ),
     *(
         Refusal(
-            one="tiles",
+            one="mlp chunks",
             other=f"recompute: {mode}",
             match=r"mlp_chunks=3 with recompute=",
-            reason="it would keep what tiles exist to let go",
+            reason="it would keep the intermediates that chunks exist to free",
         )
         for mode in ("selective", "activation", "budget")
     ),
     *(
         Refusal(
-            one="tiles",
+            one="mlp chunks",
             other=f"pp: {schedule}",
             match="mlp_chunks=3 with a schedule that computes weight gradients apart",
-            reason="weight gradients computed apart keep every part's intermediates until then",
+            reason="weight gradients computed apart keep the intermediates of every chunk until then",
         )
         for schedule in SPLITS_BACKWARD
     ),
     Refusal(
-        one="tiles",
+        one="mlp chunks",
         other="model: mlp",
         match="the plan names no feed-forwards",
         reason="`auto_plan` names no feed-forwards in a model nobody has seen",
@@ -192,7 +192,7 @@ def smallest(*features: str) -> Cell:
             told[kind] = value
         else:
             told |= {
-                "tiles": {"tiles": 3},
+                "mlp chunks": {"mlp_chunks": 3},
                 "chunked loss": {"loss": "chunked"},
                 "sequence": {"mesh": "tp=2", "sequence": True},
                 "cp": {"mesh": "cp=2"},

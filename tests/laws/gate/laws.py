@@ -20,11 +20,11 @@ from meshkit.moe.aux_loss import collect
 from meshkit.parallel.expert import dispatch_traffic
 from meshkit.preflight.explain import Message, explain
 from meshkit.strategy import ExpertPolicy, Strategy
+from tests.compare_shards import difference, same_bits
 from tests.laws.gate.cell import ROUTED, Cell
 from tests.laws.gate.models import build
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.laws.parity.test_bytes import Noting, by_ranks
-from tests.own_part import difference, same_bits
 
 ROWS, STEPS, MAX_NORM, LR = 5, 3, 0.5, 1e-2
 TOL_FP64 = 1e-10  # only the order of summation differs
@@ -136,7 +136,7 @@ def memory_of(cell: Cell) -> mk.MemoryPolicy:
         else recompute,  # type: ignore[arg-type]
         offload=None if cell.offload == "none" else mk.strategy.ActivationOffload(to=cell.offload, min_bytes=1),  # type: ignore[arg-type]
         regather=cell.regather and cell.sequence,
-        mlp_chunks=cell.tiles,
+        mlp_chunks=cell.mlp_chunks,
         loss=mk.strategy.ChunkedLoss(tokens=5) if cell.loss == "chunked" else None,
         precision=mk.strategy.Precision() if cell.precision == "bf16" else None,
         optimizer=mk.strategy.OptimizerPolicy(

@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "offload: host",
         "offload: disk",
         "regather",
-        "tiles",
+        "mlp chunks",
         "chunked loss",
         "optimizer on the host",
     ),

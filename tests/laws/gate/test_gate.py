@@ -16,7 +16,7 @@ REGRESSIONS = [
     Cell(model="transformers", mesh="cp=2 tp=2", sizes="uneven", recompute="budget", loss="chunked"),
     Cell(model="transformers", mesh="pp=2", precision="bf16"),
     Cell(model="moe", mesh="tp=2 etp=2", recompute="selective"),
-    Cell(model="moe", mesh="tp=2 ep=2", sequence=True, recompute="full", tiles=3),
+    Cell(model="moe", mesh="tp=2 ep=2", sequence=True, recompute="full", mlp_chunks=3),
     Cell(model="lora", mesh="dp_shard=2", microbatches=3),
     Cell(model="lora", mesh="tp=2", sequence=True, recompute="full", loss="chunked", microbatches=2),
     Cell(model="mla", mesh="cp=2", context="ring", masked=True),

@@ -20,8 +20,8 @@ from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
 from meshkit.strategy import ExpertPolicy
-from tests.own_part import computed_once, difference
-from tests.tiny import tiny_config
+from tests.compare_shards import computed_once, difference
+from tests.tiny import draw_parameters, tiny_config
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
 
@@ -118,8 +118,7 @@ def build(cell: Cell) -> Decoder:
     torch.manual_seed(3)
     model = Llama(config) if cell.moe is None else Decoder(config, _layers(config, cell.moe))
     model = model.double()  # drawn in fp64 whatever the dtype: torch draws other numbers in fp32
-    for param in model.parameters():  # norms away from 1 and biases away from 0, or their errors would not show
-        nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    draw_parameters(model)
     return model.to(getattr(torch, cell.dtype))
 
 

@@ -15,9 +15,10 @@ from meshkit.models import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig, buil
 from meshkit.models.deepseek import look_ahead, mtp_loss
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect
 from meshkit.step import count_labels, next_token_loss
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
-from tests.own_part import difference
+from tests.tiny import draw_parameters
 from tests.world import RankError, pool, run_ranks
 
 TOL = 1e-10
@@ -55,8 +56,7 @@ CONFIGS = {
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
     model = build_model(CONFIGS[name]).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.3) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    draw_parameters(model, std=0.3)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.1, 0.1)

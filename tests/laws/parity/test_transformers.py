@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshkit as mk
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
-from tests.own_part import difference
+from tests.tiny import draw_parameters
 from tests.world import pool
 
 TOL = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
@@ -36,8 +37,7 @@ def build(family: str) -> nn.Module:
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
+    draw_parameters(model)
     return model
 
 

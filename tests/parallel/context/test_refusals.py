@@ -18,7 +18,7 @@ import meshkit as mk
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.parallel.context import Shape, SplitMask, choose
-from meshkit.parallel.context._apply import _dot_product_attention
+from meshkit.parallel.context._foreign import _dot_product_attention
 from meshkit.strategy import ContextPolicy
 from tests.laws.parity.cases import Cell, build, mesh_for
 from tests.recipes.launch import run as launch
@@ -152,7 +152,7 @@ def transformer_with_dropout() -> None:
 
 
 def transformer_attention(**given: object) -> None:
-    from meshkit.parallel.context._apply import _transformers_attention
+    from meshkit.parallel.context._foreign import _transformers_attention
 
     _, mask = ready()
     q = torch.zeros(2, 4, mask.tokens, 4)

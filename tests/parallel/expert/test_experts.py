@@ -72,7 +72,9 @@ EXPERTS = {1: (5, 5), 2: (9, 8), 4: (11, 8), 8: (15, 8)}  # by ep: uneven and ev
 
 
 def cell_of(mesh: str, choice: dict) -> Cell:
-    """What cannot be is replaced: sequences are whole on no rank of cp, and rows of zeros count in a batch's loss."""
+    """What cannot be is replaced: sequences are whole on no rank of cp, rows of zeros count in a batch's loss, and without pp
+    there is no schedule.
+    """
     spec, router = MeshSpec.parse(mesh), {name: choice[name] for name in ROUTERS}
     router["experts"] = EXPERTS[spec.ep][router.pop("even")]
     if spec.cp > 1 and router["per"] == "sequence":
@@ -80,6 +82,8 @@ def cell_of(mesh: str, choice: dict) -> Cell:
     moe, run = Moe(**router), {name: choice[name] for name in RUNS}
     if moe.balance and moe.per == "batch":
         run["microbatches"] = 1
+    if spec.pp == 1:
+        run["schedule"] = "1f1b"
     return Cell(mesh=mesh, layers=3, moe=moe, **run)
 
 

@@ -15,11 +15,11 @@ import meshkit as mk
 from meshkit.models.llama import LLAMA_PLAN
 from meshkit.preflight.explain import Message
 from meshkit.strategy import Recompute
+from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import Cell, Moe, batches, mesh_for, own_rows, reference, run_cell, start
 from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import held_bytes
-from tests.own_part import difference
 from tests.world import pool
 
 TOL_FP64 = 1e-10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +57,7 @@ def test_a_fake_world_leaves_nothing_behind_and_does_not_hide_a_real_one() -> No
 
 def test_parameters_and_adam_of_llama_3_8b_are_those_of_the_closed_form() -> None:
     """4 and 8 bytes for each parameter over 64 ranks, of two of its 32 layers; the other 30 are as the second."""
-    config = LlamaConfig(**{**vars(LLAMA3_8B), "num_hidden_layers": 2})
+    config = replace(LLAMA3_8B, num_hidden_layers=2)
     found = mk.estimate(
         on_meta(config), "dp_shard=8 tp=8", plan=LLAMA_PLAN, rows=1, seq_len=8192, sequence=True, memory=BF16
     )
@@ -92,7 +94,7 @@ def test_a_block_keeps_12_4g_8f_times_sbh(kernels: str, norms: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_with_tp_and_sequence_parallelism_the_gathered_inputs_are_whole(tp: int) -> None:
-    config = LlamaConfig(**{**vars(SMALL), "num_key_value_heads": 4})
+    config = replace(SMALL, num_key_value_heads=4)
     found = mk.estimate(on_meta(config), f"tp={tp}", plan=LLAMA_PLAN, rows=1, seq_len=256, memory=BF16, sequence=True)
     g, f, d = 1, 448 / 128, 32
     sbh = 256 * 128
@@ -129,7 +131,7 @@ def test_the_peak_is_the_most_of_its_points_and_says_where() -> None:
 
 def test_stages_of_a_pipeline_hold_what_their_schedule_keeps_alive() -> None:
     """1F1B: the first of 4 ranks has 4 microbatches in flight, the last one 1."""
-    config = LlamaConfig(**{**vars(SMALL), "num_hidden_layers": 4})
+    config = replace(SMALL, num_hidden_layers=4)
     model = on_meta(config)
     block = small("dp_shard=1", rows=1).activations["layers.0"]
     kept = []

@@ -34,6 +34,7 @@ def shades_of(schedule: Schedule) -> int:
 
 
 def shade(op: str, chunk: int, shades: int) -> str:
+    # Paler than 0.62 of white, the four colours could hardly be told apart.
     white = 0.2 if shades == 1 else 0.62 * (1 - chunk / (shades - 1))
     return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in COLOURS[op])
 
@@ -49,6 +50,7 @@ def scale_of(simulation: Simulation, room: Callable[[Row], float]) -> float:
 def tick_step(at_least: float) -> float:
     """1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(at_least))
+    # 1e-9: a step that is `at_least` itself must not be passed over by rounding.
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= at_least * (1 - 1e-9))
 
 

@@ -21,6 +21,8 @@ from meshkit.parallel.pipeline.drawing._common import (
 
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
 LEFT, RIGHT, LANE, GAP, CURVE = 58, 74, 24, 4, 26
+# Classes colour the picture for light and dark pages. Elements repeat the light colours as attributes, which rank below a
+# style: viewers that ignore styles still show a picture.
 STYLE = """
 .page { fill: #ffffff } .ink { fill: #24292f } .faint { fill: #57606a } .grid { stroke: #d0d7de } .idle { fill: #f0f2f4 }
 .curve { fill: #8250df; fill-opacity: 0.3; stroke: #8250df }
@@ -42,6 +44,7 @@ def svg(simulation: Simulation, *, px_per_s: float | None = None) -> str:
     plot = simulation.makespan_s * per_s
     heading = heading_of(schedule)
     numbers = f"makespan {digits(simulation.makespan_s)}, bubble rate {100 * simulation.bubble_rate:.2f} %"
+    # No font can be measured here: 7.4 px is about a character at size 14, as 6.2 and 6.6 are in the legend at size 12.
     width = ceil(max(LEFT + plot + RIGHT, legend_width + 16, 7.4 * len(f"{heading}    {numbers}") + 16))
     top = 62
     axis = top + schedule.world * (LANE + GAP) + 4
@@ -74,6 +77,7 @@ def svg(simulation: Simulation, *, px_per_s: float | None = None) -> str:
 
 def html(*simulations: Simulation, title: str = "Pipeline schedules") -> str:
     """One page, nothing loaded from elsewhere: the numbers in a table, then each picture, all to one scale."""
+    # One scale, the largest that any of them needs: lengths can then be compared between pictures.
     scale = max(map(_natural_px_per_s, simulations), default=1.0)
     rows = "\n".join(
         f"<tr><td>{escape(heading_of(sim.schedule))}</td><td>{digits(sim.makespan_s)}</td>"
@@ -121,6 +125,7 @@ def _cells(events: Sequence[Event], schedule: Schedule, per_s: float, y: float) 
                 f"{row}: {WORDS[task.op]} of microbatch {task.microbatch} through stage {task.stage}, "
                 f"{digits(start_s)} to {digits(end_s)}"
             )
+            # The largest size in which it fits, a digit being about 0.62 as wide as high; else none, and the title says it.
             number = str(task.microbatch)
             size = next((size for size in (11, 9, 7) if 0.62 * size * len(number) <= width and size < height), 0)
             yield (
@@ -159,6 +164,7 @@ def _curve(simulation: Simulation, rank: int, highest: float, per_s: float, y: f
 def _axis_svg(simulation: Simulation, per_s: float, top: float, axis: float) -> str:
     step = tick_step(56 / per_s)
     parts = []
+    # 1e-9: a last tick that lies on the end must not be lost to rounding.
     for tick in range(floor(simulation.makespan_s / step + 1e-9) + 1):
         x = LEFT + tick * step * per_s
         parts.append(f'<path class="grid" d="M{x:.2f} {top - 3} V{axis}" stroke="#d0d7de"/>')

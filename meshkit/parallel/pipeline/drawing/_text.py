@@ -60,6 +60,7 @@ def coloured(simulation: Simulation, *, width: int = 100) -> Text:
     for line in _text_lines(simulation, width):
         parts = []
         for piece in line:
+            # The colour behind a cell shows its length, which plain text draws.
             style = f"#000000 on {shade(piece.op, piece.chunk, shades)}" if piece.op else ""
             parts.append((piece.text.replace("━", " "), style))
         lines.append(Text.assemble(*parts))
@@ -106,6 +107,7 @@ def _cuts(cells: Sequence[_Cell], columns: int) -> list[int]:
             crossed = [cell for cell in near if cell.start < cut < cell.end]
             return sum(max(cut - cell.start, cell.end - cut) < len(cell.label) for cell in crossed), len(crossed)
 
+        # Reversed: of cuts that lose equally much the latest, so that lines are full.
         cuts.append(min(reversed(window), key=lost))
     return [*cuts, max(total, 1)]
 
@@ -124,6 +126,7 @@ def _lane(cells: Sequence[_Cell], schedule: Schedule, cuts: Sequence[int], low: 
             if max(spans, key=lambda span: span[1] - span[0]) != (left, right):
                 label = ""
         size = right - left
+        # A blank column ends a cell, so that neighbours of one colour stay apart without colours too.
         gap = right == end and size > 1
         body = f"{label:━<{size - gap}}"[:size]
         split = body.find("+") if row.op == "FB" and "+" in body else len(body)

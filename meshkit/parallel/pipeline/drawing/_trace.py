@@ -43,6 +43,7 @@ def trace(simulation: Simulation | None = None, measured: Iterable[Measured] = (
                 for level in simulation.memory[rank]
             ]
     seen = list(measured)
+    # Measured times count from a barrier before the step; from its first task on they lie under the simulated ones.
     origin_s = min((start_s for _, _, start_s, _ in seen), default=0.0)
     for rank, what, start_s, end_s in seen:
         ranks.add(rank)
@@ -103,4 +104,4 @@ def _slice(rank: int, lane: int, what: Task | Row, start_s: float, end_s: float)
 
 
 def _microseconds(time_s: float) -> float:
-    return round(time_s * 1e6, 3)
+    return round(time_s * 1e6, 3)  # the unit of trace viewers; three digits are nanoseconds

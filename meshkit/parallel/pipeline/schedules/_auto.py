@@ -84,6 +84,7 @@ def _rank_of_stages(ranks: int, chunks: int, placement: str | tuple[int, ...]) -
 def _candidates(
     ranks: int, microbatches: int, rank_of: tuple[int, ...], times: Times, limit: int
 ) -> Iterator[Schedule]:
+    # This one fits within every limit that `auto` accepts, so there is always a result.
     plan = depth_first(rank_of, microbatches)
     yield _table(microbatches, rank_of, _with_whole_backwards(plan), ranks)
     yield from _published(ranks, microbatches, rank_of)
@@ -186,6 +187,8 @@ def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
         for index, row in enumerate(rows)
         for task in row.tasks
     }
+    # From the row that ends last backwards, each time to what the row started right after: the row before it on its rank, or
+    # else the input that came last.
     rank = max(range(schedule.world), key=lambda rank: events[rank][-1].end_s if events[rank] else 0.0)
     index = len(events[rank]) - 1
     while index >= 0:
@@ -204,5 +207,6 @@ def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
 
 def _in_order(first: Task, second: Task) -> bool:
     """Whether the two must keep their order: ops of one microbatch in a stage, or one op of its successive microbatches."""
+    # Two microbatches of one op in one stage take the same time, so exchanging them gains nothing.
     same_stage = first.stage == second.stage
     return same_stage and (first.op == second.op or first.microbatch == second.microbatch)

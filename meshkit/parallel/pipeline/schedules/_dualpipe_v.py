@@ -52,16 +52,21 @@ class _Rank:
         self.weights: deque[tuple[int, int]] = deque()
 
     def rows(self, microbatches: int) -> Iterator[Row]:
+        # Phases are numbered as in the source (dualpipev.py). `after` ranks lie between this one and the turn of the V.
         rank, after = self.rank, self.ranks - 1 - self.rank
+        # 1: forwards of the first chunk, while the first microbatch goes down those ranks and comes up again.
         for _ in range(2 * after):
             yield self.forward(0)
+        # 2: forwards of both chunks, until the first gradient arrives.
         for _ in range(rank + 1):
             yield self.forward(0)
             yield self.forward(1)
+        # 3: backwards are split: the stage before waits for the input gradient, and nobody for the weights'.
         for _ in range(after):
             yield self.input(1)
             yield self.weight()
             yield self.forward(1)
+        # 4: the steady part.
         for turn in range(microbatches - 2 * self.ranks + rank + 1):
             if turn == 0 and after == 0:  # as two rows, so that the rank before gets its gradient sooner
                 yield self.forward(0)
@@ -69,17 +74,20 @@ class _Rank:
             else:
                 yield self.overlapped(0, 1)
             yield self.overlapped(1, 0)
+        # 5: the first chunk has no forwards left to overlap with.
         for _ in range(after):
             yield self.backward(1)
             yield self.overlapped(1, 0)
-        # The second half of what is left is split: its W fill the waits at the end.
+        # 6: backwards alone. The second half of them is split: its W fill the waits at the end.
         left = 2 * (rank + 1)
         for turn in range(left):
             yield self.input(1 - turn % 2) if 2 * turn >= left else self.backward(1 - turn % 2)
+        # 7: a W fills the wait for each gradient that is still to come.
         for _ in range(after):
             if self.weights:
                 yield self.weight()
             yield self.input(0)
+        # 8: nobody waits for the rest.
         while self.weights:
             yield self.weight()
 

@@ -126,7 +126,9 @@ def list_schedule(
         now, awake = events[0][0], set()
         while events and events[0][0] <= now + settings.epsilon:
             awake.add(heapq.heappop(events)[1])
+        # Sorted, so that every rank of a job finds the same table.
         for rank in sorted(awake):
+            # An input came while the rank is busy: the event of its own end will wake it again.
             if ranks[rank].free_at > now + settings.epsilon:
                 continue
             task = _choose(settings, progress, ranks[rank], now)

@@ -88,6 +88,7 @@ def _block(placement: Sequence[int], ranks: int, rng: random.Random, *, skip: fl
     now = 0
     stages = range(len(placement))
     for op, stage in [("F", stage) for stage in stages] + [("I", stage) for stage in reversed(stages)]:
+        # F takes the first slot of its cell and B the other two, so an F and a B may share one.
         rank, slots = placement[stage], 1 if op == "F" else 2
         offset = begin[rank] + slots - 1
         cell = ceil((now - offset) / 3)

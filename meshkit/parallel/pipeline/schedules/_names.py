@@ -17,6 +17,7 @@ from ._v import v_half, v_min, zbv
 Generator = Callable[..., Schedule]
 """(ranks, microbatches), and by keyword what its own docstring says."""
 
+# In the order in which help texts and refusals list them: from the plain ones to the search.
 NAMES: dict[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

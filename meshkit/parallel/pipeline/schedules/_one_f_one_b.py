@@ -32,6 +32,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Source: Narayanan et al. 2019, PipeDream; 2021, Megatron-LM (arXiv 2104.04473), section 2.2.1, "PipeDream-Flush".
     """
     at_least_one("one_f_one_b", ranks=ranks, microbatches=microbatches)
+    # p-1-i forwards ahead, one for each stage behind rank i: fewer would leave one of them idle, more would only take memory.
     orders = (_in_turn(stage, microbatches, ahead=ranks - 1 - stage) for stage in range(ranks))
     return schedule_of("1f1b", microbatches, loop(ranks, 1), orders)
 
@@ -125,6 +126,7 @@ def _full_rounds(rank: int, ranks: int, rounds: int, chunks: int) -> list[Task]:
 
     forwards = tasks("F", range(chunks))
     backwards = tasks("B", range(chunks)[::-1])
+    # Megatron's warm-up: all chunks but the last once round, and two forwards for each rank behind this one.
     hops_back = ranks - 1 - rank
     ahead = min(len(forwards), hops_back if chunks == 1 else (chunks - 1) * ranks + 2 * hops_back)
     steady = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]

@@ -24,6 +24,7 @@ def wave(ranks: int, chunks: int) -> tuple[int, ...]:
 def at_least_one(generator: str, **values: int) -> None:
     """Refuse what is not a whole number of at least 1."""
     for name, value in values.items():
+        # True is an int of 1 in Python, but as a count it is a mistake.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise PlanError(f"{generator}({arguments}): {name}={value!r} is not a whole number of at least 1.")

@@ -94,6 +94,7 @@ def min_block(ranks: int, microbatches: int) -> Plan:
 def _squeezed(name: str, ranks: int, microbatches: int, plan: Plan, live: int, *rules: Rule) -> Schedule:
     """List-schedule the plan, W in its gaps, with at most `live` microbatches of both stages; of the rules the best."""
     placement = wave(ranks, 2)
+    # A rank counts each of its two stages by itself.
     max_live = [2 * live] * ranks
     costs = unit_costs(len(placement))
     return soonest(

@@ -22,15 +22,15 @@ AWAY = replace(HERE, host="far", pid=1)
 
 
 class World:
-    """A roll in which all ranks but the silent ones beat."""
+    """Ranks that all write heartbeats but the silent ones. Rank 0 says who is missing."""
 
     def __init__(self, entries: list[Entry], silent: tuple[int, ...] = ()) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        self.rolls = [Heartbeat(store, rank, len(entries)) for rank in range(len(entries))]
-        self.rolls[0].patience_s = 0.6
+        self.heartbeats = [Heartbeat(store, rank, len(entries)) for rank in range(len(entries))]
+        self.heartbeats[0].patience_s = 0.6
         self._entries, self._silent, self._over = entries, silent, threading.Event()
-        for roll, entry in zip(self.rolls, entries, strict=True):
-            roll.write(entry)
+        for heartbeat, entry in zip(self.heartbeats, entries, strict=True):
+            heartbeat.write(entry)
         self._thread = threading.Thread(target=self._beat)
         self._thread.start()
 
@@ -40,11 +40,11 @@ class World:
             beat += 1
             for rank, entry in enumerate(self._entries):
                 if rank not in self._silent:
-                    self.rolls[rank].write(replace(entry, beat=beat))
+                    self.heartbeats[rank].write(replace(entry, beat=beat))
 
     def missing(self, *, terminated: bool = False) -> str:
         try:
-            return self.rolls[0].missing(terminated=terminated)
+            return self.heartbeats[0].missing(terminated=terminated)
         finally:
             self._over.set()
             self._thread.join()
@@ -60,7 +60,7 @@ def ended() -> Iterator[Entry]:
 def test_a_process_that_is_gone_is_told_at_once_on_its_host(ended: Entry) -> None:
     began = time.monotonic()
     world = World([HERE, HERE, ended], silent=(2,))
-    world.rolls[0].patience_s = 60
+    world.heartbeats[0].patience_s = 60
     said = world.missing()
     assert said.startswith(f"rank 2 on {HERE.host} has ended without a word")
     assert f"process {ended.pid} is gone. Last seen, a moment before, at step 3, in a." in said
@@ -116,8 +116,8 @@ def test_of_many_silent_ranks_eight_are_shown() -> None:
 
 def test_the_first_to_ask_is_the_only_one() -> None:
     world = World([HERE, HERE])
-    assert [roll.is_first("a") for roll in world.rolls] == [True, False]
-    assert world.rolls[1].is_first("b")
+    assert [heartbeat.is_first("a") for heartbeat in world.heartbeats] == [True, False]
+    assert world.heartbeats[1].is_first("b")
     world.missing()
 
 

@@ -20,20 +20,14 @@ from meshkit.data import REFERENCE_ALPHABET, Example, Record, character_tokenize
 from meshkit.mesh import gather_over_data
 from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.recipes.evaluation import greedy_score, sample_rows
-from meshkit.recipes.tasks import REFERENCE_TASKS, forms_in_balance, load_tasks, small_model, warm_up_policy
+from meshkit.recipes.sft import forms_in_balance, warm_up_policy
+from meshkit.recipes.tasks import REFERENCE_TASKS, load_tasks, small_model
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
 TOKENIZER = character_tokenizer(REFERENCE_ALPHABET)
-SHAPE = mk.models.LlamaConfig(
-    vocab_size=TOKENIZER.vocab_size,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+SHAPE = tiny_config(vocab_size=TOKENIZER.vocab_size, num_attention_heads=2, head_dim=8)
 ROWS = [
     Record(fields={"prompt": f"{a}+{b}=", "completion": str(a + b)}, source=f"{a}+{b}")
     for a in range(3)
@@ -140,7 +134,7 @@ def taught(spec: str) -> list[float]:
     run = build(mk.init_mesh(spec))
     losses: list[float] = []
     optimizer = mk.adamw(run, lr=1e-2)
-    assert sft_steps(
+    sft_steps(
         run,
         optimizer,
         lessons(),

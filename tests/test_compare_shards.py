@@ -1,4 +1,4 @@
-"""The oracle's own test: whatever element is wrong, a rank that holds it says so, and no other."""
+"""Whatever element of a tensor is wrong, each rank that holds it says so, and no other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 import meshkit as mk
 from meshkit.core.sharding import full_tensor, local_slices
+from tests.compare_shards import computed_once, difference, same_bits
 from tests.laws.parity.cases import Cell, start
-from tests.own_part import computed_once, difference, same_bits
 from tests.world import pool
 
 

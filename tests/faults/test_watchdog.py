@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
 from meshkit.faults.watchdog import Watchdog
-from tests.world import CONTEXT
+from tests.world import fork
 
 
 def ends_a_child() -> None:
@@ -30,8 +31,7 @@ def never_ends() -> None:
 
 
 @pytest.mark.parametrize(("act", "status"), [(ends_a_child, 0), (never_ends, 128 + signal.SIGTERM)])
-def test_a_signal_ends_the_process_it_is_for(act: object, status: int) -> None:
-    process = CONTEXT.Process(target=act)
-    process.start()
+def test_a_signal_ends_the_process_it_is_for(act: Callable[[], None], status: int) -> None:
+    process = fork(act)
     process.join(40)
     assert process.exitcode == status

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshkit as mk
-from tests.world import CONTEXT
+from tests.world import fork
 
 END_S = 60.0
 
@@ -46,12 +46,7 @@ def meet(rank: int, size: int, port: int, life: int, late_s: float, timeout_s: f
 
 def live(log: Path, store: dist.TCPStore, life: int, late_s: dict[int, float], *, size: int, timeout_s: float) -> None:
     """One life of a job: ranks, each late by so much; a rank that is not in late_s never comes."""
-    ranks = [
-        CONTEXT.Process(target=meet, args=(rank, size, store.port, life, late, timeout_s, str(log)))
-        for rank, late in late_s.items()
-    ]
-    for each in ranks:
-        each.start()
+    ranks = [fork(meet, rank, size, store.port, life, late, timeout_s, str(log)) for rank, late in late_s.items()]
     try:
         for each in ranks:
             each.join(END_S)

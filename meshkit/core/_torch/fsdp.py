@@ -1,0 +1,179 @@
+"""FSDP2: its units, hooks, deferred reduction of gradients, and what it expects of returned tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+
+def find_units(module: FSDPModule) -> None:
+    """Let FSDP's root find its units now, while all of them are in the tree, not at its first forward.
+
+    Private: FSDPState._lazy_init, which does nothing when called again. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def without_hooks(module: FSDPModule) -> Iterator[None]:
+    """Inside, forwards neither gather nor free parameters: what is gathered stays so. Units that cast keep their hooks.
+
+    Hooks of every unit ask in each forward whether there is something to do, which costs a small model more than its layers.
+    Private: the handles of FSDP's hooks, and where a unit keeps `set_reshard_after_forward`, which can be set publicly but
+    not read. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    find_units(module)
+    assert isinstance(module, nn.Module)
+    states = {child: child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule)}
+    groups = [group for state in states.values() for group in _groups_of(state)]
+    before = [group.post_forward_mesh_info for group in groups]
+    casts = any(state._mp_policy.param_dtype or state._mp_policy.output_dtype for state in states.values())
+    replaced: list[tuple[dict[int, Any], int, Any]] = []
+    for child, state in {} if casts else states.items():
+        for hooks, handle in (
+            (child._forward_pre_hooks, state._pre_forward_hook_handle),
+            (child._forward_hooks, state._post_forward_hook_handle),
+        ):
+            replaced.append((hooks, handle.id, hooks[handle.id]))
+    module.set_reshard_after_forward(False)
+    try:
+        for hooks, id, _ in replaced:
+            # A stand-in rather than none: hooks run in the order of their dict, and a hook that is taken out and put back
+            # would come last.
+            hooks[id] = lambda *_: None
+        yield
+    finally:
+        for hooks, id, hook in replaced:
+            hooks[id] = hook
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+def _groups_of(state: Any) -> list[FSDPParamGroup]:
+    """2.15: a unit may have several groups of parameters; 2.11: one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def allow_integer_parameters() -> None:
+    """Let FSDP2 shard parameters of whole numbers, which have no gradient, and gather them in their own dtype.
+
+    Private: FSDPParam.init_dtype_attrs, and the `nn` of its module. Checked: 2.11, which makes each shard a parameter that
+    requires a gradient, if only for a moment, and casts all to the compute dtype. Replaced by: FSDP2 itself, with 2.15.
+    """
+    if torch.__version__ >= "2.15" or _fsdp_param.nn is not nn:  # type: ignore[attr-defined]  # done before
+        return
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    def init_dtypes(self: Any, policy: MixedPrecisionPolicy) -> None:
+        cast(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    cast = _fsdp_param.FSDPParam.init_dtype_attrs
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes  # type: ignore[method-assign, assignment]  # 2.11 only
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # type: ignore[attr-defined, assignment]  # same
+
+
+def defer_gradient_reduction(module: FSDPModule) -> None:
+    """Let backwards leave their gradients unsharded until `reduce_deferred_gradients`. Call it before the forwards.
+
+    Private: that is_last_backward=False leaves them so. Checked: 2.11, 2.15. Replaced by: set_manual_backward_finalization,
+    public with 2.15.
+    """
+    module.set_is_last_backward(False)
+    if hasattr(module, "set_manual_backward_finalization"):
+        module.set_manual_backward_finalization(True)
+
+
+def reduce_deferred_gradients(module: FSDPModule) -> None:
+    """Reduce the gradients that backwards have left, free unsharded parameters, and wait.
+
+    Private: what torch.distributed.pipelining does at the end of its own schedules on 2.11. Checked: 2.11, 2.15. Replaced by:
+    finalize_backward, public with 2.15.
+    """
+    if hasattr(module, "finalize_backward"):
+        module.finalize_backward()
+        module.set_manual_backward_finalization(False)
+        return
+    # Every group reduces on FSDP's own stream, and the root's callback makes the compute stream wait for all of them before
+    # anybody reads a gradient.
+    module.set_is_last_backward(True)
+    root = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        if state._fsdp_param_group:
+            for param in state._fsdp_param_group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):  # all in the dtype of reduction, whichever backwards reached it
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
+            state._fsdp_param_group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+@contextmanager
+def around_fsdp(
+    gathering: Callable[[], AbstractContextManager[None]],
+    reducing: Callable[[], AbstractContextManager[None]],
+    reduced: Callable[[list[Tensor]], None],
+) -> Iterator[None]:
+    """Inside, FSDP gathers parameters in `gathering()`, reduces gradients in `reducing()`, then `reduced` gets those.
+
+    Private: methods of FSDPParamGroup by these names; there are no hooks around them. Checked: 2.11, 2.15. Replaced by:
+    nothing yet.
+    """
+    originals = {
+        name: getattr(FSDPParamGroup, name)
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    }
+
+    def wrapped(name: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with around():
+                out = originals[name](self, *args, **kwargs)
+            if around is reducing:
+                reduced(list(_gradients_of(self)))
+            return out
+
+        return method
+
+    for name in originals:
+        setattr(FSDPParamGroup, name, wrapped(name, gathering if "unshard" in name else reducing))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+def _gradients_of(group: FSDPParamGroup) -> Iterator[Tensor]:
+    """Sharded ones, unsharded ones, and those that add up in the dtype of reduction."""
+    for param in group.fsdp_params:
+        unsharded = getattr(param, "_unsharded_param", None)
+        for grad in (
+            param.sharded_param.grad,
+            param.unsharded_accumulated_grad,
+            None if unsharded is None else unsharded.grad,
+        ):
+            if grad is not None:
+                yield grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def own_memory(value: Any) -> Any:
+    """A tensor that is a view, copied; anything else as it is. For what a module under FSDP returns.
+
+    Private: Tensor._is_view. Checked: 2.11, and 2.15, where FSDP2 warns of a view and does not hook it. Replaced by: nothing
+    yet.
+    """
+    return value.clone() if isinstance(value, Tensor) and value._is_view() else value

@@ -1,0 +1,54 @@
+"""Tracing: dispatch modes, fake tensors (shapes without values), the limit on recompiles of torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Taken over as they are. Checked: 2.11, 2.15. Replaced by: nothing yet, for all of them.
+# - DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode: tensors without values.
+# - TorchDispatchMode: sees every operator below autograd. torch's own documentation uses it.
+
+
+def fake_mode() -> Any:
+    """Inside, new tensors have shapes and no values.
+
+    Private: torch._subclasses, where torch.compile takes it from. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """A tensor without values. Private: FakeTensor. Checked: 2.11, 2.15. Replaced by: nothing yet."""
+    return isinstance(value, FakeTensor)
+
+
+def is_fake_type(kind: type) -> bool:
+    """`is_fake` of a class."""
+    return issubclass(kind, FakeTensor)
+
+
+def wraps_tensors(kind: type) -> bool:
+    """A class that runs operators by itself on the tensors it is made of, as DTensor does.
+
+    Private: nothing but that `__torch_dispatch__` says it. Checked: 2.11, 2.15.
+    """
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not None and dispatch is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def allow_recompiles(modules: int) -> None:
+    """Let torch.compile trace one forward for `modules` modules: those with hooks of their own are traced one by one.
+
+    Private: torch._dynamo.config.recompile_limit, 8 for the process, beyond which `fullgraph` fails. Checked: 2.11, 2.15.
+    Replaced by: torch.compile(recompile_limit=...) of 2.15.
+    """
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, 8 * modules)

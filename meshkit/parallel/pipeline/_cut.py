@@ -1,0 +1,144 @@
+"""The cut of a model into pipeline stages: decided on the full model, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._csv import read_csv
+from meshkit.parallel.pipeline._stages import Stages, plan_stages
+from meshkit.parallel.pipeline._table import Schedule
+from meshkit.parallel.pipeline.schedules import Generator, named
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut into stages.
+
+    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
+    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta.
+    """
+
+    stages: Stages
+    generate: Generator
+    placement: tuple[int, ...]
+    splits_backward: bool
+    width: int
+    tied: tuple[tuple[str, str], ...]
+    tensors: dict[str, Tensor]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ranks of the first and the last stage."""
+        return self.placement[0], self.placement[-1]
+
+    @property
+    def copied(self) -> tuple[tuple[str, str], ...]:
+        """The tied parameters whose two uses are on different ranks, so that each rank has a copy."""
+        return self.tied if self.ends[0] != self.ends[1] else ()
+
+    def copies(self, rank: int) -> dict[str, str]:
+        """This rank's second copies of tied parameters, counted by the first copy's rank: name -> single-device name."""
+        return {tail: head for head, tail in self.copied} if rank == self.ends[1] else {}
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank that counts and writes each tensor; tensors outside of all stages are rank 0's."""
+        return {name: self.placement[self.stages.stage_of(name) or 0] for name in self.tensors}
+
+    def runs(self, name: str, rank: int) -> bool:
+        """Whether the rank runs this module, or holds this tensor. Modules around all stages are on every rank."""
+        stage = self.stages.stage_of(name)
+        return stage is None or self.placement[stage] == rank
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
+
+
+def plan_pipeline(
+    model: nn.Module,
+    ranks: int,
+    *,
+    blocks: Sequence[str],
+    schedule: Generator | Schedule | str,
+    split: Sequence[int] | None = None,
+) -> Cut:
+    """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
+
+    schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
+    stage; default: by parameters.
+    Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
+    """
+    if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
+        schedule = read_csv(Path(schedule))
+    generate = generator_of(schedule)
+    # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
+    table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
+    if table.world != ranks:
+        raise PlanError(_wrong_table(table, ranks, table.microbatches))
+    stages = plan_stages(model, blocks, table.stages, split=split)
+    width = _hidden_width(model, stages)
+    tied = _tied(model, stages)
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model))
+
+
+def generator_of(schedule: Generator | Schedule | str) -> Generator:
+    """Tables for any number of microbatches, or the one that was given."""
+    if isinstance(schedule, str):
+        return named(schedule)
+    if not isinstance(schedule, Schedule):
+        return schedule
+
+    def given(ranks: int, microbatches: int) -> Schedule:
+        if (schedule.world, schedule.microbatches) != (ranks, microbatches):
+            raise PlanError(_wrong_table(schedule, ranks, microbatches))
+        return schedule
+
+    return given
+
+
+def _wrong_table(table: Schedule, ranks: int, microbatches: int) -> str:
+    return (
+        f"pipeline: the table {table.name!r} is for {table.world} ranks and {table.microbatches} microbatches, but the run "
+        f"has {ranks} and {microbatches}. Give a table for those, or a function that makes it."
+    )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each once, on meta."""
+    # A buffer that is not persistent is computed, not loaded: no checkpoint has it, and each stage makes its own.
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+
+
+def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:
+    def parameters(modules: tuple[str, ...]) -> dict[int, str]:
+        return {
+            id(param): f"{name}.{key}"
+            for name in modules
+            for key, param in model.get_submodule(name).named_parameters()
+        }
+
+    # Tying is sharing one Parameter object. Sharding puts new objects in place, which is why the plan comes before it.
+    head, tail = parameters(stages.head), parameters(stages.tail)
+    return tuple((head[key], tail[key]) for key in head if key in tail)
+
+
+def _hidden_width(model: nn.Module, stages: Stages) -> int:
+    # The head's last module makes what the first block reads: an embedding may be followed by a projection.
+    for name in reversed(stages.head):
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            return module.embedding_dim
+        if isinstance(module, nn.Linear):
+            return module.out_features
+    raise PlanError(
+        "pipeline: no embedding or linear layer before the blocks tells the width of the hidden state. Put one there."
+    )

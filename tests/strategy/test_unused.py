@@ -1,0 +1,43 @@
+"""What is chosen has an effect or is refused: nothing that was asked for is passed over in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import meshkit as mk
+from meshkit.strategy import (
+    ActivationOffload,
+    ChunkedLoss,
+    ContextPolicy,
+    ExpertPolicy,
+    Recompute,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (
+            lambda: Recompute(mode="full", keep=("matmul",)),
+            r"mode='full', keep=\('matmul',\)\): .* runs all of a block again",
+        ),
+        (lambda: Recompute(mode="none", keep=()), "keeps everything anyway"),
+        (lambda: Recompute(mode="selective", keep=("product",)), "'product' is what mode='activation' may keep"),
+        (lambda: Recompute(mode="activation", keep=("matmul",)), "keeps matrix products anyway, .* only 'product'"),
+        (lambda: Recompute(mode="none", every=2), "no block is treated, so not every 2-th either"),
+        (lambda: ActivationOffload(staging=1 << 20), 'staging=1048576\\) is host memory for writes of to="disk"'),
+        (lambda: ChunkedLoss(tokens=64, backend="liger"), "liger chooses its own chunks"),
+        (lambda: ExpertPolicy(history=9), "history=9 is how hot experts are found, but hot=0"),
+        (
+            lambda: ContextPolicy(scheme="ring", kv_heads_per_gather=2),
+            "kv_heads_per_gather=2 is of the scheme all_gather, but this one is 'ring'",
+        ),
+        (lambda: ContextPolicy(balance="zigzag", slack=0.1), "slack=0.1 .* but balance='zigzag' does not look at it"),
+    ],
+)
+def test_a_field_that_another_field_makes_idle_is_refused(make: Callable[[], Any], error: str) -> None:
+    with pytest.raises(mk.errors.PlanError, match=error):
+        make()
