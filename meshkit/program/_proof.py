@@ -248,7 +248,7 @@ class _Proof:
         refs = [ref for ref in tensors((local.args, local.kwargs)) if rank.replay.constant(ref) is None]
         kinds = {rank.kind(ref) for ref in refs}
         if "partial" in kinds:
-            if rule is None or not rule.linear or not self._keeps_sums(rank, local):
+            if rule is None or not self._keeps_sums(rank, local):
                 raise unproved("it reads summands that were not summed over the ranks yet")
             return "partial"
         if not local.trains:
@@ -265,12 +265,15 @@ class _Proof:
         partial = [rank.kind(ref) == "partial" and rank.replay.constant(ref) is None for ref in refs]
         if name in ("add", "sub"):
             return all(partial) and len(refs) == 2
-        if name in ("mul", "div"):
+        if name in ("mul", "div", "mm", "bmm"):
+            # Linear in the summands. The gradient of the other factor is a summand too.
             others = [ref for ref, summand in zip(refs, partial, strict=True) if not summand]
-            return partial[0] + (name == "mul") * partial[-1] * (len(refs) > 1) == 1 and not any(
-                rank.needs_gradient(ref) for ref in others
+            return (
+                sum(partial) == 1
+                and (name != "div" or partial[0])
+                and all(rank.kind(ref) == "replicated" or not rank.needs_gradient(ref) for ref in others)
             )
-        return all(partial)
+        return name in ("neg", "_to_copy", "clone", "sum", "alias") and all(partial)
 
     # ---------------------------------------------------------------------------------------------------- parts
 
@@ -399,7 +402,7 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    a, b = full.movedim(dim, 0).flatten(1), local.movedim(dim, 0).flatten(1)
+    a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (full, local))
     if a.shape[1] != b.shape[1] or not a.shape[1]:
         return None
     first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}

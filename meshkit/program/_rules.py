@@ -26,7 +26,6 @@ class Dims:
     outputs: tuple[Names, ...]
     summed: frozenset[Name] = frozenset()
     mixed: frozenset[Name] = frozenset()
-    linear: bool = False  # in all inputs that are summands: partial sums in, partial sums out
 
 
 def dims(operation: Operation) -> Dims | None:
@@ -58,17 +57,11 @@ def _broadcast(ref: TensorRef, out: Sequence[Name | None], shape: Sequence[int])
     )
 
 
-_LINEAR = {"add", "sub", "neg", "mul", "div", "_to_copy", "copy", "clone"}
-
-
 def _pointwise(operation: Operation) -> Dims:
     inputs, outputs = _shapes(operation)
     shape = outputs[0].shape
     out = _letters(len(shape))
-    name = "" if isinstance(operation.op, str) else operation.op.overloadpacket.__name__.rstrip("_")
-    return Dims(
-        tuple(_broadcast(ref, out, shape) for ref in inputs), tuple(out for _ in outputs), linear=name in _LINEAR
-    )
+    return Dims(tuple(_broadcast(ref, out, shape) for ref in inputs), tuple(out for _ in outputs))
 
 
 def _mm(operation: Operation) -> Dims:
@@ -108,7 +101,6 @@ def _reduced(*, summed: bool = False) -> Callable[[Operation], Dims]:
             tuple(out for _ in outputs),
             summed=lost if summed else frozenset(),
             mixed=frozenset() if summed else lost,
-            linear=summed,
         )
 
     return rule
