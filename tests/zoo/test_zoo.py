@@ -66,8 +66,8 @@ def same_rows_on_every_rank(cell: Cell, folder: str) -> Said:
 
 
 def another_optimizer(cell: Cell, folder: str) -> Said:
-    def adamw(run: mk.Run, *, lr: float) -> torch.optim.Optimizer:
-        return _ADAMW(run, lr=lr * (1 + 1e-6))
+    def adamw(run: mk.Run, *, lr: float, eps: float) -> torch.optim.Optimizer:
+        return _ADAMW(run, lr=lr * (1 + 1e-6), eps=eps)
 
     with mock.patch.object(mk, "adamw", adamw):
         return judge.judge(cell, folder)
