@@ -39,7 +39,7 @@ def main(config: Config) -> int:
     console = Console()
     columns = [part.strip() for part in config.meshes.split(";") if part.strip()] or list(COLUMNS)
     chosen = [name for name in zoo.names() if re.search(config.models, name)]
-    wanted = cells(chosen, columns, moes=zoo.moes(), masked=zoo.masked())
+    wanted = cells(chosen, columns, moes=zoo.moes(), padded=zoo.padded())
     wanted.sort(key=lambda cell: cell.ranks)  # stable: a model's cells stay together, and its oracle is kept
     if config.resume:
         known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang"}

@@ -84,14 +84,14 @@ def _joined(said: list[Said], failure: str) -> tuple[Outcome, str, str]:
     return ("wrong", f"no rank holds {min(missing)}", "") if missing else ("equal", "", "")
 
 
-def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[str], masked: set[str]) -> list[Cell]:
+def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[str], padded: set[str]) -> list[Cell]:
     """Those that make sense: experts' axes where there are experts, padding where a model takes a mask."""
     made = [Cell.of(model, column) for model in models for column in columns]
     return [
         cell
         for cell in made
         if (cell.model in moes or mk.MeshSpec.parse(cell.mesh).ep * mk.MeshSpec.parse(cell.mesh).etp == 1)
-        and (not cell.padded or cell.model in masked)
+        and (not cell.padded or cell.model in padded)
     ]
 
 
