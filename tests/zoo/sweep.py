@@ -79,7 +79,7 @@ def _joined(said: list[Said], failure: str) -> tuple[Outcome, str, str]:
         return outcome, f"{stage}{of[0].text}", of[0].traceback
     if failure:
         died = "Traceback" in failure or "the process was ended" in failure
-        return ("crash" if died else "hang"), " ".join(failure.split())[:400], failure
+        return ("crash" if died else "hang"), failure.partition("\n")[0], failure
     missing = {name for each in said for name in each.wanted} - {name for each in said for name in each.names}
     return ("wrong", f"no rank holds {min(missing)}", "") if missing else ("equal", "", "")
 
