@@ -17,6 +17,11 @@ Note = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 reader: ContextVar[Note | None] = ContextVar("what reads the program", default=None)
 
 
+def being_read() -> bool:
+    """Whether a program is read now: tensors have no values to look at."""
+    return reader.get() is not None
+
+
 def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
     """While a program is read, a call is one operation, under the function's name. Otherwise costs a look at a variable.
 

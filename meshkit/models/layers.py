@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from meshkit.core.noting import being_read
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 
@@ -241,12 +242,12 @@ def attention_mask(
     documents_BT = None
     if position_ids is not None and input_ids.numel():
         starts = F.pad(position_ids.expand_as(input_ids).diff(dim=1) != 1, (1, 0))
-        # Reading the answer would stall CUDA and cannot be traced by torch.compile.
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or bool(starts.any()):
+        # Reading the answer would stall CUDA and cannot be traced by torch.compile, nor where there are no values.
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or being_read() or bool(starts.any()):
             documents_BT = starts.cumsum(dim=1)
     if not input_ids.numel() or (documents_BT is None and window is None):
         return None
-    if documents_BT is not None and not input_ids.is_cuda:
+    if documents_BT is not None and not input_ids.is_cuda and not being_read():
         return Documents(documents_BT, window)
     sees = _visibility(documents_BT, window)
     if input_ids.is_cuda:

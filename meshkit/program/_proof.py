@@ -149,7 +149,7 @@ class _Proof:
             if any(other is None or other.name != first.name for other in operations):
                 raise Unproved(f"{self.ranks[0].where(first)}: other ranks run something else there.")
             self.at, self.module = self.ranks[0].where(first), self.ranks[0].trace.calls[first.call].name
-            step = _STEPS.get(first.op) if isinstance(first.op, str) else None
+            step = _STEPS.get(first.name)
             if step is not None:
                 step(self, operations)
             else:
@@ -388,6 +388,22 @@ def _lookup(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(tensors(operation.outputs)[0], proof.full.elements(result), "partial")
 
 
+def _decode(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """Codes of a quantized weight into numbers: of the rank's rows, or of its columns, which are whole blocks."""
+    full = proof.next(operations[0])
+    (codes,), (result,) = tensors(full.args), tensors(full.outputs)
+    proof.full.define(result)
+    before = 0  # columns of the ranks before
+    for rank, operation, source, out in proof.each(operations):
+        part = proof._slice(rank, codes, source, rank.where(operation))
+        elements = proof.full.elements(result)
+        if part.indices is not None:
+            columns = torch.arange(before, before + out.shape[1])
+            elements = elements.index_select(part.dim, part.indices if part.dim == 0 else columns)
+            before += out.shape[1]
+        rank.define(out, elements, rank.kind(source))
+
+
 def _logits(proof: _Proof, operations: Sequence[Operation]) -> None:
     """Logits over this rank's vocabulary become a DTensor."""
     parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
@@ -406,6 +422,7 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "join_dim": _join("invariant"),
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
+    "meshkit.decode_few_bits.default": _decode,
 }
 
 

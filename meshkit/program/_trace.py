@@ -163,7 +163,8 @@ def trace(
     while True:
         recorder = Recorder()
         try:
-            return _trace(model, args, kwargs, closed, recorder)
+            with _torch.without_modes(), torch.inference_mode(False), torch.enable_grad():
+                return _trace(model, args, kwargs, closed, recorder)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed
             if not name:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Taken over as they are. Checked: 2.11, 2.15. Replaced by: nothing yet, for all of them.
 # - DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode: tensors without values.
@@ -22,6 +23,14 @@ def fake_mode() -> Any:
     Private: torch._subclasses, where torch.compile takes it from. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_modes() -> Any:
+    """Inside, no mode of the code around sees operators: no observer, no tensors without values of somebody else.
+
+    Private: _disable_current_modes, which torch.compile uses so. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return _disable_current_modes()
 
 
 def is_fake(value: Any) -> bool:
