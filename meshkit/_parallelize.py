@@ -6,14 +6,14 @@ context and expert parallelism, which know modules by their single-device names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from meshkit.core import _torch
 from meshkit.core.arguments import require
+from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
 from meshkit.faults.location import register_modules
@@ -92,7 +92,8 @@ def parallelize(
     blocks = resolved.blocks_of(stage)
     _keep_less(model, resolved, blocks, mesh)
     if resolved.strategy.compile:
-        _compile(names, blocks, resolved)
+        breaks = {name for name in blocks if any(other.startswith(f"{name}.") for other in resolved.experts)}
+        compile_blocks({name: names[name] for name in blocks}, backend=resolved.strategy.compile, with_breaks=breaks)
     _shard(model, mesh, resolved, names, blocks, resolved.units_of(stage))
     # Last: what was on meta is allocated as shards, so no rank ever holds the full model.
     materialize(model, mesh.device)
@@ -127,16 +128,6 @@ def _keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Me
     if memory.offload is not None and not (isinstance(memory.recompute, Budget) and not_offloaded == blocks):
         # All blocks, those that are not offloaded too: their order tells when to fetch the others ahead of backward.
         offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=not_offloaded)
-
-
-def _compile(names: dict[str, nn.Module], blocks: Sequence[str], resolved: Resolved) -> None:
-    """torch.compile block by block: equal blocks share a graph. Exchange of tokens between experts is outside of graphs."""
-    backend = resolved.strategy.compile
-    _torch.allow_recompiles(len(blocks))
-    for name in blocks:
-        # fullgraph elsewhere: a break would be a silent loss of speed, and is refused instead.
-        one_graph = not any(other.startswith(f"{name}.") for other in resolved.experts)
-        names[name].compile(fullgraph=one_graph, backend="inductor" if backend is True else str(backend))
 
 
 def _shard(

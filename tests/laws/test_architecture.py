@@ -184,6 +184,10 @@ def test_the_index_has_exactly_the_public_names() -> None:
     assert INDEX.read_text().count("\n") <= 150
 
 
+def test_parallelize_is_the_order_of_composition_and_no_more() -> None:
+    assert (ROOT / "meshkit" / "_parallelize.py").read_text().count("\n") <= 150
+
+
 def test_names_that_recipes_and_pages_use_are_public() -> None:
     used = {f"{path.relative_to(ROOT)}: {name}" for path, name in _used() if not _is_public(name)}
     hold("names in use that are not public", sorted(used))

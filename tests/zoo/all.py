@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from tests.zoo import blocks, calls, causal, decoders, masked, odd, paths
 from tests.zoo.case import Case, Cell, tokens
+from tests.zoo.mutated import MUTATED
 
 NO_MODELS = (odd.Layers, odd.Residual)
 
@@ -28,7 +30,16 @@ def odd_modules() -> dict[str, type[nn.Module]]:
 def names() -> list[str]:
     from tests.zoo.foreign import FOREIGN
 
-    return [*causal.names(), *(f"odd.{name}" for name in odd_modules()), *(f"foreign.{name}" for name in FOREIGN)]
+    return [
+        *causal.names(),
+        *(f"odd.{name}" for name in odd_modules()),
+        *(f"foreign.{name}" for name in FOREIGN),
+        *mutated(),
+    ]
+
+
+def mutated() -> list[str]:
+    return [f"mutated.{name}" for name in MUTATED]
 
 
 @cache
@@ -52,7 +63,14 @@ def case_of(cell: Cell) -> Case:
         return Case(
             build=of.build, batch=foreign.batch, loss=foreign.loss_of(name), count=partial(foreign.rows_or_labels, of)
         )
+    if kind == "mutated":
+        return Case(build=partial(_filled, MUTATED[name]), batch=tokens)
     return Case(build=partial(causal.build, cell.model), batch=partial(tokens, padded=cell.padded))
+
+
+def _filled(made: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return causal.fill(made()).train()
 
 
 def _odd(made: type[nn.Module]) -> Case:
