@@ -51,6 +51,7 @@ from meshkit.preflight.observe import observe as observe
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm
 from meshkit.strategy import MemoryPolicy as MemoryPolicy
+from meshkit.program import Example as Example
 from meshkit.strategy import Strategy as Strategy
 
 if _typing.TYPE_CHECKING:
@@ -61,6 +62,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "Checkpointer",
+    "Example",
     "Mask",
     "MemoryPolicy",
     "Mesh",

@@ -6,7 +6,6 @@ context and expert parallelism, which know modules by their single-device names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,27 +27,22 @@ from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.proof import prove_at_first_call
 from meshkit.parallel.tensor.regather import regions
-from meshkit.program import read_program
+from meshkit.program import Example, read_program
 from meshkit.resolve import Resolved, resolve_together
 from meshkit.step import Run
 from meshkit.strategy import Budget, Strategy
 
 
 def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    strategy: Strategy | None = None,
-    *,
-    example: Mapping[str, Any] | None = None,
-    **choices: Any,
+    model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, *, example: Example | None = None, **choices: Any
 ) -> Run:
     """Split the model over the mesh, in place, and return what runs it.
 
     model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     strategy: every choice; or some of them by keyword, as `parallelize(model, mesh, zero=2)`; see `Strategy`.
-    example: arguments of the model's forward, by name, of any values, by which its program is read; by default token ids,
-    where it takes those. With neither, what must be proved is proved at the first forward.
+    example: `Example(args, kwargs)` of the model's forward, by which its program is read; by default token ids,
+    where it takes those. With neither, the first forward shows what must be proved.
     Names of parameters do not change.
     Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks; on tp the proved plan.
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for

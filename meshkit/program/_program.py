@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +59,8 @@ class Program:
         return Program(without_values(self.model), self.example)
 
 
-def read_program(model: nn.Module, example: Mapping[str, Any] | None = None) -> Program:
-    """The program of a model, before anything is done to it. example: arguments of its forward, by name.
+def read_program(model: nn.Module, example: Example | None = None) -> Program:
+    """The program of a model, before anything is done to it. example: by which its forward is read.
 
     Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a
     mesh already, for one that is partly on meta, and for what is no module.
@@ -81,4 +80,4 @@ def read_program(model: nn.Module, example: Mapping[str, Any] | None = None) -> 
     plain = [param.is_meta for param in model.parameters() if type(param.data) is Tensor]
     if any(plain) and not all(plain):
         raise PlanError("parallelize: some parameters are on meta and some not. Build the whole model in one place.")
-    return Program(model, None if example is None else Example(kwargs=example))
+    return Program(model, example)

@@ -190,11 +190,9 @@ def _along(operation: Operation) -> Dims:
     return Dims(tuple(_same_rank(ref, names) for ref in inputs), tuple(names for _ in outputs), mixed=frozenset(mixed))
 
 
-def _index(operation: Operation) -> Dims | None:
+def _index(operation: Operation) -> Dims:
     """tensor[indices]: dims without an index are kept; those of the indices stand where the first indexed dim stood."""
     inputs, outputs = _shapes(operation)
-    if operation.op.overloadpacket.__name__ != "index":
-        return None
     indices = operation.args[1]
     indexed = [position for position, index in enumerate(indices) if index is not None]
     ndim = len(inputs[0].shape)
@@ -235,15 +233,12 @@ def _last_pair(operation: Operation) -> Dims:
 
 
 def _by_token(operation: Operation) -> Dims:
-    """Experts: each token by itself. Dims but the features of the first input are those of tokens."""
-    inputs, outputs = _shapes(operation)
-    params = {ref.storage for ref in tensors(operation.args[1])}
+    """Experts: each token by itself. All dims of the first input but the last are those of tokens."""
+    inputs, _ = _shapes(operation)
     tokens = _letters(len(inputs[0].shape) - 1)
     names = tuple(
-        tuple(f"p{index}.{dim}" for dim in range(len(ref.shape)))
-        if ref.storage in params
-        else (*tokens, *(f"c{index}.{dim}" for dim in range(len(ref.shape) - len(tokens))))
-        for index, ref in enumerate(inputs)
+        (*tokens, *(f"c{number}.{dim}" for dim in range(len(ref.shape) - len(tokens))))
+        for number, ref in enumerate(inputs)
     )
     return Dims(names, ((*tokens, "c"),), mixed=frozenset(name for of in names for name in of) - frozenset(tokens))
 
