@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of
@@ -63,6 +64,12 @@ def read_program(model: nn.Module) -> Program:
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
             "`run.full_model`, or the model before parallelize."
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise PlanError(
+                f"{type(model).__name__}: {name!r} has no shape yet, for its module is lazy and gets it from its first input. "
+                "Run the model once on a batch before parallelize: `with torch.no_grad(): model(...)`."
+            )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise PlanError(
@@ -90,7 +97,15 @@ def without_values(model: nn.Module) -> nn.Module:
             empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
             params[id(param)] = nn.Parameter(empty, param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
+            _share_hooks(param, params[id(param)])
     return copied(model, params, {})
+
+
+def _share_hooks(param: nn.Parameter, copy: nn.Parameter) -> None:
+    """So that `resolve` sees the hooks on a parameter; they never run on the copy, which has no gradient."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if param.requires_grad and getattr(param, table, None):
+            setattr(copy, table, getattr(param, table))
 
 
 def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
