@@ -103,7 +103,10 @@ def _agreement(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[st
     if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
         return None
     repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
-    return Agreement(model, group, watch_units=not resolved.strategy.compile, repeated=repeated)
+    experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    return Agreement(
+        model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated
+    )
 
 
 def _change_linears(model: nn.Module, resolved: Resolved) -> None:

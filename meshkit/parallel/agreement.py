@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -25,27 +25,42 @@ from meshkit.core._torch import tree_leaves
 from meshkit.errors import PlanError
 
 FORWARDS_READ = 2  # state that a first forward makes is carried into the second
-OTHERS_S = 20.0  # for the other ranks to leave the path of all earlier steps too
+OTHERS = timedelta(seconds=20)  # for the other ranks to leave the path of all earlier steps too
 _END = "the end of the forward"
 _START = "the start of the forward"
 
 # [Note: agreement before a gather]
-# The next unit is compared before its collective is issued, over the store, since a collective with a rank that does not come
-# is what must not happen. That costs milliseconds, so it is done only where something new may come: in the first forward, and
-# later at a unit after which more than one other has been seen to follow. After the others the same one has always followed,
-# on every rank; a rank that is about to run another one knows so by itself, and asks. The others, if they do not run it too,
-# do not answer: they wait in the gather of the unit that was expected. Then this rank raises, and does not gather.
+# The next unit is compared before its parameters are gathered, and the parameters that got a gradient before those are reduced:
+# over the store, since a collective with a rank that does not come is what must not happen. That costs milliseconds, so it is
+# done only where something new may come: in the first step, and later at a place where more than one thing has been seen to
+# follow. At the others the same thing has always followed, on every rank; a rank that is about to do another knows so by
+# itself, and asks. The others, if they do not do it too, do not answer: they wait in the collective that was expected. Then
+# this rank raises, and issues none.
+
+# [Note: unused parameters]
+# FSDP reduces the gradients that a rank has. Where one has others (an expert without tokens), ranks would send buffers of
+# different sizes. So a unit in which that was once seen asks before each reduction which parameters some rank has used, and
+# those that have no gradient here get zeros. What no rank has used has no gradient, as on one device.
 
 
 class Agreement:
     """Watches the forwards of a model under FSDP on this rank.
 
     group: the ranks with different rows. watch_units: False where blocks are compiled, which take no hooks between them.
+    experts: units that FSDP shards over other ranks than the rest. repeated: blocks whose forward runs again in backward.
     Wire: once, a broadcast of a name; over the store as the note says; and in the first two forwards one comparison at the
     end of each.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, watch_units: bool, repeated: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        watch_units: bool,
+        experts: Sequence[str],
+        repeated: set[str],
+    ) -> None:
         self._model, self._rank, self._size = model, dist.get_rank(group), group.size()
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, group=group, group_src=0)
@@ -53,14 +68,17 @@ class Agreement:
         self._store = _torch.world_store().clone()  # its own connection: others wait in the world's meanwhile
         self._patience = _torch.timeout_of(group)
         self._asked = self._forwards = 0
-        self._watching, self._agreed = False, set[str]()
+        self._group, self._device, self._stepping = group, next(model.parameters()).device, False
+        self._watching = False
         self._unit = _START
-        self._next: dict[str, set[str]] = {}
+        self._known: dict[str, set[str]] = {}
         self._repeated = repeated
         if watch_units:
             for unit, module in model.named_modules():
                 if isinstance(module, FSDPModule):
                     module.register_forward_pre_hook(self._enter(unit or "the root"), prepend=True)
+                    if unit not in experts:  # of other ranks
+                        _torch.before_reductions(module, self._reduce(unit or "the root"))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -69,7 +87,7 @@ class Agreement:
         Raises: PlanError, on every rank, where they run different units, make parameters, or carry different values over to
         the next forward. Where a rank alone leaves the path of earlier steps it raises alone.
         """
-        self._unit, self._watching = _START, True
+        self._unit, self._watching, self._stepping = _START, True, True
         reading = self._forwards < FORWARDS_READ
         before = _Snapshot(self._model) if reading else None
         mode = before.reads if before is not None and before.reads.tensors else nullcontext()
@@ -90,24 +108,65 @@ class Agreement:
 
         return enter
 
+    def _reduce(self, unit: str) -> Callable[[list[str], list[bool]], list[bool]]:
+        """Which parameters of the unit lack a gradient here, and have one on other ranks: see [Note: unused parameters]."""
+        place = f"after the backward of {unit}"
+
+        def reduce(names: list[str], lacks: list[bool]) -> list[bool]:
+            nothing = [False] * len(names)
+            if not self._stepping:
+                return nothing
+            used, known = json.dumps(lacks), self._known.setdefault(place, set())
+            if used in known and len(known) == 1:
+                return nothing
+            what = f"the gradients of {unit}" if not any(lacks) else f"no gradient of {names[lacks.index(True)]}"
+            expected = "all gradients that there were before"
+            self._agree(
+                unit,
+                lambda first, mine: self._apart(place, f"the gradients of {mine}", f"another to those of {first}"),
+                not known,
+                self._apart(place, what, f"another to {expected}"),
+            )
+            counts = torch.tensor([float(not lack) for lack in lacks], device=self._device)
+            dist.all_reduce(counts, group=self._group)
+            ranks = [int(count) for count in counts.tolist()]
+            known.add(used)
+            if any(0 < count < self._size for count in ranks):
+                known.add("others on other ranks")
+            return [lack and count > 0 for lack, count in zip(lacks, ranks, strict=True)]
+
+        return reduce
+
     def _follow(self, unit: str) -> None:
-        known = self._next.setdefault(self._unit, set())
-        # See [Note: agreement before a gather].
-        if unit not in known or len(known) > 1:
-            first, told = not known, f"{unit}"
-            self._agree(told, self._other_unit, self._patience if first else timedelta(seconds=OTHERS_S))
-            known.add(unit)
+        self._come_to(f"after {self._unit}", unit)
         self._unit = unit
 
-    def _other_unit(self, first: str, mine: str) -> str:
+    def _come_to(self, place: str, what: str) -> None:
+        """See [Note: agreement before a gather]."""
+        known = self._known.setdefault(place, set())
+        if what not in known or len(known) > 1:
+            before = " or ".join(sorted(known))
+            self._agree(
+                what,
+                lambda first, mine: self._apart(place, mine, f"another to {first}"),
+                not known,
+                self._apart(place, what, f"another to {before}, as all did before"),
+            )
+            known.add(what)
+
+    def _apart(self, place: str, mine: str, others: str) -> str:
         return (
-            f"data ranks run different modules: after {self._unit} rank {self._rank} of the data ranks comes to {mine}, and "
-            f"another to {first}. FSDP gathers what all of them run: run it on every rank (multiply by zero what is not "
-            "needed), or leave it out of the plan's blocks and units."
+            f"data ranks run different modules: {place} rank {self._rank} of the data ranks comes to {mine}, and {others}. FSDP "
+            "gathers a module and sums its gradients where all ranks run it: run it on every rank, on a row of zeros and times "
+            "zero where it is not needed."
         )
 
-    def _agree(self, value: str, explain: Callable[[str, str], str], patience: timedelta) -> None:
-        """Compare a value over all ranks. Raises: PlanError, with one text on every rank, where it differs."""
+    def _agree(self, value: str, explain: Callable[[str, str], str], is_first: bool, alone: str = "") -> None:
+        """Compare a value over all ranks. Raises: PlanError, with one text on every rank, where it differs.
+
+        explain(another rank's value, this rank's). is_first: all ranks come here, however late. Otherwise this rank has left the
+        path, and says `alone` if the others do not come too.
+        """
         key = f"{self._name}/{self._asked}"
         self._asked += 1
         if self._store.add(f"{key}/asked", 1) == 1:
@@ -115,16 +174,11 @@ class Agreement:
         elif (first := self._store.get(f"{key}/first").decode()) != value:
             self._store.set(f"{key}/differs", explain(first, value))
         if self._store.add(f"{key}/came", 1) == self._size:
-            self._store.set(f"{key}/all", "")
+            self._store.set(f"{key}/all", "1")
         try:
-            self._store.wait([f"{key}/all"], patience)
+            self._store.wait([f"{key}/all"], self._patience if is_first else OTHERS)
         except RuntimeError as error:  # DistStoreError is one
-            raise PlanError(
-                f"data ranks run different modules: after {self._unit} rank {self._rank} of the data ranks comes to {value}, "
-                f"where {_listed(self._next.get(self._unit, ()))} has followed before, and within {patience.seconds} s not "
-                "all of the others came to it too. FSDP gathers what all of them run: run it on every rank (multiply by zero "
-                "what is not needed), or leave it out of the plan's blocks and units."
-            ) from error
+            raise PlanError(alone or "parallelize: a data rank did not come to the end of the forward.") from error
         if self._store.check([f"{key}/differs"]):
             raise PlanError(self._store.get(f"{key}/differs").decode())
         if self._store.add(f"{key}/left", 1) == self._size:
@@ -135,7 +189,7 @@ class Agreement:
         written = before.written()
         told = {name: _fingerprint(tensor) for name, tensor in written.items()}
         made = before.made()
-        self._agree(json.dumps([made, told], sort_keys=True), _other_state, self._patience)
+        self._agree(json.dumps([made, told], sort_keys=True), _other_state, True)
         if made:
             raise PlanError(_made_in_forward(made[0]))
         for name in written:
@@ -164,10 +218,6 @@ def _made_in_forward(name: str) -> str:
         f"parameter {name!r} was made in forward, after the model was split: no rank sums its gradient with the others. Make "
         "it in __init__, or run the model once on a batch before parallelize."
     )
-
-
-def _listed(names: Any) -> str:
-    return " or ".join(sorted(names)) or "nothing"
 
 
 def _fingerprint(tensor: Tensor) -> str:
@@ -236,7 +286,9 @@ def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            inside = (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            )
             if key in _TABLES:
                 continue
             for index, item in enumerate(inside):
