@@ -4,10 +4,11 @@ from ._example import Example as Example
 from ._example import example_of as example_of
 from ._program import Program as Program
 from ._program import read_program as read_program
-from ._program import without_values as without_values
+from ._copy import without_values as without_values
 from ._proof import Held as Held
 from ._proof import Unproved as Unproved
 from ._proof import prove as prove
+from ._trace import ReadingError as ReadingError
 from ._trace import Trace as Trace
 from ._trace import model_line as model_line
 from ._trace import trace as trace
