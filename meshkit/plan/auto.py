@@ -94,6 +94,11 @@ def _is_attention(module: nn.Module) -> bool:
     )
 
 
+def _is_computed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is computed from other parameters, as weight_norm does."""
+    return isinstance(module, nn.Linear) and "weight" not in module._parameters
+
+
 def _is_gated_mlp(module: nn.Module) -> bool:
     return GATED_MLP.keys() <= dict(module.named_children()).keys() and not _is_attention(module)
 
@@ -101,6 +106,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
+    if any(_is_computed(child) for child in children.values()):
+        return
     if _is_attention(module):
         yield "", attention()
         norms = {"q_norm": per_head(), "k_norm": per_head()}
