@@ -137,6 +137,8 @@ class Run:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
         self._refuse_batch_norm()
+        if self.agreement is not None:
+            self.agreement.begin_step()
         whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
         earlier = [param.grad for param in whole]
         for param in whole:
@@ -158,6 +160,7 @@ class Run:
                     ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
+        summed = self._sum_of_step(total)
         if whole and self.mesh.tokens.size() > 1:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -169,7 +172,15 @@ class Run:
         note_counts(self.model, self.expert_counts)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
         self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
-        return self._sum_over_tokens(total) / tokens
+        return summed / tokens
+
+    def _sum_of_step(self, total: Tensor) -> Tensor:
+        """The loss over all ranks, and in the same message how many of them have not used some parameter."""
+        if self.agreement is None:
+            return self._sum_over_tokens(total)
+        summed, filled = self._sum_over_tokens(torch.stack([total, total.new_full((), float(self.agreement.filled))]))
+        self.agreement.settle(filled)
+        return summed
 
     @contextmanager
     def _forward(self) -> Iterator[None]:

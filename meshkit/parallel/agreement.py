@@ -39,8 +39,10 @@ _START = "the start of the forward"
 
 # [Note: unused parameters]
 # FSDP reduces the gradients that a rank has. Where one has others (an expert without tokens), ranks would send buffers of
-# different sizes. So a unit in which that was once seen asks before each reduction which parameters some rank has used, and
-# those that have no gradient here get zeros. What no rank has used has no gradient, as on one device.
+# different sizes. So in a unit that has run, parameters without a gradient get zeros. What no rank has used in a step must have
+# no gradient after it, as on one device, or AdamW would decay it: ranks count who has filled something, in the message that sums
+# the loss, and only if all have they compare what. So a parameter that is trained and never used costs that comparison in
+# every step: freeze it.
 
 
 class Agreement:
@@ -68,10 +70,11 @@ class Agreement:
         self._store = _torch.world_store().clone()  # its own connection: others wait in the world's meanwhile
         self._patience = _torch.timeout_of(group)
         self._asked = self._forwards = 0
-        self._group, self._device, self._stepping = group, next(model.parameters()).device, False
+        self._group, self._device = group, next(model.parameters()).device
         self._watching = False
-        self._unit = _START
+        self._unit = self._reduced = _START
         self._known: dict[str, set[str]] = {}
+        self._ran, self._filled = set[str](), set[str]()
         self._repeated = repeated
         if watch_units:
             for unit, module in model.named_modules():
@@ -87,7 +90,7 @@ class Agreement:
         Raises: PlanError, on every rank, where they run different units, make parameters, or carry different values over to
         the next forward. Where a rank alone leaves the path of earlier steps it raises alone.
         """
-        self._unit, self._watching, self._stepping = _START, True, True
+        self._unit, self._watching = _START, True
         reading = self._forwards < FORWARDS_READ
         before = _Snapshot(self._model) if reading else None
         mode = before.reads if before is not None and before.reads.tensors else nullcontext()
@@ -95,6 +98,7 @@ class Agreement:
             with mode:
                 yield
             self._follow(_END)
+            self._reduced = _END
         finally:
             self._watching = False
         if before is not None:
@@ -105,37 +109,50 @@ class Agreement:
         def enter(module: nn.Module, args: Any) -> None:
             if self._watching and not _torch.in_backward():
                 self._follow(unit)
+                self._ran.add(unit)
 
         return enter
 
-    def _reduce(self, unit: str) -> Callable[[list[str], list[bool]], list[bool]]:
-        """Which parameters of the unit lack a gradient here, and have one on other ranks: see [Note: unused parameters]."""
-        place = f"after the backward of {unit}"
+    def _reduce(self, unit: str) -> Callable[[list[_torch.BeforeReduction]], list[bool]]:
+        """Which of the unit's parameters get a gradient of zeros: see [Note: unused parameters]."""
 
-        def reduce(names: list[str], lacks: list[bool]) -> list[bool]:
-            nothing = [False] * len(names)
-            if not self._stepping:
-                return nothing
-            used, known = json.dumps(lacks), self._known.setdefault(place, set())
-            if used in known and len(known) == 1:
-                return nothing
-            what = f"the gradients of {unit}" if not any(lacks) else f"no gradient of {names[lacks.index(True)]}"
-            expected = "all gradients that there were before"
-            self._agree(
-                unit,
-                lambda first, mine: self._apart(place, f"the gradients of {mine}", f"another to those of {first}"),
-                not known,
-                self._apart(place, what, f"another to {expected}"),
-            )
-            counts = torch.tensor([float(not lack) for lack in lacks], device=self._device)
-            dist.all_reduce(counts, group=self._group)
-            ranks = [int(count) for count in counts.tolist()]
-            known.add(used)
-            if any(0 < count < self._size for count in ranks):
-                known.add("others on other ranks")
-            return [lack and count > 0 for lack, count in zip(lacks, ranks, strict=True)]
+        def reduce(params: list[_torch.BeforeReduction]) -> list[bool]:
+            if unit not in self._ran:
+                return [False] * len(params)  # on no rank
+            self._come_to(f"after {self._reduced}", f"the gradients of {unit}")
+            self._reduced = f"the gradients of {unit}"
+            for param in params:
+                if not param.lacks:
+                    self._filled.discard(param.name)
+                elif param.fresh:
+                    self._filled.add(param.name)
+            return [param.lacks for param in params]
 
         return reduce
+
+    def begin_step(self) -> None:
+        self._ran.clear()
+        self._filled.clear()
+
+    @property
+    def filled(self) -> bool:
+        """Whether some parameter has a gradient of zeros since the step's rows on this rank did not use it."""
+        return bool(self._filled)
+
+    def settle(self, filled: Tensor) -> None:
+        """After the step's last backward, take away gradients of parameters that no rank has used.
+
+        filled: on how many ranks `filled` holds. The host waits for it where it holds here.
+        Wire: where it holds on all ranks, an all-reduce of a number for each parameter.
+        """
+        if not self._filled or int(filled) < self._size:
+            return  # a rank that has filled nothing has used them all
+        params = dict(self._model.named_parameters())
+        counts = torch.tensor([float(name not in self._filled) for name in params], device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        for param, count in zip(params.values(), counts.tolist(), strict=True):
+            if not count:
+                param.grad = None
 
     def _follow(self, unit: str) -> None:
         self._come_to(f"after {self._unit}", unit)

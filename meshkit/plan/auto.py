@@ -43,8 +43,10 @@ def auto_plan(model: nn.Module) -> Plan:
     pattern = partial(_general, modules=modules)
     decoder = any(_is_attention(child) for child in modules.values())
     tensor: dict[str, Style] = {}
+    # One pattern names the same module of all layers: where one of them cannot be split, none is.
+    whole = {pattern(name) for name, child in modules.items() if any(map(_is_computed, child.children()))}
     for name, child in modules.items():
-        for key, style in _split_styles(child):
+        for key, style in _split_styles(child) if pattern(name) not in whole else ():
             _add(tensor, pattern(_join(name, key) if key else name), style)
     # After the splits, and only where they left a module out.
     for name, child in modules.items():
@@ -106,8 +108,6 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
-    if any(_is_computed(child) for child in children.values()):
-        return
     if _is_attention(module):
         yield "", attention()
         norms = {"q_norm": per_head(), "k_norm": per_head()}
