@@ -116,9 +116,7 @@ def _agreement(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[st
         return None
     repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return Agreement(
-        model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated
-    )
+    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
 
 
 def _change_linears(model: nn.Module, resolved: Resolved) -> None:

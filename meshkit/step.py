@@ -74,7 +74,7 @@ class Run:
     local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
-    hooks: ParameterHooks = ParameterHooks({}, {})  # the user's, on parameters
+    hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
 
     @property
@@ -128,7 +128,7 @@ class Run:
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
-        and what the blocks send.
+        one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         tokens = self._count(batch, count).clamp(min=1)
@@ -193,13 +193,13 @@ class Run:
                 raise
             tp = self.mesh["tp"].size()
             raise PlanError(
-                f"{type(self.model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the module "
-                "that holds it (by a parent, or in another method), and there it is a shard. "
+                f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "
+                "module that holds it (by a parent, or in another method), and there it is a shard. "
                 + (
                     f"Use tp=1 instead of tp={tp}, or call the module."
                     if tp > 1
-                    else "Leave that module out of the plan's blocks and units (Plan(blocks=...)), or call its forward; for a "
-                    "method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."
+                    else "Leave that module out of the plan's blocks and units (Plan(blocks=...)), or call its forward; for "
+                    "a method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."
                 )
             ) from error
 
@@ -208,8 +208,8 @@ class Run:
         for name, module in self._batch_norms:
             if self.mesh.tokens.size() > 1 and normalises_by_rows(module):
                 raise PlanError(
-                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one rank. Call "
-                    f"run.model.get_submodule({name!r}).eval() before the step."
+                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one rank. "
+                    f"Call run.model.get_submodule({name!r}).eval() before the step."
                 )
 
     @cached_property

@@ -30,8 +30,8 @@ _END = "the end of the forward"
 _START = "the start of the forward"
 
 # [Note: agreement before a gather]
-# The next unit is compared before its parameters are gathered, and the parameters that got a gradient before those are reduced:
-# over the store, since a collective with a rank that does not come is what must not happen. That costs milliseconds, so it is
+# The next unit is compared before its parameters are gathered, and again before its gradients are reduced: over the store,
+# since a collective with a rank that does not come is what must not happen. That costs milliseconds, so it is
 # done only where something new may come: in the first step, and later at a place where more than one thing has been seen to
 # follow. At the others the same thing has always followed, on every rank; a rank that is about to do another knows so by
 # itself, and asks. The others, if they do not do it too, do not answer: they wait in the collective that was expected. Then
@@ -39,10 +39,10 @@ _START = "the start of the forward"
 
 # [Note: unused parameters]
 # FSDP reduces the gradients that a rank has. Where one has others (an expert without tokens), ranks would send buffers of
-# different sizes. So in a unit that has run, parameters without a gradient get zeros. What no rank has used in a step must have
-# no gradient after it, as on one device, or AdamW would decay it: ranks count who has filled something, in the message that sums
-# the loss, and only if all have they compare what. So a parameter that is trained and never used costs that comparison in
-# every step: freeze it.
+# different sizes. So in a unit that has run, parameters without a gradient get zeros. What no rank has used in a step must
+# have no gradient after it, as on one device, or AdamW would decay it: ranks count who has filled something, in the message
+# that sums the loss, and only if all have they compare what. So a parameter that is trained and never used costs that
+# comparison in every step: freeze it.
 
 
 class Agreement:
@@ -79,6 +79,7 @@ class Agreement:
         if watch_units:
             for unit, module in model.named_modules():
                 if isinstance(module, FSDPModule):
+                    assert isinstance(module, nn.Module)
                     module.register_forward_pre_hook(self._enter(unit or "the root"), prepend=True)
                     if unit not in experts:  # of other ranks
                         _torch.before_reductions(module, self._reduce(unit or "the root"))
@@ -173,16 +174,16 @@ class Agreement:
 
     def _apart(self, place: str, mine: str, others: str) -> str:
         return (
-            f"data ranks run different modules: {place} rank {self._rank} of the data ranks comes to {mine}, and {others}. FSDP "
-            "gathers a module and sums its gradients where all ranks run it: run it on every rank, on a row of zeros and times "
-            "zero where it is not needed."
+            f"data ranks run different modules: {place} rank {self._rank} of the data ranks comes to {mine}, and {others}. "
+            "FSDP gathers a module and sums its gradients where all ranks run it: run it on every rank, on a row of zeros and "
+            "times zero where it is not needed."
         )
 
     def _agree(self, value: str, explain: Callable[[str, str], str], is_first: bool, alone: str = "") -> None:
         """Compare a value over all ranks. Raises: PlanError, with one text on every rank, where it differs.
 
-        explain(another rank's value, this rank's). is_first: all ranks come here, however late. Otherwise this rank has left the
-        path, and says `alone` if the others do not come too.
+        explain(another rank's value, this rank's). is_first: all ranks come here, however late. Otherwise this rank has left
+        the path, and says `alone` if the others do not come too.
         """
         key = f"{self._name}/{self._asked}"
         self._asked += 1
@@ -212,8 +213,8 @@ class Agreement:
         for name in written:
             if any(name.startswith(f"{block}.") for block in self._repeated):
                 raise PlanError(
-                    f"the forward writes {name!r}, and recompute runs the forward of its block twice, so it is written twice. "
-                    "Leave recompute away for this block (Strategy(overrides=...)), or do not write it in forward."
+                    f"the forward writes {name!r}, and recompute runs the forward of its block twice, so it is written "
+                    "twice. Leave recompute away for this block (Strategy(overrides=...)), or do not write it in forward."
                 )
 
 
@@ -260,8 +261,8 @@ class _Reads(TorchFunctionMode):
 class _Snapshot:
     """A model's buffers, plain tensors and names of parameters before a forward, to see what it writes.
 
-    Plain tensors are those that modules hold as attributes. One that is read and replaced is carried from step to step. What a
-    forward leaves behind for the loss, or for a log, is replaced too, and not read.
+    Plain tensors are those that modules hold as attributes. One that is read and replaced is carried from step to step. What
+    a forward leaves behind for the loss, or for a log, is replaced too, and not read.
     """
 
     def __init__(self, model: nn.Module) -> None:

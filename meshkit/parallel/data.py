@@ -119,7 +119,9 @@ def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor |
         flat = torch.cat([each.reshape(-1) for each in local])
         if flat.numel():
             dist.all_reduce(flat, group=mesh.get_group())
-        for index, grad, part, summed in zip(indices, grads, local, flat.split([g.numel() for g in local]), strict=True):
+        for index, grad, part, summed in zip(
+            indices, grads, local, flat.split([g.numel() for g in local]), strict=True
+        ):
             part.copy_(summed.view(part.shape))
             earlier = before[index]
             params[index].grad = grad if earlier is None else earlier + grad

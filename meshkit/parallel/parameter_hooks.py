@@ -1,4 +1,4 @@
-"""Hooks on parameters (`register_hook`, `register_post_accumulate_grad_hook`) on a mesh: kept, run once a step on the full gradient."""
+"""Hooks on parameters (`register_hook`, `register_post_accumulate_grad_hook`) on a mesh: once a step on full gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def take_hooks(model: nn.Module) -> ParameterHooks:
         if name in hooks.gradient:
             param._backward_hooks = None
         if name in hooks.accumulated:
-            param._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # not in the stubs
+            param._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]  # None clears them
     return hooks
 
 
@@ -88,8 +88,8 @@ def refuse_hooks(model: nn.Module, *, offloaded: bool) -> None:
             for function in functions.values():
                 if held := _holds(function):
                     raise PlanError(
-                        f"parallelize: the hook on parameter {name!r} ({kind}) holds {held}, which is about the parameters as "
-                        "they are before they are split. Remove the hook, and step or change gradients after "
+                        f"parallelize: the hook on parameter {name!r} ({kind}) holds {held}, which is about the parameters "
+                        "as they are before they are split. Remove the hook, and step or change gradients after "
                         "forward_backward."
                     )
 

@@ -341,7 +341,9 @@ class UnusedLater(Layers):
 
 
 def test_a_rank_that_leaves_the_path_later_says_so_within_30_seconds() -> None:
-    with pytest.raises(RankError, match="data ranks run different modules: after blocks.0 rank . of the data ranks comes to"):
+    with pytest.raises(
+        RankError, match="data ranks run different modules: after blocks.0 rank . of the data ranks comes to"
+    ):
         pool(2).run(refused, UnusedLater, "no such text", timeout_s=40.0)
 
 

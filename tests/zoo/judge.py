@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
-from tests.laws.parity.cases import mesh_for, own_rows
 from tests.compare_shards import difference
+from tests.laws.parity.cases import mesh_for, own_rows
 from tests.zoo.case import Case, Cell, mean_loss
 from tests.zoo.exact import exact
 

@@ -293,8 +293,8 @@ def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
         if isinstance(param, DTensor) and param.device_mesh.ndim > mesh.ndim and not torch.compiler.is_compiling():
             # Under FSDP a forward sees gathered parameters, which have the axis tp alone.
             raise PlanError(
-                f"parallelize: a module runs while its parameters are shards, for its unit does not: the model "
-                "is called by another method than forward. Call forward, or after parallelize "
+                "parallelize: a module runs while its parameters are shards, for its unit does not: the model is called by "
+                "another method than forward. Call forward, or after parallelize "
                 "torch.distributed.fsdp.register_fsdp_forward_method(module, name), of the model or of the unit."
             )
         # No DTensor: a shard already, of `shard_without_ranks`.
