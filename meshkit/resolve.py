@@ -495,8 +495,8 @@ def _refuse_batch_norm(program: Program, spec: MeshSpec) -> None:
         if normalises_by_rows(module):
             raise PlanError(
                 f"parallelize: {name!r} is a {type(module).__name__} in training mode, which normalises by the rows of one "
-                "rank and microbatch instead of all. Use nn.GroupNorm or nn.LayerNorm, freeze it by .eval() if it has running "
-                "statistics, or with dp on GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+                "rank and microbatch instead of all. Use nn.GroupNorm or nn.LayerNorm, freeze it by .eval() if it has "
+                "running statistics, or with dp on GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)."
             )
 
 

@@ -175,8 +175,8 @@ class Agreement:
     def _apart(self, place: str, mine: str, others: str) -> str:
         return (
             f"data ranks run different modules: {place} rank {self._rank} of the data ranks comes to {mine}, and {others}. "
-            "FSDP gathers a module and sums its gradients where all ranks run it: run it on every rank, on a row of zeros and "
-            "times zero where it is not needed."
+            "FSDP gathers a module and sums its gradients where all ranks run it: run it on every rank, on a row of zeros "
+            "and times zero where it is not needed."
         )
 
     def _agree(self, value: str, explain: Callable[[str, str], str], is_first: bool, alone: str = "") -> None:
