@@ -114,8 +114,8 @@ def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor |
             by_dtype.setdefault(param.dtype, []).append(index)
     for indices in by_dtype.values():
         # A rank whose rows did not use a parameter takes part with zeros.
-        grads = [torch.zeros_like(params[i]) if params[i].grad is None else params[i].grad for i in indices]
-        local = [local_tensor(grad) for grad in grads if grad is not None]
+        grads = [torch.zeros_like(params[i]) if (grad := params[i].grad) is None else grad for i in indices]
+        local = [local_tensor(grad) for grad in grads]
         flat = torch.cat([each.reshape(-1) for each in local])
         if flat.numel():
             dist.all_reduce(flat, group=mesh.get_group())
@@ -267,13 +267,13 @@ def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable
 
 
 def _whole(names: Mapping[str, nn.Parameter], given: Iterable[str]) -> list[str]:
-    given = listed(given, where="fully_shard", argument="whole")
-    for name in given:
+    wanted = list(listed(given, where="fully_shard", argument="whole"))
+    for name in wanted:
         if name not in names:
             raise PlanError(
                 f"fully_shard(whole=...): there is no parameter {name!r}. The first ones are {list(names)[:3]}."
             )
-    return given
+    return wanted
 
 
 def _refuse_sharded(modules: Mapping[str, nn.Module], units: Sequence[str]) -> None:
