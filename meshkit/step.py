@@ -178,9 +178,9 @@ class Run:
         """The loss over all ranks, and in the same message how many of them have not used some parameter."""
         if self.agreement is None:
             return self._sum_over_tokens(total)
-        summed, filled = self._sum_over_tokens(torch.stack([total, total.new_full((), float(self.agreement.filled))]))
-        self.agreement.settle(filled)
-        return summed
+        both = self._sum_over_tokens(torch.stack([total, total.new_full((), float(self.agreement.filled))]))
+        self.agreement.settle(both[1])
+        return both[0]
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
