@@ -20,9 +20,11 @@ from meshkit.loss.linear_logits import chunk_head
 from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations, offload_of
 from meshkit.mesh import Mesh
+from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
 from meshkit.parallel.expert import expert_parallel, share_counts
+from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.proof import prove_at_first_call
@@ -53,6 +55,7 @@ def parallelize(
     # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model, example).frozen()
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
+    hooks = take_hooks(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     _change_linears(model, resolved)
@@ -96,7 +99,19 @@ def parallelize(
     if resolved.layout is not None and resolved.cut is None:
         prove_at_first_call(model, program, resolved.layout, resolved.example)
     register_modules(model, [] if resolved.strategy.compile else blocks)
-    return Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+    run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+    run.hooks, run.agreement = hooks, _agreement(model, mesh, resolved, blocks)
+    return run
+
+
+def _agreement(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> Agreement | None:
+    """None where no rows are split over ranks, and with pp, whose stages gather once a step."""
+    group = mesh.tokens.get_group()
+    if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
+        return None
+    repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
+    experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
 
 
 def _change_linears(model: nn.Module, resolved: Resolved) -> None:
@@ -145,6 +160,7 @@ def _shard(
         units=[*blocks, *units],
         keep_gathered=keep_gathered,
         ignored=experts,
+        whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
         zero=zero,
         precision=precision,
     )

@@ -22,8 +22,9 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.budget.profile import choose_for_blocks
 from meshkit.mesh import Mesh, MeshSpec
 from meshkit.parallel.context import plan_context
-from meshkit.parallel.data import refuse_unshardable, zero_stage
+from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, whole_parameters, zero_stage
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
+from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
 from meshkit.parallel.tensor.proof import prove_layout
@@ -68,6 +69,13 @@ class Resolved:
     @property
     def memory(self) -> MemoryPolicy:
         return self.strategy.memory
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Parameters that every data rank keeps whole, under all of their names; those of experts have ranks of their own."""
+        params = dict(self.program.model.named_parameters(remove_duplicate=False))
+        inside = tuple(f"{name}." for name in self.experts)
+        return frozenset(name for name in whole_parameters(params) if not name.startswith(inside))
 
     def regathers(self, pp_rank: int) -> bool:
         """Whether tensor-parallel regions of that rank of pp keep sharded inputs, all of them or those of some block."""
@@ -144,6 +152,8 @@ def resolve(
     _refuse_without_blocks(strategy, names.blocks)
     _refuse_meta(program)
     _refuse_complex(program)
+    refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
+    _refuse_batch_norm(program, spec)
     _refuse_backend(strategy.compile)
     _refuse_dropout(program, strategy.memory, compiled=bool(strategy.compile))
     strategy.memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
@@ -477,6 +487,19 @@ def _refuse_complex(program: Program) -> None:
             )
 
 
+def _refuse_batch_norm(program: Program, spec: MeshSpec) -> None:
+    """In training, BatchNorm normalises by the rows that it is given: here those of one rank and one microbatch."""
+    if spec.dp_replicate * spec.dp_shard * spec.cp * spec.pp == 1:
+        return
+    for name, module in program.modules.items():
+        if normalises_by_rows(module):
+            raise PlanError(
+                f"parallelize: {name!r} is a {type(module).__name__} in training mode, which normalises by the rows of one "
+                "rank and microbatch instead of all. Use nn.GroupNorm or nn.LayerNorm, freeze it by .eval() if it has "
+                "running statistics, or with dp on GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+            )
+
+
 def _refuse_unshardable(resolved: Resolved) -> None:
     """What `fully_shard` would refuse on some rank, told by all ranks and before anything is changed."""
     program, spec = resolved.program, resolved.spec
@@ -487,6 +510,7 @@ def _refuse_unshardable(resolved: Resolved) -> None:
         experts = resolved.experts_of(rank)
         if sharded or (experts and spec.edp > 1):
             local = {name: param for name, param in params.items() if resolved.runs(name, rank)}
+            local = {name: param for name, param in local.items() if name not in resolved.whole}
             refuse_unshardable(local, [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)])
 
 

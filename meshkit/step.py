@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from meshkit.core import _torch
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
-from meshkit.errors import DataError
+from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, cross_entropy
 from meshkit.mask import Mask
@@ -24,11 +26,14 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
+from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.context import split_batch
-from meshkit.parallel.data import after_inference, before_microbatch
+from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
+from meshkit.program import model_line
 from meshkit.resolve import Resolved
 from meshkit.strategy import Strategy
 
@@ -69,6 +74,8 @@ class Run:
     local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
+    hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
+    agreement: Agreement | None = None  # of data ranks on what the model runs and writes
 
     @property
     def strategy(self) -> Strategy:
@@ -121,7 +128,7 @@ class Run:
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
-        and what the blocks send.
+        one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         tokens = self._count(batch, count).clamp(min=1)
@@ -129,6 +136,14 @@ class Run:
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
+        self._refuse_batch_norm()
+        if self.agreement is not None:
+            self.agreement.begin_step()
+        whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
+        earlier = [param.grad for param in whole]
+        for param in whole:
+            param.grad = None
+        unhooked = set_aside(self.hooks, self.model)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         if self.pipeline is not None:
@@ -138,13 +153,18 @@ class Run:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
                 with using_keys(part.get(KEYS)):
-                    with collect() as collected:
+                    with collect() as collected, self._forward():
                         part_loss = loss(self.model, part)
                     # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
                     # of the step's mean, however its tokens are split.
                     ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
+        summed = self._sum_of_step(total)
+        if whole and self.mesh.tokens.size() > 1:
+            reduce_whole(whole, earlier, self.mesh.tokens)
+        if self.hooks:
+            run_hooks(self.hooks, self.model, unhooked)
         if self.offload is not None:
             self.offload.end_step()
         self.local_loss = total
@@ -152,7 +172,50 @@ class Run:
         note_counts(self.model, self.expert_counts)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
         self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
-        return self._sum_over_tokens(total) / tokens
+        return summed / tokens
+
+    def _sum_of_step(self, total: Tensor) -> Tensor:
+        """The loss over all ranks, and in the same message how many of them have not used some parameter."""
+        if self.agreement is None:
+            return self._sum_over_tokens(total)
+        both = self._sum_over_tokens(torch.stack([total, total.new_full((), float(self.agreement.filled))]))
+        self.agreement.settle(both[1])
+        return both[0]
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        """Around each forward of a training step with its loss. Raises: PlanError for what only a running model shows."""
+        try:
+            with self.agreement.forward() if self.agreement is not None else nullcontext():
+                yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            tp = self.mesh["tp"].size()
+            raise PlanError(
+                f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "
+                "module that holds it (by a parent, or in another method), and there it is a shard. "
+                + (
+                    f"Use tp=1 instead of tp={tp}, or call the module."
+                    if tp > 1
+                    else "Leave that module out of the plan's blocks and units (Plan(blocks=...)), or call its forward; for "
+                    "a method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."
+                )
+            ) from error
+
+    def _refuse_batch_norm(self) -> None:
+        """`resolve` refuses it too, but a model may be put into training mode later."""
+        for name, module in self._batch_norms:
+            if self.mesh.tokens.size() > 1 and normalises_by_rows(module):
+                raise PlanError(
+                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one rank. "
+                    f"Call run.model.get_submodule({name!r}).eval() before the step."
+                )
+
+    @cached_property
+    def _batch_norms(self) -> list[tuple[str, nn.Module]]:
+        named = self.model.named_modules()
+        return [(name, module) for name, module in named if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
     def balance_experts(self, *, speed: float = 1e-3) -> None:
         """Load balancing by bias, after an optimizer step: raise it for experts with few tokens, lower it for others.

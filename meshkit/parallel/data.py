@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
 from meshkit.plan.match import listed
 from meshkit.strategy import Precision
@@ -83,6 +85,48 @@ def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list
     return separate
 
 
+def normalises_by_rows(module: nn.Module) -> bool:
+    """Whether its next forward normalises by this rank's rows alone, as BatchNorm in training mode does."""
+    return (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and (module.training or module.running_mean is None)
+    )
+
+
+def whole_parameters(params: Mapping[str, torch.Tensor]) -> list[str]:
+    """Those without a first dim that could be split, scalars and empty ones, which a run keeps whole on every rank.
+
+    params: under all of their names. Their gradients are summed by `reduce_whole`.
+    """
+    return [name for name, param in params.items() if not (param.ndim and param.numel())]
+
+
+def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> None:
+    """Sum the gradients of whole parameters over the mesh, after the step's last backward.
+
+    before: what each gradient was before the step; only what the step added is summed.
+    Wire: one all-reduce for each dtype.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, param in enumerate(params):
+        if param.requires_grad:
+            by_dtype.setdefault(param.dtype, []).append(index)
+    for indices in by_dtype.values():
+        # A rank whose rows did not use a parameter takes part with zeros.
+        grads = [torch.zeros_like(params[i]) if (grad := params[i].grad) is None else grad for i in indices]
+        local = [local_tensor(grad) for grad in grads]
+        flat = torch.cat([each.reshape(-1) for each in local])
+        if flat.numel():
+            dist.all_reduce(flat, group=mesh.get_group())
+        for index, grad, part, summed in zip(
+            indices, grads, local, flat.split([g.numel() for g in local]), strict=True
+        ):
+            part.copy_(summed.view(part.shape))
+            earlier = before[index]
+            params[index].grad = grad if earlier is None else earlier + grad
+
+
 def refuse_unshardable(params: Mapping[str, torch.Tensor], units: Sequence[str]) -> None:
     """Raises: PlanError for a parameter that FSDP2 does not take, and for a unit whose parameters have two dtypes.
 
@@ -92,10 +136,11 @@ def refuse_unshardable(params: Mapping[str, torch.Tensor], units: Sequence[str])
     # of other stages wait already.
     for name, param in params.items():
         shape, strides = list(param.shape), list(param.stride())
-        if not shape:
+        if not shape or not param.numel():
+            kind = "is a scalar" if not shape else f"is empty, of shape {shape}"
             raise PlanError(
-                f"fully_shard: parameter {name!r} is a scalar, and FSDP shards the first dim. Give it the shape [1], or "
-                "use a mesh with tp or pp alone."
+                f"fully_shard: parameter {name!r} {kind}, and FSDP shards the first dim. Name it in "
+                "fully_shard(whole=...) and sum its gradient, give it the shape [1], or use parallelize, which does so."
             )
         if not param.is_contiguous():
             raise PlanError(
@@ -141,6 +186,7 @@ def fully_shard(
     units: Iterable[str] = (),
     keep_gathered: Iterable[str] = (),
     ignored: Iterable[str] = (),
+    whole: Iterable[str] = (),
     zero: int = 3,
     precision: Precision | None = None,
     cast_inputs: bool = True,
@@ -152,6 +198,8 @@ def fully_shard(
     freed after forward, since backward needs it first. keep_gathered: units not freed after forward for the same reason (see
     `kept_units`).
     ignored: names of submodules that are not sharded: another call shards them over another mesh, or none does.
+    whole: names of parameters that every rank keeps whole, such as scalars. Their gradients are this rank's own: sum them
+    yourself after backward, as `parallelize` does.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
     cast_inputs: units cast floating-point inputs to the compute dtype. False where some inputs are wider on purpose.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
@@ -184,8 +232,9 @@ def fully_shard(
             param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=cast_inputs
         )
     _refuse_sharded(modules, units)
-    ignored_params = {param for name in ignored for param in modules[name].parameters()}
     names = dict(module.named_parameters(remove_duplicate=False))
+    ignored_params = {param for name in ignored for param in modules[name].parameters()}
+    ignored_params |= {names[name] for name in _whole(names, whole)}
     inner = [modules[name] for name, child in modules.items() if isinstance(child, FSDPModule)]
     not_mine = {id(param) for child in inner for param in child.parameters()} | set(map(id, ignored_params))
     refuse_unshardable({name: param for name, param in names.items() if id(param) not in not_mine}, units)
@@ -215,6 +264,16 @@ def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable
                 f"fully_shard({argument}=...): there is no submodule {name!r}. The first ones are {list(modules)[1:4]}."
             )
     return list(dict.fromkeys(given))
+
+
+def _whole(names: Mapping[str, nn.Parameter], given: Iterable[str]) -> list[str]:
+    wanted = list(listed(given, where="fully_shard", argument="whole"))
+    for name in wanted:
+        if name not in names:
+            raise PlanError(
+                f"fully_shard(whole=...): there is no parameter {name!r}. The first ones are {list(names)[:3]}."
+            )
+    return wanted
 
 
 def _refuse_sharded(modules: Mapping[str, nn.Module], units: Sequence[str]) -> None:
@@ -268,6 +327,8 @@ def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
     if not isinstance(module, FSDPModule):
         return
     stage = Zero(zero)
+    # A loss may call a unit before the model's own forward, and the first one called would be taken for the root.
+    _torch.find_units(module)
     # After the last microbatch's backward FSDP waits for its reductions, and resets the order in which it prefetches units.
     # Earlier ones leave reduce-scatters in flight on FSDP's stream, beside the next microbatch's forward.
     module.set_is_last_backward(last)

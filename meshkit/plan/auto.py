@@ -43,8 +43,10 @@ def auto_plan(model: nn.Module) -> Plan:
     pattern = partial(_general, modules=modules)
     decoder = any(_is_attention(child) for child in modules.values())
     tensor: dict[str, Style] = {}
+    # One pattern names the same module of all layers: where one of them cannot be split, none is.
+    whole = {pattern(name) for name, child in modules.items() if any(map(_is_computed, child.children()))}
     for name, child in modules.items():
-        for key, style in _split_styles(child):
+        for key, style in _split_styles(child) if pattern(name) not in whole else ():
             _add(tensor, pattern(_join(name, key) if key else name), style)
     # After the splits, and only where they left a module out.
     for name, child in modules.items():
@@ -92,6 +94,11 @@ def _is_attention(module: nn.Module) -> bool:
     return ATTENTION.keys() <= dict(module.named_children()).keys() and isinstance(
         getattr(module, "head_dim", None), int
     )
+
+
+def _is_computed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is computed from other parameters, as weight_norm does."""
+    return isinstance(module, nn.Linear) and "weight" not in module._parameters
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

@@ -10,4 +10,5 @@ from ._proof import Unproved as Unproved
 from ._proof import prove as prove
 from ._trace import ReadingError as ReadingError
 from ._trace import Trace as Trace
+from ._trace import model_line as model_line
 from ._trace import trace as trace

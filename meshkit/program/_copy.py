@@ -24,7 +24,15 @@ def without_values(model: nn.Module) -> nn.Module:
             empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
             params[id(param)] = nn.Parameter(empty, param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
+            _share_hooks(param, params[id(param)])
     return copied(model, params, {})
+
+
+def _share_hooks(param: nn.Parameter, copy: nn.Parameter) -> None:
+    """So that `resolve` sees the hooks on a parameter; they never run on the copy, which has no gradient."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if param.requires_grad and getattr(param, table, None):
+            setattr(copy, table, getattr(param, table))
 
 
 def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of
@@ -71,6 +72,12 @@ def read_program(model: nn.Module, example: Example | None = None) -> Program:
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "
             "`run.full_model`, or the model before parallelize."
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise PlanError(
+                f"{type(model).__name__}: {name!r} has no shape yet, for its module is lazy and gets it from its first "
+                "input. Run the model once on a batch before parallelize: `with torch.no_grad(): model(...)`."
+            )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise PlanError(

@@ -84,9 +84,11 @@ def _reduced(*, summed: bool = False) -> Callable[[Operation], Dims]:
     def rule(operation: Operation) -> Dims:
         inputs, outputs = _shapes(operation)
         ndim = len(inputs[0].shape)
-        given = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
-        if isinstance(given, int) and len(operation.args) > 1 and operation.op.overloadpacket.__name__ == "topk":
-            given = operation.args[2] if len(operation.args) > 2 else -1
+        # Some take a number first: how many, or the order of the norm.
+        kind = operation.op.overloadpacket.__name__
+        index = 2 if kind in ("topk", "norm", "linalg_vector_norm") else 1
+        default = -1 if kind == "topk" else None
+        given = operation.args[index] if len(operation.args) > index else operation.kwargs.get("dim", default)
         gone = _dims_of(given, ndim)
         names = _letters(ndim)
         kept = len(outputs[0].shape) == ndim

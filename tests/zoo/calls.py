@@ -22,6 +22,43 @@ class UnusedAtTimes(Layers):
         return self.leave(self.blocks[0](x) if x[0, 0] > 0 else self.blocks[1](x))
 
 
+class UnusedParameterAtTimes(Layers):
+    """On some ranks a parameter of the model has no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bend = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0.8).nonzero()[:, 0]
+        return x.index_copy(0, rows, self.bend(x[rows])) if len(rows) else x
+
+
+class UnusedAtTimesInLoss(Layers):
+    """On some ranks the loss does not read what a block made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        first, second = self.blocks[0](x), self.blocks[1](x)
+        return self.leave(first if x[0, 0] > 0 else second)
+
+
+class UnusedLater(Layers):
+    """As `UnusedAtTimes`, but in the first step all ranks run all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.enter(x)
+        blocks = self.blocks if self.calls == 1 or x[0, 0] > 0 else self.blocks[:1]
+        for block in blocks:
+            x = block(x)
+        return self.leave(x)
+
+
 class UsesChildWeight(Layers):
     def middle(self, x: Tensor) -> Tensor:
         return F.linear(F.relu(F.linear(x, self.blocks[0].fc1.weight)), self.blocks[0].fc2.weight)

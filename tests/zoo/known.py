@@ -24,6 +24,14 @@ PART = [
     ("odd.MaskedSum", "cp=2"),
     ("odd.Scalar", "dp_shard=2"),
     ("odd.ParameterHook", "dp_shard=2"),
+    ("odd.BatchNorm", "dp_shard=2"),
+    ("odd.RunningMean", "dp_shard=2"),
+    ("odd.MadeInForward", "dp_shard=2"),
+    ("odd.UnusedAtTimes", "dp_shard=2"),
+    ("odd.UsesChildWeight", "dp_shard=2"),
+    ("odd.ExpertList", "dp_shard=2"),
+    ("odd.TorchAttention", "tp=2"),
+    ("odd.SpectralNorm", "tp=2"),
 ]
 KNOWN = {
     ("gemma", "tp=2"): "the embedding's scale is lost",
@@ -35,6 +43,4 @@ KNOWN = {
     ("odd.ScaledHead", "pp=2"): "what the model's forward does outside of blocks runs on every stage",
     ("odd.SoftmaxBetween", "tp=2"): "a pair by name, without a look at what lies between",
     ("odd.MaskedSum", "cp=2"): "a sum along the tokens does not know that the sequence is split",
-    ("odd.Scalar", "dp_shard=2"): "scalar parameters",
-    ("odd.ParameterHook", "dp_shard=2"): "hooks on parameters are lost",
 }

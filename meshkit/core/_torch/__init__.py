@@ -18,6 +18,8 @@ from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp
+from .fsdp import BeforeReduction as BeforeReduction
+from .fsdp import before_reductions as before_reductions
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
 from .fsdp import own_memory as own_memory

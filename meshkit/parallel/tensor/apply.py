@@ -208,7 +208,7 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
         return
     kind = layout.styles[name].kind
     layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in keys}
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and "weight" in layouts:  # else it is computed from parameters of children
         module.own_columns = _own_columns(module, layouts["weight"], mesh)  # type: ignore[assignment]
         if codes_of(module) is not None and layouts["weight"].dim == 1:
             # Columns of a quantized weight are not columns of its bytes: the layer selects them after it has decoded.
@@ -222,7 +222,23 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
     forward = None
     if kind == "vocab" and isinstance(module, nn.Embedding):
         forward = _vocab_embedding_forward(module, mesh)
+    if isinstance(module, nn.MultiheadAttention):
+        forward = _forward_with_projection(module)
     compute_with(module, views, forward)
+
+
+def _forward_with_projection(module: nn.MultiheadAttention) -> Any:
+    """torch's attention multiplies by its child's weight itself, and never calls the child."""
+    forward = type(module).forward
+
+    def attend(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        self.out_proj._computing = True  # type: ignore[assignment]  # as in `compute_with`
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.out_proj._computing = False  # type: ignore[assignment]
+
+    return attend
 
 
 def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:
@@ -274,6 +290,13 @@ def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
 
     def view(param: nn.Parameter | None) -> Tensor:
         assert param is not None
+        if isinstance(param, DTensor) and param.device_mesh.ndim > mesh.ndim and not torch.compiler.is_compiling():
+            # Under FSDP a forward sees gathered parameters, which have the axis tp alone.
+            raise PlanError(
+                "parallelize: a module runs while its parameters are shards, for its unit does not: the model is called by "
+                "another method than forward. Call forward, or after parallelize "
+                "torch.distributed.fsdp.register_fsdp_forward_method(module, name), of the model or of the unit."
+            )
         # No DTensor: a shard already, of `shard_without_ranks`.
         value = _torch.local_shard(param) if isinstance(param, DTensor) else param
         if layout.gradient == "sum":

@@ -347,6 +347,11 @@ def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
         raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
+    if "weight" not in module._parameters:
+        raise PlanError(
+            f"plan: {kind}() on {name!r} needs a weight to split, but it is computed from other parameters (weight_norm, "
+            "spectral_norm). Leave the layer whole: replicate()."
+        )
     return module
 
 

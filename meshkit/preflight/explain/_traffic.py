@@ -153,7 +153,10 @@ def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
     large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(spec, axis) > 1]
     if large:
         # Twice: the tokens must be known before the first backward, which divides by them, and the loss is known after all.
-        log.add("_".join(large), "all_reduce", 8, "tokens and loss", 2)
+        axis = "_".join(large)
+        log.add(axis, "all_reduce", 8, "tokens")
+        # Without stages with the number of ranks that have not used some parameter.
+        log.add(axis, "all_reduce", 8 if rank_model.cut is not None else 16, "loss")
     # clip_grad_norm adds squares in one number per set of axes that shard the parameters. It reduces axis by axis, all
     # numbers that still need that axis in one all-reduce; sets that become equal are added up and travel as one.
     copies = rank_model.cut.copies(rank_model.at("pp")) if rank_model.cut is not None else {}
