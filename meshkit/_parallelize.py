@@ -26,8 +26,9 @@ from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
 from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
+from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.regather import regions
-from meshkit.program import read_program
+from meshkit.program import read_program, without_values
 from meshkit.resolve import Resolved, resolve
 from meshkit.step import Run
 from meshkit.strategy import Budget, Strategy
@@ -78,7 +79,19 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     )
     share_counts(model, mesh, sequence=sequence)
     if resolved.cut is not None:
-        cut_stages(model, mesh["pp"], resolved.cut, dtype=resolved.compute, parts=resolved.sequence_multiple)
+        on_rank = without_values(program.model)
+        if resolved.layout is not None:
+            shard_without_ranks(on_rank, "", resolved.layout, rank=mesh["tp"].get_local_rank())
+        cut_stages(
+            model,
+            mesh["pp"],
+            resolved.cut,
+            full=program.model,
+            on_rank=on_rank,
+            device=mesh.device,
+            dtype=resolved.compute if resolved.memory.precision is not None else None,
+            closed=resolved.experts,
+        )
     blocks = resolved.blocks_of(stage)
     _keep_less(model, resolved, blocks, mesh)
     if resolved.strategy.compile:

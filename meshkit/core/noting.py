@@ -10,11 +10,24 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Note = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 # A context variable and no argument: the functions are called deep inside of a model's forward.
 reader: ContextVar[Note | None] = ContextVar("what reads the program", default=None)
+
+
+class AnyMask:
+    """Stands for a mask while a program is read, where it could depend on values, or has state: attention of no keys at all."""
+
+    def windowed(self, window: int | None) -> AnyMask:
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **choices: Any) -> Tensor:
+        """[B, T, H, D of value]"""
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]) + query.sum() + key.sum() + value.sum()
 
 
 def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from meshkit.errors import PlanError
+from meshkit.core import noting
 from meshkit.mask import Mask
 
 # ---------------------------------------------------------------------------------------------- rotary positions
@@ -232,6 +233,8 @@ def attention_mask(
     always lead to a BlockMask there.
     """
     batch, tokens = input_ids.shape
+    if position_ids is not None and noting.reader.get() is not None:
+        return noting.AnyMask()  # where documents begin is a matter of values
     if mask is not None:
         windowed = mask.windowed(window)
         return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed

@@ -103,6 +103,8 @@ class Trace:
     calls: tuple[ModuleCall, ...]
     storages: tuple[Storage, ...]
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
+    """the logits, where the output has such, else all of it: what a loss reads"""
 
     @property
     def output(self) -> Any:
@@ -221,6 +223,7 @@ class Recorder(TorchDispatchMode):
         self._failed: str | None = None
         self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
         self._inputs: dict[str, Any] = {}
+        self._result: Any = None
 
     def name_storage(self, tensor: Tensor, source: str) -> int:
         # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
@@ -244,7 +247,7 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs)
+        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -279,6 +282,8 @@ class Recorder(TorchDispatchMode):
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
         call.output = self._refs(output, "constant")
+        if not self._stack:
+            self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,89 @@
+"""Reading the program of a staged model: the data flow between its stages for a batch of given shapes, without values.
+
+The forward is read again for each new shapes, and in training and evaluation apart: so a branch on those is followed, and
+what one reading says is used for no other. What depends on values cannot be read, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.core import _torch
+from meshkit.core.noting import AnyMask
+from meshkit.core.rng import using_keys
+from meshkit.moe.aux_loss import collect
+from meshkit.parallel.pipeline._flow import Flow, data_flow
+from meshkit.parallel.pipeline._stages import Stages, holders
+from meshkit.program import trace
+
+
+class Reading:
+    """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
+    modules whose inside is not read, as in `trace`."""
+
+    def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str]) -> None:
+        self.model, self.stages, self.closed = model, stages, closed
+        self._flows: dict[Any, Flow] = {}
+
+    def flow(
+        self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Flow:
+        """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
+        key = (_like(microbatch), _code(loss), torch.is_grad_enabled(), running.training)
+        if key not in self._flows:
+            self._set_training(running)
+            # Nothing of what a reading does counts: no router's report, no dropout by keys.
+            with collect(), using_keys(None):
+                args, kwargs = call()
+                args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
+                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+            self._flows[key] = data_flow(
+                read,
+                self.stages.count,
+                self.stages.stage_of,
+                modules=self.stages.names,
+                holders=lambda name: self._holders.get(name, ()),
+            )
+        return self._flows[key]
+
+    @cached_property
+    def _holders(self) -> Mapping[str, Collection[int]]:
+        return holders(self.model, self.stages)
+
+    def _set_training(self, running: nn.Module) -> None:
+        modules = dict(running.named_modules())
+        for name, module in self.model.named_modules():
+            while name not in modules:  # inside of a stand-in
+                name = name.rpartition(".")[0]
+            module.training = modules[name].training
+
+    def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Without a mask that only context parallelism takes away."""
+        parameters = inspect.signature(self.model.forward).parameters
+        return {name: value for name, value in kwargs.items() if name in parameters or not isinstance(value, AnyMask)}
+
+
+def _unmasked(value: Any) -> Any:
+    """Attention over other ranks' keys, or those of a cache, is not run."""
+    return AnyMask() if hasattr(value, "attend") and not isinstance(value, Tensor) else value
+
+
+def _like(tree: Any) -> Any:
+    """What two batches have alike that are read once."""
+    leaves, spec = _torch.tree_flatten(tree)
+    return str(spec), tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), str(leaf) if isinstance(leaf, bool | int | str) else "")
+        for leaf in leaves
+    )
+
+
+def _code(function: Any) -> Any:
+    """A function that is made anew in every step is the same by its code."""
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(getattr(function, "__func__", function), "__code__", None) or type(function)
