@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-deep gate check docs clean
+.PHONY: install demo test test-deep gate zoo check docs clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ test-deep: install
 
 gate: install
 	$(PYTEST) $(WORKERS) --dist worksteal -m gate
+
+# Every causal language model of transformers, and odd modules, on every mesh: each right or refused. --resume goes on.
+zoo: install
+	$(BIN)/python -m tests.zoo --out runs/zoo.jsonl --resume
 
 check: install
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ context and expert parallelism, which know modules by their single-device names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,29 +27,39 @@ from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.apply import shard_without_ranks
+from meshkit.parallel.tensor.proof import prove_at_first_call
 from meshkit.parallel.tensor.regather import regions
 from meshkit.program import read_program, without_values
-from meshkit.resolve import Resolved, resolve
+from meshkit.resolve import Resolved, resolve_together
 from meshkit.step import Run
 from meshkit.strategy import Budget, Strategy
 
 
-def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, **choices: Any) -> Run:
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    strategy: Strategy | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    **choices: Any,
+) -> Run:
     """Split the model over the mesh, in place, and return what runs it.
 
     model: any nn.Module with the same values on every rank, or on meta: then its shards are allocated on the mesh's
     device, filled with NaN until `init_weights` or `load_pretrained` gives them values.
     strategy: every choice; or some of them by keyword, as `parallelize(model, mesh, zero=2)`; see `Strategy`.
+    example: arguments of the model's forward, by name, of any values, by which its program is read; by default token ids,
+    where it takes those. With neither, what must be proved is proved at the first forward.
     Names of parameters do not change.
-    Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks.
+    Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks; on tp the proved plan.
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """
     require("parallelize", "mesh", mesh, Mesh)
     mesh.require_here("parallelize")
     # Read and resolved before anything is changed: a refusal leaves the model as it was.
-    program = read_program(model).frozen()
-    resolved = resolve(program, Strategy.of(strategy, choices), mesh.spec, device_type=mesh.device.type)
+    program = read_program(model, example).frozen()
+    resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     _change_linears(model, resolved)
@@ -101,6 +111,8 @@ def parallelize(model: nn.Module, mesh: Mesh, strategy: Strategy | None = None, 
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
+    if resolved.layout is not None and resolved.cut is None:
+        prove_at_first_call(model, program, resolved.layout, resolved.example)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     return Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
 

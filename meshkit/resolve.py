@@ -12,23 +12,25 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from meshkit.errors import PlanError
+from meshkit.errors import MeshkitError, PlanError
 from meshkit.lora import lora_of
 from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import Treatment, fp8_linears, may_move, plan_fp8, refuse_mlp_chunks, refuse_treatments, treatments
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.budget.profile import choose_for_blocks
-from meshkit.mesh import MeshSpec
+from meshkit.mesh import Mesh, MeshSpec
 from meshkit.parallel.context import plan_context
 from meshkit.parallel.data import refuse_unshardable, zero_stage
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
+from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.plan import Plan, match_names, match_table
-from meshkit.plan.auto import auto_plan
-from meshkit.program import Program
+from meshkit.plan.auto import auto_plan, leave_whole
+from meshkit.program import Example, Program, ReadingError, Unproved, example_of
 from meshkit.strategy import BlockOverride, Budget, Fp8, MemoryPolicy, Recompute, Strategy
 
 
@@ -61,6 +63,7 @@ class Resolved:
     cut: Cut | None
     treatments: Mapping[str, Treatment]
     choices: tuple[Choice, ...]
+    example: Example | None
 
     @property
     def memory(self) -> MemoryPolicy:
@@ -122,18 +125,22 @@ class Resolved:
         return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
 
 
-def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
+def resolve(
+    program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu", proved: Plan | None = None
+) -> Resolved:
     """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
 
-    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels.
-    Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change.
+    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels. proved: the plan,
+    where another rank has proved it already, which takes seconds.
+    Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change;
+    Unproved for a plan on tp that is not shown to compute what one device computes.
     """
     # The order of refusals: first those that read the strategy alone, then those that match names, then those that lay out
     # tensors, and a `Budget`, which runs blocks on fake tensors for seconds, last. So what is wrong is told at once, and with
     # several things wrong the text is about the simplest.
     _refuse_other_mesh(strategy, spec)
     _refuse_without_pp(strategy, spec)
-    names = _name_modules(program, strategy)
+    names = _name_modules(program, strategy, proved)
     _refuse_without_blocks(strategy, names.blocks)
     _refuse_meta(program)
     _refuse_complex(program)
@@ -146,6 +153,10 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     sequence = strategy.sequence and spec.tp > 1
     if sequence:
         refuse_whole_stream(program.model, names.plan.tensor)
+    example = _example(program, spec) if spec.tp > 1 else None
+    if proved is None and example is not None:
+        plan = _prove(program, names.plan, spec, example, sequence=sequence, auto=strategy.plan is None)
+        names = replace(names, plan=plan)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names)
@@ -183,6 +194,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         cut=cut,
         treatments=treated,
         choices=tuple(choices),
+        example=example,
     )
     _refuse_unshardable(resolved)
     return resolved
@@ -198,8 +210,8 @@ class _Names:
     mlps: tuple[str, ...]
 
 
-def _name_modules(program: Program, strategy: Strategy) -> _Names:
-    plan = strategy.plan if strategy.plan is not None else auto_plan(program.model)
+def _name_modules(program: Program, strategy: Strategy, proved: Plan | None) -> _Names:
+    plan = proved or strategy.plan or auto_plan(program.model)
     blocks, units, mlps = (
         tuple(match_names(patterns, program.modules, what="module"))
         for patterns in (plan.blocks, plan.units, plan.mlps)
@@ -248,6 +260,65 @@ def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bo
     # Nothing to lay out, but a typo in the plan shows without tp too.
     match_table(plan.tensor, dict(program.model.named_modules(remove_duplicate=False)), what="module")
     return None
+
+
+def _example(program: Program, spec: MeshSpec) -> Example | None:
+    """By what the program is read. None where nothing is known that the forward takes: the first forward shows it then.
+
+    Raises: PlanError for an example that was given and does not run.
+    """
+    example = program.example or example_of(program.model, multiple=4 * spec.tp)
+    if example is None:
+        return None
+    try:
+        program.read(example, {})
+    except ReadingError as error:
+        if program.example is None:
+            return None
+        raise PlanError(
+            f"parallelize(example=...): the model does not run on it: {error}. Give the arguments of its forward, by name."
+        ) from error
+    return example
+
+
+def _prove(program: Program, plan: Plan, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
+    """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is left whole."""
+    while True:
+        layout = tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
+        try:
+            prove_layout(program, layout, example)
+            return plan
+        except Unproved as error:
+            narrower = leave_whole(plan, error.module, program.modules) if auto else None
+            if narrower is None:
+                raise
+            plan = narrower
+
+
+def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
+    """`resolve` on every rank of the mesh. A plan on tp is proved by the first rank alone, and the others are told.
+
+    Wire: on tp, a broadcast of the plan.
+    """
+
+    def resolved(proved: Plan | None) -> Resolved:
+        return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
+
+    if mesh.spec.tp == 1:
+        return resolved(None)
+    own: Resolved | None = None
+    told: list[Plan | MeshkitError | None] = [None]
+    if dist.get_rank(mesh.group) == 0:
+        # The refusal travels too: the others would wait for a rank that has raised.
+        try:
+            own = resolved(None)
+            told = [own.plan]
+        except MeshkitError as error:
+            told = [error]
+    dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
+    if isinstance(told[0], MeshkitError):
+        raise told[0]
+    return own or resolved(told[0])
 
 
 # ------------------------------------------------------------------------------------------ what blocks do for memory

@@ -1,6 +1,6 @@
 """Noted functions: what a reading of the program records as one step of ours, whatever operators it runs inside.
 
-Collectives are such steps: no operator of PyTorch says that a rank's summands became a sum, or that a gradient will be summed.
+Collectives are such steps: no operator of PyTorch says that summands became a sum, or that a gradient will be summed.
 """
 
 from __future__ import annotations

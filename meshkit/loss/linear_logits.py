@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshkit.core import _torch
+from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.core.sharding import chunk
-from meshkit.core.noting import noted
 from meshkit.errors import PlanError, StepError
 from meshkit.plan import Plan, match_table
 from meshkit.strategy import ChunkedLoss

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
 from meshkit.errors import PlanError
+from meshkit.plan.match import match_table
 from meshkit.plan.styles import Plan, Style, attention, column, enter, per_head, replicate, row, sequence, split, vocab
 
 # Names used by transformers' decoders of the Llama, Qwen2, Qwen3 and Mistral families, and by meshkit's own.
@@ -57,6 +59,33 @@ def auto_plan(model: nn.Module) -> Plan:
         units=tuple(name for name in modules if decoder and _last(name) in ("embed_tokens", "lm_head")),
         mlps=tuple(dict.fromkeys(pattern(name) for name, child in modules.items() if _is_gated_mlp(child))),
     )
+
+
+def leave_whole(plan: Plan, module: str, modules: Mapping[str, nn.Module]) -> Plan | None:
+    """The plan with the region around a module computed whole by every rank; None if no region is around it.
+
+    A region is a container that enters the axis, or a module that does so by itself, with all that the plan splits inside.
+    The same patterns name it in other layers, so it is whole there too.
+    """
+    styles = match_table(plan.tensor, modules, what="module")
+    around = [name for name in _ancestors(module) if name in styles and styles[name].kind in ("enter", "attention")]
+    if not around:
+        return None
+    inside = {name for name in styles if name == around[0] or name.startswith(f"{around[0]}.")}
+    tensor = dict(plan.tensor)
+    for pattern in plan.tensor:
+        matched = set(match_table({pattern: plan.tensor[pattern]}, modules, what="module"))
+        if matched & inside:
+            del tensor[pattern]
+            if plan.tensor[pattern].kind not in ("enter", "attention"):
+                tensor[pattern] = replicate()
+    return replace(plan, tensor=tensor)
+
+
+def _ancestors(name: str) -> list[str]:
+    """The name and those of the modules around it, innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _is_attention(module: nn.Module) -> bool:

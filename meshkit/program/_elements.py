@@ -76,7 +76,11 @@ class Replay:
     """One trace, run on numbers of elements."""
 
     def __init__(
-        self, trace: Trace, numbers: Numbers, source: Callable[[int], Part], moved: Callable[[Operation], None] | None = None
+        self,
+        trace: Trace,
+        numbers: Numbers,
+        source: Callable[[int], Part],
+        moved: Callable[[Operation], None] | None = None,
     ) -> None:
         """source: of a storage that the trace did not make (parameters, buffers, inputs). moved: called after each operation
         that moved elements into new memory."""
@@ -297,7 +301,9 @@ def _triangle(replay: Replay, operation: Operation) -> bool:
 # not the same twice on one device either.
 _FILLED: Mapping[str, float | None] = {
     **dict.fromkeys(("new_ones", "ones_like"), 1),
-    **dict.fromkeys(("new_zeros", "zeros_like", "new_empty", "empty_like", "new_empty_strided", "empty", "empty_strided"), 0),
+    **dict.fromkeys(
+        ("new_zeros", "zeros_like", "new_empty", "empty_like", "new_empty_strided", "empty", "empty_strided"), 0
+    ),
     **dict.fromkeys(("new_full", "full_like"), None),
 }
 _MOVES: Mapping[str, Move] = {

@@ -1,4 +1,4 @@
-"""The example (sample inputs) by which a model's program is read: the arguments of its forward, whose values do not matter."""
+"""The example (sample inputs) by which a model's program is read: arguments of its forward, whose values do not matter."""
 
 from __future__ import annotations
 

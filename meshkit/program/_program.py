@@ -5,7 +5,7 @@ A traced program will enter here, as further fields of `Program`: operations, an
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,13 +17,18 @@ from torch.distributed.tensor import DTensor
 from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
+from meshkit.program._copy import without_values
+from meshkit.program._example import Example
+from meshkit.program._trace import Trace, trace
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """model: the modules of all stages. Its tensors' shapes and dtypes are read, never their values."""
+    """model: the modules of all stages. Its tensors' shapes and dtypes are read, never their values. example: by which its
+    forward is read; None is one of token ids where the model takes those."""
 
     model: nn.Module
+    example: Example | None = None
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -46,13 +51,17 @@ class Program:
         """Of the first parameter: what the model computes in, unless a `Precision` says otherwise."""
         return next(self.model.parameters()).dtype
 
+    def read(self, example: Example, closed: Mapping[str, str]) -> Trace:
+        """The trace of the forward on an example. Raises as `trace` does."""
+        return trace(self.model, example.args, example.kwargs, closed=closed)
+
     def frozen(self) -> Program:
         """The same program of a copy without values, which does not change when the model does."""
-        return Program(without_values(self.model))
+        return Program(without_values(self.model), self.example)
 
 
-def read_program(model: nn.Module) -> Program:
-    """The program of a model, before anything is done to it.
+def read_program(model: nn.Module, example: Mapping[str, Any] | None = None) -> Program:
+    """The program of a model, before anything is done to it. example: arguments of its forward, by name.
 
     Raises: PlanError for a model cut into pipeline stages, of which this rank has only some, for one that is split over a
     mesh already, for one that is partly on meta, and for what is no module.
@@ -72,49 +81,4 @@ def read_program(model: nn.Module) -> Program:
     plain = [param.is_meta for param in model.parameters() if type(param.data) is Tensor]
     if any(plain) and not all(plain):
         raise PlanError("parallelize: some parameters are on meta and some not. Build the whole model in one place.")
-    return Program(model)
-
-
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy of the modules with parameters on meta. Tied parameters stay tied; all else is shared with the model.
-
-    Parameters that are no plain tensors (quantized ones) are shared too. Its hooks are its own: those put on the
-    model later are not on the copy, nor the other way.
-    """
-    # No deep copy: it fails on what a user's module may hold beside tensors, such as a lock, a file or a generator.
-    params: dict[int, nn.Parameter] = {}
-    for param in model.parameters():
-        params[id(param)] = param
-        if type(param.data) is Tensor:
-            # With its strides, which `empty_like` keeps for dense tensors only: a view is told by them.
-            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-            params[id(param)] = nn.Parameter(empty, param.requires_grad)
-            params[id(param)].__dict__.update(param.__dict__)
-    return copied(model, params, {})
-
-
-def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
-    """params, copies: by id of the original. A module that occurs twice is copied once."""
-    if id(module) not in copies:
-        twin: nn.Module = object.__new__(type(module))
-        copies[id(module)] = twin
-        # Not by assignment: a module's own __setattr__ may hand it on, as torch.compile's wrapper does to what it wraps.
-        vars(twin).update({name: _owned(name, value) for name, value in vars(module).items()})
-        vars(twin)["_parameters"] = {
-            key: None if param is None else params[id(param)] for key, param in module._parameters.items()
-        }
-        vars(twin)["_buffers"] = {
-            key: None if buffer is None else params.get(id(buffer), buffer) for key, buffer in module._buffers.items()
-        }
-        vars(twin)["_modules"] = {
-            key: None if child is None else copied(child, params, copies) for key, child in module._modules.items()
-        }
-    return copies[id(module)]
-
-
-_TABLES = frozenset(vars(nn.Module()))
-
-
-def _owned(name: str, value: Any) -> Any:
-    """Copies the tables that nn.Module keeps of a module, which are written to; whatever else hangs on it is only read."""
-    return copy.copy(value) if name in _TABLES and isinstance(value, dict | set) else value
+    return Program(model, None if example is None else Example(kwargs=example))

@@ -34,7 +34,11 @@ Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
 
 class Unproved(PlanError):
-    """A plan that could not be shown to compute what one device computes."""
+    """A plan that could not be shown to compute what one device computes. module: where it stops."""
+
+    def __init__(self, text: str, module: str = "") -> None:
+        super().__init__(text)
+        self.module = module
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,10 @@ def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]
     try:
         return proof.run()
     except TooLarge:
-        raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.") from None
+        raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.", proof.module) from None
+    except Unproved as error:
+        error.module = proof.module
+        raise
 
 
 class _Rank:
@@ -124,7 +131,7 @@ class _Proof:
         self.full = Replay(full, self.numbers, lambda storage: self.part(full.storages[storage].source))
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
-        self.at = "the model"
+        self.at, self.module = "the model", ""  # what is followed now
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -141,7 +148,7 @@ class _Proof:
             first = operations[0]
             if any(other is None or other.name != first.name for other in operations):
                 raise Unproved(f"{self.ranks[0].where(first)}: other ranks run something else there.")
-            self.at = self.ranks[0].where(first)
+            self.at, self.module = self.ranks[0].where(first), self.ranks[0].trace.calls[first.call].name
             step = _STEPS.get(first.op) if isinstance(first.op, str) else None
             if step is not None:
                 step(self, operations)
@@ -174,9 +181,7 @@ class _Proof:
         """One operator on all ranks."""
         rule = dims(full)
         outs = tensors(full.outputs)
-        results = [
-            self._on_rank(rank, full, local, rule) for rank, local in zip(self.ranks, operations, strict=True)
-        ]
+        results = [self._on_rank(rank, full, local, rule) for rank, local in zip(self.ranks, operations, strict=True)]
         for ref in outs:
             self.full.define(ref)
         for rank, local, (kind, name, indices) in zip(self.ranks, operations, results, strict=True):
@@ -234,21 +239,21 @@ class _Proof:
                 raise unproved(f"it reads {ref}, summands that were not summed over the ranks yet")
             if kind == "invariant" and local.trains and rank.needs_gradient(ref):
                 source = rank.trace.storages[ref.storage].source
-                raise unproved(f"it meets {source} ({ref}) with a part, and its gradient would not be summed over ranks")
+                raise unproved(
+                    f"it meets {source} ({ref}) with a part, and its gradient would not be summed over ranks"
+                )
         if name in rule.summed:
             return "partial", name, indices
         if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
             raise unproved("it needs all of a dim, of which this rank has a part")
         return "varying", name, indices
 
-    def _joined(
-        self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]
-    ) -> Kind:
+    def _joined(self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]) -> Kind:
         """The kind of what is computed from tensors of which the rank has all elements."""
         refs = [ref for ref in tensors((local.args, local.kwargs)) if rank.replay.constant(ref) is None]
         kinds = {rank.kind(ref) for ref in refs}
         if "partial" in kinds:
-            if rule is None or not rule.linear or not self._keeps_sums(rank, local):
+            if rule is None or not self._keeps_sums(rank, local):
                 raise unproved("it reads summands that were not summed over the ranks yet")
             return "partial"
         if not local.trains:
@@ -265,12 +270,15 @@ class _Proof:
         partial = [rank.kind(ref) == "partial" and rank.replay.constant(ref) is None for ref in refs]
         if name in ("add", "sub"):
             return all(partial) and len(refs) == 2
-        if name in ("mul", "div"):
+        if name in ("mul", "div", "mm", "bmm"):
+            # Linear in the summands. The gradient of the other factor is a summand too.
             others = [ref for ref, summand in zip(refs, partial, strict=True) if not summand]
-            return partial[0] + (name == "mul") * partial[-1] * (len(refs) > 1) == 1 and not any(
-                rank.needs_gradient(ref) for ref in others
+            return (
+                sum(partial) == 1
+                and (name != "div" or partial[0])
+                and all(rank.kind(ref) == "replicated" or not rank.needs_gradient(ref) for ref in others)
             )
-        return all(partial)
+        return name in ("neg", "_to_copy", "clone", "sum", "alias") and all(partial)
 
     # ---------------------------------------------------------------------------------------------------- parts
 
@@ -317,7 +325,9 @@ class _Proof:
         if not rank.needs_gradient(ref) and {found, kind} <= {"invariant", "replicated"}:
             return
         if found != kind:
-            raise Unproved(f"{rank.where(operation)}: it takes a tensor that is {kind} on the axis, but this one is {found}.")
+            raise Unproved(
+                f"{rank.where(operation)}: it takes a tensor that is {kind} on the axis, but this one is {found}."
+            )
 
     def require_same(self, operations: Sequence[Operation]) -> None:
         """All ranks give the same elements."""
@@ -329,7 +339,9 @@ class _Proof:
 # ---------------------------------------------------------------------------------- collectives: one on all ranks at once
 
 
-def _replace(needs: Kind, gives: Kind, *, keep: Literal["all", "slice"]) -> Callable[[_Proof, Sequence[Operation]], None]:
+def _replace(
+    needs: Kind, gives: Kind, *, keep: Literal["all", "slice"]
+) -> Callable[[_Proof, Sequence[Operation]], None]:
     """The same tensor on every rank in; all of it, or the rank's slice of a dim out."""
 
     def step(proof: _Proof, operations: Sequence[Operation]) -> None:
@@ -399,7 +411,7 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    a, b = full.movedim(dim, 0).flatten(1), local.movedim(dim, 0).flatten(1)
+    a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (full, local))
     if a.shape[1] != b.shape[1] or not a.shape[1]:
         return None
     first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}
@@ -438,7 +450,7 @@ def draws(operation: Operation) -> bool:
 
 
 def _numbers(operation: Operation) -> Any:
-    """The arguments that are no tensors. Not the groups of a convolution: with a channel each, there are as many as channels."""
+    """The arguments that are no tensors. Not the groups of a convolution: of a channel each there are as many as channels."""
     args = list(operation.args)
     if not isinstance(operation.op, str) and operation.op.overloadpacket.__name__ == "convolution":
         args = args[:8]

@@ -1,7 +1,7 @@
 """How operators treat dims (sharding rules): which dims of inputs and outputs run along together, and which are mixed.
 
-A rule names the dims of each tensor, as an einsum does. A name in an input and an output: slice by slice. In inputs only, and in
-`summed`: partial results add up. In `mixed`, or in inputs only: every output needs all of it.
+A rule names the dims of each tensor, as an einsum does. A name in an input and an output: slice by slice. In inputs only, and
+in `summed`: partial results add up. In `mixed`, or in inputs only: every output needs all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Dims:
     outputs: tuple[Names, ...]
     summed: frozenset[Name] = frozenset()
     mixed: frozenset[Name] = frozenset()
-    linear: bool = False  # in all inputs that are summands: partial sums in, partial sums out
 
 
 def dims(operation: Operation) -> Dims | None:
@@ -58,17 +57,11 @@ def _broadcast(ref: TensorRef, out: Sequence[Name | None], shape: Sequence[int])
     )
 
 
-_LINEAR = {"add", "sub", "neg", "mul", "div", "_to_copy", "copy", "clone"}
-
-
 def _pointwise(operation: Operation) -> Dims:
     inputs, outputs = _shapes(operation)
     shape = outputs[0].shape
     out = _letters(len(shape))
-    name = "" if isinstance(operation.op, str) else operation.op.overloadpacket.__name__.rstrip("_")
-    return Dims(
-        tuple(_broadcast(ref, out, shape) for ref in inputs), tuple(out for _ in outputs), linear=name in _LINEAR
-    )
+    return Dims(tuple(_broadcast(ref, out, shape) for ref in inputs), tuple(out for _ in outputs))
 
 
 def _mm(operation: Operation) -> Dims:
@@ -108,7 +101,6 @@ def _reduced(*, summed: bool = False) -> Callable[[Operation], Dims]:
             tuple(out for _ in outputs),
             summed=lost if summed else frozenset(),
             mixed=frozenset() if summed else lost,
-            linear=summed,
         )
 
     return rule
@@ -131,14 +123,16 @@ def _layer_norm(operation: Operation) -> Dims:
     inner = len(operation.args[1])
     names = _letters(ndim)
     out = tuple(
-        tuple(None if index >= ndim - inner and ref.shape[index] == 1 else names[index] for index in range(len(ref.shape)))
+        tuple(
+            None if index >= ndim - inner and ref.shape[index] == 1 else names[index] for index in range(len(ref.shape))
+        )
         for ref in outputs
     )
     return Dims((names, *(names[ndim - inner :] for _ in inputs[1:])), out, mixed=frozenset(names[ndim - inner :]))
 
 
 def _group_norm(operation: Operation) -> Dims:
-    inputs, outputs = _shapes(operation)
+    inputs, _ = _shapes(operation)
     names = _letters(len(inputs[0].shape))
     return Dims(
         (names, *(("d1",) for _ in inputs[1:])),
@@ -171,7 +165,7 @@ def _embedding(operation: Operation) -> Dims:
 
 
 def _convolution(operation: Operation) -> Dims:
-    inputs, outputs = _shapes(operation)
+    inputs, _ = _shapes(operation)
     space = _letters(len(inputs[0].shape) - 2, "x")
     groups, transposed = operation.args[8], operation.args[6]
     depthwise = groups == inputs[0].shape[1] and groups == inputs[1].shape[0] and not transposed
@@ -189,7 +183,8 @@ def _along(operation: Operation) -> Dims:
     dim = operation.args[1] % ndim if ndim else 0
     names = _letters(ndim)
     even = [
-        all(len(ref.shape) == ndim and ref.shape[index] == inputs[0].shape[index] for ref in inputs) for index in range(ndim)
+        all(len(ref.shape) == ndim and ref.shape[index] == inputs[0].shape[index] for ref in inputs)
+        for index in range(ndim)
     ]
     mixed = {names[index] for index in range(ndim) if index == dim or not even[index]}
     return Dims(tuple(_same_rank(ref, names) for ref in inputs), tuple(names for _ in outputs), mixed=frozenset(mixed))
@@ -253,21 +248,32 @@ def _by_token(operation: Operation) -> Dims:
     return Dims(names, ((*tokens, "c"),), mixed=frozenset(name for of in names for name in of) - frozenset(tokens))
 
 
-_mixing = _reduced()
+# Operators (tensor, dim or dims, ...) whose every output needs all of those dims.
+_MIXING = (
+    *(
+        "mean",
+        "amax",
+        "amin",
+        "prod",
+        "var",
+        "std",
+        "var_mean",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "any",
+        "all",
+    ),
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk"),
+    *("argmax", "argmin", "median", "max", "min", "flip"),
+)
 _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     "experts": _by_token,
     "mm": _mm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,
     "sum": _reduced(summed=True),
-    **dict.fromkeys(
-        (
-            "mean", "amax", "amin", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "_softmax",
-            "_log_softmax", "_safe_softmax", "softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
-            "argmax", "argmin", "any", "all", "median", "flip", "max", "min", "var_mean",
-        ),
-        _mixing,
-    ),  # fmt: skip
+    **dict.fromkeys(_MIXING, _reduced()),
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _layer_norm,
     "native_group_norm": _group_norm,
@@ -286,4 +292,4 @@ _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     **dict.fromkeys(("linalg_solve_triangular", "linalg_inv_ex", "linalg_cholesky_ex"), _matrices),
     **dict.fromkeys(("view_as_complex", "view_as_real"), _last_pair),
     **dict.fromkeys(("_to_copy", "copy", "polar", "complex", "masked_fill", "fill", "where"), _pointwise),
-}  # fmt: skip
+}

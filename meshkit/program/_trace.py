@@ -1,15 +1,15 @@
 """The trace of a model (graph, dataflow): the operators of one forward, read once without values, as data.
 
-Operators are PyTorch's own (aten), seen below autograd, so every way to write an addition is one of a few. What is recorded of
-a tensor is its storage and how it looks at it: that says by itself which tensors share memory, and what a write changes.
+Operators are PyTorch's own (aten), seen below autograd, so every way to write an addition is one of a few. What is recorded
+of a tensor is its storage and how it looks at it: that says by itself which tensors share memory, and what a write changes.
 """
 
 from __future__ import annotations
 
 import sys
-from copy import copy as copy_of
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy as copy_of
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from meshkit.core import _torch, noting
 from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
 from meshkit.errors import PlanError
+from meshkit.program._copy import copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator. args, kwargs and outputs have a `TensorRef` for each tensor. call: number of the module call that runs it.
-    where: FILE:LINE of the model's code. grad_mode: whether autograd was recording."""
+    """One operator. args, kwargs and outputs have a `TensorRef` for each tensor.
+
+    call: number of the module call that runs it. where: FILE:LINE of the model's code. grad_mode: whether autograd recorded.
+    """
 
     op: Any
     args: tuple[Any, ...]
@@ -120,9 +123,8 @@ class Trace:
             for number in starts.get(index, ()):
                 lines.append(f"{'  ' * depth[number]}{self.calls[number].name or '(the model)'}")
             shown = ", ".join(str(value) for value in operation.args)
-            lines.append(
-                f"{'  ' * (depth[operation.call] + 1)}{_text(operation.outputs)} = {operation.name}({shown})  {operation.where}"
-            )
+            step = f"{_text(operation.outputs)} = {operation.name}({shown})"
+            lines.append(f"{'  ' * (depth[operation.call] + 1)}{step}  {operation.where}")
         return "\n".join(lines)
 
 
@@ -135,16 +137,28 @@ def _text(tree: Any) -> str:
     return ", ".join(map(str, tensors(tree))) or str(tree)
 
 
+class ReadingError(PlanError):
+    """The forward raised. module: the innermost one."""
+
+    def __init__(self, module: str, where: str, error: Exception) -> None:
+        super().__init__(f"{module or 'the model'} at {where}: {type(error).__name__}: {error}")
+        self.module = module
+
+
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, closed: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    closed: Mapping[str, str] = MappingProxyType({}),
 ) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
     operation, by name -> the operation's name; each returns a tensor like its first. So is a module that reads values of
     tensors, or makes tensors whose sizes depend on values: "closed".
-    Raises: PlanError for a model that does so itself: then the program is not the same for every batch. Whatever else the
-    forward raises comes through.
+    Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
+    whatever else the forward raises.
     """
     closed = dict(closed)
     guessed: list[str] = []
@@ -159,11 +173,11 @@ def trace(
                     f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
                     "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
                 ) from error
-        except Exception:
+        except Exception as error:
             # A module that was closed may return something else than a tensor like its first; then so is what is around it.
             name = guessed[-1].rpartition(".")[0] if guessed else ""
             if not name:
-                raise
+                raise ReadingError(recorder.failed, model_line(error), error) from error
         closed[name] = "closed"
         guessed.append(name)
 
@@ -318,7 +332,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, op: Any, refs: Any, out: Any) -> None:
         call = self._stack[-1] if self._stack else -1
         outputs = self._refs(out, f"op {len(self._operations)}")
-        self._operations.append(Operation(op, *refs, outputs, call, model_line(), torch.is_grad_enabled()))
+        self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
 
     def _refs(self, tree: Any, source: str) -> Any:
         return tree_map(lambda value: self._ref(value, source) if isinstance(value, Tensor) else value, tree)
@@ -339,8 +353,8 @@ class _NoGuess(Exception):
 
 
 class _Unfused(TorchFunctionMode):
-    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the bias;
-    and attention with a key for each query head.
+    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the
+    bias; and attention with a key for each query head.
 
     Raises: _NoGuess where the forward takes the output of a closed module apart, as it would a tuple.
     """
@@ -370,7 +384,10 @@ def _storage(source: str, tensor: Tensor) -> Storage:
 
 _PACKAGE = Path(__file__).parent.parent
 # Frames that are no model's code. Our own models are.
-_OTHERS = (str(Path(torch.__file__).parent), *(str(_PACKAGE / room) for room in ("program", "core", "parallel", "loss")))
+_OTHERS = (
+    str(Path(torch.__file__).parent),
+    *(str(_PACKAGE / room) for room in ("program", "core", "parallel", "loss")),
+)
 
 
 def model_line(error: BaseException | None = None) -> str:
@@ -399,12 +416,10 @@ def _without_value(value: Any) -> Any:
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    from meshkit.program._program import copied
-
     made: dict[int, Any] = {}
     for param in model.parameters():
         fake = nn.Parameter(_without_value(param.detach()), param.requires_grad)
-        fake.__dict__.update({k: v for k, v in param.__dict__.items()})
+        fake.__dict__.update(param.__dict__)
         made[id(param)] = fake
     for buffer in model.buffers():
         made[id(buffer)] = _without_value(buffer)
@@ -412,7 +427,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
     for module in copy.modules():
         # transformers' experts, by a way that loops over no values.
         config = module.__dict__.get("config")
-        if getattr(config, "_experts_implementation", None) is not None:
+        if config is not None and getattr(config, "_experts_implementation", None) is not None:
             config = copy_of(config)
             config._experts_implementation = "batched_mm"
             module.__dict__["config"] = config

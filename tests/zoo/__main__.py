@@ -28,7 +28,7 @@ class Config:
     out: Path = Path("runs/zoo.jsonl")
     """a line for each cell is added here"""
     resume: bool = False
-    """leave out cells that the file has"""
+    """leave out cells that the file has, but for those that hung"""
     show: bool = False
     """only print the table of the file, and what is wrong in it"""
     write_docs: bool = False
@@ -39,10 +39,10 @@ def main(config: Config) -> int:
     console = Console()
     columns = [part.strip() for part in config.meshes.split(";") if part.strip()] or list(COLUMNS)
     chosen = [name for name in zoo.names() if re.search(config.models, name)]
-    wanted = cells(chosen, columns, moes=zoo.moes(), masked=zoo.masked())
+    wanted = cells(chosen, columns, moes=zoo.moes(), padded=zoo.padded())
     wanted.sort(key=lambda cell: cell.ranks)  # stable: a model's cells stay together, and its oracle is kept
     if config.resume:
-        known = {(row.model, row.column) for row in read(config.out)}
+        known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang"}
         wanted = [cell for cell in wanted if (cell.model, cell.column) not in known]
     if config.write_docs:
         BUILT.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from tests.zoo import blocks, calls, causal, decoders, odd, paths
+from tests.zoo import blocks, calls, causal, decoders, masked, odd, paths
 from tests.zoo.case import Case, Cell, tokens
 
 NO_MODELS = (odd.Layers, odd.Residual)
@@ -17,8 +17,8 @@ NO_MODELS = (odd.Layers, odd.Residual)
 def odd_modules() -> dict[str, type[nn.Module]]:
     """Hand-written models by the name they have in their file."""
     found: dict[str, type[nn.Module]] = {}
-    bases = {decoders: decoders.Plain, blocks: decoders.Plain, paths: decoders.Plain, odd: nn.Module, calls: nn.Module}
-    for file, base in bases.items():
+    by_hand = dict.fromkeys((decoders, blocks, paths, masked), decoders.Plain)
+    for file, base in {**by_hand, odd: nn.Module, calls: nn.Module}.items():
         for name, each in vars(file).items():
             if isinstance(each, type) and issubclass(each, base) and each not in NO_MODELS:
                 found[name] = each
@@ -36,7 +36,7 @@ def moes() -> set[str]:
     return {name for name in causal.names() if causal.has_experts(name)} | {"odd.ExpertList", "odd.ExpertStack"}
 
 
-def masked() -> set[str]:
+def padded() -> set[str]:
     """Models that take an `attention_mask`."""
     return set(causal.names())
 

@@ -24,7 +24,7 @@ import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from tests.laws.parity.cases import mesh_for, own_rows
-from tests.own_part import difference
+from tests.compare_shards import difference
 from tests.zoo.case import Case, Cell, mean_loss
 from tests.zoo.exact import exact
 
@@ -32,6 +32,7 @@ Outcome = Literal["equal", "refused", "wrong", "crash", "hang", "unbuilt"]
 TOL_FP64 = 1e-9  # only the order of summation differs; relative to the largest of a tensor
 SMALL = 1e-4  # of the largest gradient: what is smaller than this is held against it, not against noise
 STEPS, LR = 2, 1e-2
+EPS = 1e-5  # AdamW: a gradient that is zero but for noise is divided by this, and must not become a step
 OTHERS_S = 1.5  # how long a rank that failed waits for the others to fail too
 
 
@@ -119,7 +120,7 @@ def _trained(cell: Cell, case: Case, expected: Alone, stages: list[str]) -> Said
             errors = _gradient_errors(run, expected)
             names = tuple(errors)
             faults += [(error, f"gradient of {name} is {error:.2g} off") for name, error in errors.items()]
-            optimizer = mk.adamw(run, lr=LR)  # after the first forward: parameters may be made there
+            optimizer = mk.adamw(run, lr=LR, eps=EPS)  # after the first forward: parameters may be made there
         if _worst_of_all_ranks(faults) > TOL_FP64:  # later steps would only repeat it; a rank alone may not leave
             break
         optimizer.step()
@@ -198,7 +199,9 @@ def _alone(model: str, padded: bool) -> Alone:
                 {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
                 {"params": [p for p in named.values() if p.ndim <= 1], "weight_decay": 0.0},
             ]
-            optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, betas=(0.9, 0.95))
+            optimizer = torch.optim.AdamW(
+                [group for group in groups if group["params"]], lr=LR, betas=(0.9, 0.95), eps=EPS
+            )
         optimizer.step()
         optimizer.zero_grad()
     changed = {

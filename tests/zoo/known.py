@@ -20,6 +20,8 @@ PART = [
     ("odd.Plain", "dp_shard=2 tp=2"),
     ("odd.ScaledHead", "pp=2"),
     ("odd.SoftmaxBetween", "tp=2"),
+    ("odd.MaskedPositions", "cp=2"),
+    ("odd.MaskedSum", "cp=2"),
     ("odd.Scalar", "dp_shard=2"),
     ("odd.ParameterHook", "dp_shard=2"),
 ]
@@ -32,6 +34,7 @@ KNOWN = {
     ("llama", "dp_shard=2, padded"): "the default loss drops attention_mask",
     ("odd.ScaledHead", "pp=2"): "what the model's forward does outside of blocks runs on every stage",
     ("odd.SoftmaxBetween", "tp=2"): "a pair by name, without a look at what lies between",
+    ("odd.MaskedSum", "cp=2"): "a sum along the tokens does not know that the sequence is split",
     ("odd.Scalar", "dp_shard=2"): "scalar parameters",
     ("odd.ParameterHook", "dp_shard=2"): "hooks on parameters are lost",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from unittest import mock
 
@@ -66,8 +65,8 @@ def same_rows_on_every_rank(cell: Cell, folder: str) -> Said:
 
 
 def another_optimizer(cell: Cell, folder: str) -> Said:
-    def adamw(run: mk.Run, *, lr: float) -> torch.optim.Optimizer:
-        return _ADAMW(run, lr=lr * (1 + 1e-6))
+    def adamw(run: mk.Run, *, lr: float, eps: float) -> torch.optim.Optimizer:
+        return _ADAMW(run, lr=lr * (1 + 1e-6), eps=eps)
 
     with mock.patch.object(mk, "adamw", adamw):
         return judge.judge(cell, folder)
@@ -130,8 +129,6 @@ def _hang(run: mk.Run) -> float:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_planted_fault_is_named(fault: Any, outcome: str, text: str) -> None:
-    begin = time.monotonic()
     row = verdict(PLAIN, fault)
     assert row.outcome == outcome, row
     assert any(each in row.text for each in text.split("|")), row
-    assert time.monotonic() - begin < 60

@@ -285,7 +285,7 @@ def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
 
 @noted()
 def vocab_lookup(weight: Tensor, ids: Tensor, start: int, padding: int | None) -> Tensor:
-    """Look up the ids of this rank's vocabulary, `weight`, whose first row is `start`; others are zero, and the sum over ranks
+    """Rows of this rank's vocabulary, `weight`, whose first row is `start`. Those of other ids are zero; the sum over ranks
     adds them."""
     if not len(weight):  # no row to look up: padded by one of zeros, through which the gradient still flows
         return F.embedding(torch.zeros_like(ids), F.pad(weight, (0, 0, 0, 1)))
@@ -311,7 +311,10 @@ class _LookUp(TorchFunctionMode):
 def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     shard = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
     padding = module.padding_idx
-    start, local_padding = shard.start, padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
+    start, local_padding = (
+        shard.start,
+        padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None,
+    )
     forward = type(module).forward
 
     def look_up(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
