@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._csv import read_csv
-from meshkit.parallel.pipeline._stages import Stages, plan_stages
+from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import Generator, named
+from meshkit.program import Example, ReadingError, Trace, example_of, trace
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Cut:
     """How a model is cut into stages.
 
     splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
-    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta.
+    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta. flow: what crosses the cuts for the
+    example, where there is one.
     """
 
     stages: Stages
@@ -31,6 +34,7 @@ class Cut:
     width: int
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
+    flow: Flow | None = None
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -67,11 +71,13 @@ def plan_pipeline(
     blocks: Sequence[str],
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
+    example: Example | None = None,
 ) -> Cut:
     """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
-    stage; default: by parameters.
+    stage; default: by parameters. example: by which the model's program is read; default: token ids, if it takes those.
+    Without one, what crosses the cuts shows at the first step.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
@@ -81,10 +87,24 @@ def plan_pipeline(
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    stages = plan_stages(model, blocks, table.stages, split=split)
+    read = _read(model, example)
+    stages = plan_stages(model, blocks, table.stages, split=split, read=read)
+    flow = None if read is None else flow_of(read, model, stages)
     width = _hidden_width(model, stages)
     tied = _tied(model, stages)
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model))
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
+
+
+def _read(model: nn.Module, example: Example | None) -> Trace | None:
+    given = example or example_of(model)
+    if given is None:
+        return None
+    try:
+        return trace(model, given.args, given.kwargs)
+    except ReadingError:
+        if example is not None:
+            raise
+        return None  # it takes something else
 
 
 def generator_of(schedule: Generator | Schedule | str) -> Generator:

@@ -7,8 +7,7 @@ what one reading says is used for no other. What depends on values cannot be rea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
 from meshkit.core.rng import using_keys
+from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect
-from meshkit.parallel.pipeline._flow import Flow, data_flow
-from meshkit.parallel.pipeline._stages import Stages, holders
-from meshkit.program import trace
+from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._stages import Stages, flow_of
+from meshkit.program import ReadingError, trace
 
 
 class Reading:
@@ -42,19 +42,12 @@ class Reading:
             with collect(), using_keys(None):
                 args, kwargs = call()
                 args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
-                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
-            self._flows[key] = data_flow(
-                read,
-                self.stages.count,
-                self.stages.stage_of,
-                modules=self.stages.names,
-                holders=lambda name: self._holders.get(name, ()),
-            )
+                try:
+                    read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+                except ReadingError as error:
+                    raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+            self._flows[key] = flow_of(read, self.model, self.stages)
         return self._flows[key]
-
-    @cached_property
-    def _holders(self) -> Mapping[str, Collection[int]]:
-        return holders(self.model, self.stages)
 
     def _set_training(self, running: nn.Module) -> None:
         modules = dict(running.named_modules())

@@ -21,17 +21,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError, StepError
-from meshkit.parallel.pipeline._flow import Flow, Value
-from meshkit.program import TensorRef, copied
+from meshkit.parallel.pipeline._flow import Flow, Value, data_flow, outermost, positions
+from meshkit.program import TensorRef, Trace, copied
 
 
 @dataclass(frozen=True)
 class Stages:
-    """blocks[stage]: names of its blocks, in order; head and tail: modules with parameters before and after the blocks."""
+    """blocks[stage]: names of its blocks, in order; head and tail: modules with parameters before and after the blocks.
+    between[stage]: those that are called between blocks, after the first of this stage's."""
 
     blocks: tuple[tuple[str, ...], ...]
     head: tuple[str, ...]
     tail: tuple[str, ...]
+    between: tuple[tuple[str, ...], ...] = ()
 
     @property
     def count(self) -> int:
@@ -40,7 +42,8 @@ class Stages:
     def modules_of(self, stage: int) -> tuple[str, ...]:
         head = self.head if stage == 0 else ()
         tail = self.tail if stage == self.count - 1 else ()
-        return (*head, *self.blocks[stage], *tail)
+        between = self.between[stage] if self.between else ()
+        return (*head, *self.blocks[stage], *between, *tail)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -58,11 +61,19 @@ class Stages:
         return self._by_module.get(name)
 
 
-def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: Sequence[int] | None = None) -> Stages:
+def plan_stages(
+    model: nn.Module,
+    blocks: Sequence[str],
+    count: int,
+    *,
+    split: Sequence[int] | None = None,
+    read: Trace | None = None,
+) -> Stages:
     """Share the blocks among `count` stages, in order, so that the most expensive stage is as cheap as possible.
 
     The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
-    number of blocks of each stage, in place of the costs.
+    number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called; without
+    it, they are taken to be called in the order in which the model registers them.
     Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
     in or after the blocks.
     """
@@ -74,7 +85,7 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
         raise PlanError(
             f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
         )
-    head, tail = _ends(model, blocks)
+    head, tail, called_between = _ends(model, blocks, read)
     if split is not None:
         if len(split) != count or sum(split) != len(blocks) or min(split) < 1:
             raise PlanError(
@@ -87,7 +98,10 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
         costs = [_cost(modules[name]) for name in blocks]
         sizes = balanced(costs, count, last=sum(_cost(modules[name]) for name in tail))
     edges = [0, *accumulate(sizes)]
-    stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail)
+    between = tuple(
+        tuple(name for name, after in called_between.items() if edges[i] < after <= edges[i + 1]) for i in range(count)
+    )
+    stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail, between)
     _refuse_shared(model, stages)
     return stages
 
@@ -106,7 +120,7 @@ def _refuse_shared(model: nn.Module, stages: Stages) -> None:
             )
     held: dict[int, tuple[str, int]] = {}
     for stage, own in enumerate(stages.blocks):
-        for block in own:
+        for block in (*own, *stages.between[stage]):
             for key, param in model.get_submodule(block).named_parameters():
                 name = f"{block}.{key}"
                 first, before = held.setdefault(id(param), (name, stage))
@@ -136,6 +150,12 @@ def holders(model: nn.Module, stages: Stages) -> dict[str, set[int]]:
             if stage is not None:
                 found.setdefault(id(tensor), set()).add(stage)
     return {name: found[key] for name, key in names.items() if key in found}
+
+
+def flow_of(read: Trace, model: nn.Module, stages: Stages) -> Flow:
+    """See `data_flow`."""
+    held = holders(model, stages)
+    return data_flow(read, stages.count, stages.stage_of, modules=stages.names, holders=lambda name: held.get(name, ()))
 
 
 def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
@@ -170,18 +190,33 @@ def _cost(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules with parameters before and after the blocks, in the order in which the model registers them."""
+def _ends(
+    model: nn.Module, blocks: Sequence[str], read: Trace | None
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
+    """Modules with parameters before and after the blocks, in the order in which the model registers them; and those between,
+    with the number of blocks before them."""
+    position: dict[str, int] = {}
+    last = len(blocks)
+    if read is not None:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        position = positions(read, blocks, outermost(read, blocks, names))
+        called = {call.name for call in read.calls}
+        last = max((index + 1 for index, block in enumerate(blocks) if block in called), default=0)
     inside = set(blocks)
     head: list[str] = []
     tail: list[str] = []
-    # Registered before or after the blocks: in which order they are called only a run could tell.
+    between: dict[str, int] = {}
     seen_blocks = False
     for name, module in model.named_modules():
         if name in inside:
             seen_blocks = True
-        elif any(name.startswith(f"{other}.") for other in (*blocks, *head, *tail)):
+        elif any(name.startswith(f"{other}.") for other in (*blocks, *head, *tail, *between)):
             continue
+        elif name in position:
+            if 0 < position[name] < last:
+                between[name] = position[name]
+            else:
+                (tail if position[name] else head).append(name)
         elif list(module.parameters(recurse=False)):
             if any(block.startswith(f"{name}.") or not name for block in blocks):
                 raise PlanError(
@@ -189,7 +224,7 @@ def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tup
                     "them into a module of their own before or after the blocks."
                 )
             (tail if seen_blocks else head).append(name)
-    return tuple(head), tuple(tail)
+    return tuple(head), tuple(tail), between
 
 
 # ----------------------------------------------------------------------------------------------------- stand-ins
