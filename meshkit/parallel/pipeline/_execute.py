@@ -19,7 +19,7 @@ from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
-from meshkit.parallel.pipeline._stages import Running, StagedModel
+from meshkit.parallel.pipeline._stages import OnAnotherRank, Running, StagedModel
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -81,6 +81,11 @@ def forward(
         run, values = model.run, flow.cuts[stage]
         assert run is not None
         return None, [run.handed[each] for each in values], [run.edges.get(each) for each in values]
+    except OnAnotherRank as error:
+        raise StepError(
+            f"pipeline: the loss function reads a module of another stage: {error}. Return what it needs as the model's "
+            "output, or use a mesh without pp."
+        ) from error
     if model.run is None:
         raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
     if any(_torch.is_fake(leaf) for leaf in _torch.tree_leaves(value)):
@@ -118,6 +123,11 @@ def arguments(model: nn.Module, microbatch: Any, loss: Loss) -> tuple[tuple[Any,
         loss(caller, microbatch)
     except _Called:
         return caller.args, caller.kwargs
+    except OnAnotherRank as error:
+        raise StepError(
+            f"pipeline: the loss function reads a module of another stage: {error}. Call the model first, or use a mesh "
+            "without pp."
+        ) from error
     raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
 
 

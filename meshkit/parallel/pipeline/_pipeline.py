@@ -140,7 +140,7 @@ class Pipeline:
         peer = self.cut.ends[1] if first else self.cut.ends[0]
         # One group for each direction: see [Note: receives are posted in the sender's order].
         to_peer, from_peer = (self.up, self.down) if self.rank < peer else (self.down, self.up)
-        params = dict(self.staged.model.named_parameters())
+        params = dict(self.staged.model.named_parameters(remove_duplicate=False))
         for head, tail in self.cut.copied:
             param = params[head if first else tail]
             if not param.requires_grad:

@@ -262,6 +262,10 @@ class Running:
             )
 
 
+class OnAnotherRank(AttributeError):
+    """An AttributeError, so that whoever only asks for an attribute gets an answer."""
+
+
 class Absent(nn.Module):
     """Stand-in for a module of another stage. like: the module without values, whose attributes it shows."""
 
@@ -277,7 +281,8 @@ class Absent(nn.Module):
         # In its forward, a model may ask a layer for its kind, or a head for the dtype of its weight.
         staged = vars(self).get("_staged")
         if staged is None or not staged.runs:
-            raise AttributeError(f"{key!r}: this module is on another rank of pp")
+            name = vars(self).get("_name", "this module")
+            raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {key!r} cannot be read here")
         if vars(self)["_twin"] is None:
             vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
         return getattr(vars(self)["_twin"], key)
