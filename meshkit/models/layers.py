@@ -18,8 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from meshkit.errors import PlanError
 from meshkit.core import noting
+from meshkit.errors import PlanError
 from meshkit.mask import Mask
 
 # ---------------------------------------------------------------------------------------------- rotary positions

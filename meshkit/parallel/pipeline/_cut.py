@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from meshkit.program import Example, ReadingError, Trace, example_of, trace
 class Cut:
     """How a model is cut into stages.
 
-    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
-    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta. flow: what crosses the cuts for the
+    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where something
+    else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta. flow: what crosses the cuts for the
     example, where there is one.
     """
 
@@ -31,7 +32,7 @@ class Cut:
     generate: Generator
     placement: tuple[int, ...]
     splits_backward: bool
-    width: int
+    width: int | None
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
     flow: Flow | None = None
@@ -60,6 +61,28 @@ class Cut:
         stage = self.stages.stage_of(name)
         return stage is None or self.placement[stage] == rank
 
+    def message_bytes(
+        self, model: nn.Module, rows: int, tokens: int, dtype: torch.dtype
+    ) -> list[list[tuple[int, bool]]]:
+        """For each cut, (bytes, whether it has a gradient) of each tensor that crosses it, for a batch of these rows and tokens.
+
+        model: the full one. dtype: what it computes in.
+        """
+        if self.width is not None:
+            return [[(rows * tokens * self.width * dtype.itemsize, True)]] * (self.stages.count - 1)
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        flow = flow_of(trace(model, (ids,), {}), model, self.stages)
+        return [
+            [
+                (
+                    prod(ref.shape) * (dtype if ref.dtype.is_floating_point else ref.dtype).itemsize,
+                    ref.dtype.is_floating_point,
+                )
+                for ref in flow.crossing(cut)
+            ]
+            for cut in range(self.stages.count - 1)
+        ]
+
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
@@ -77,7 +100,7 @@ def plan_pipeline(
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
     stage; default: by parameters. example: by which the model's program is read; default: token ids, if it takes those.
-    Without one, what crosses the cuts shows at the first step.
+    Without one, one hidden state is taken to cross each cut until the first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
@@ -90,7 +113,7 @@ def plan_pipeline(
     read = _read(model, example)
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
     flow = None if read is None else flow_of(read, model, stages)
-    width = _hidden_width(model, stages)
+    width = _hidden_width(model, stages) if flow is None else flow.width
     tied = _tied(model, stages)
     return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
 

@@ -35,6 +35,20 @@ class Flow:
     refs: Mapping[Value, TensorRef] = field(default_factory=dict)
     written: frozenset[Value] = frozenset()
 
+    def crossing(self, cut: int) -> list[TensorRef]:
+        """What crosses a cut."""
+        return [self.refs[value] for value in self.cuts[cut]]
+
+    @property
+    def width(self) -> int | None:
+        """The features of the hidden state [B, T, C], where that alone crosses every cut."""
+        crossing = [self.crossing(cut) for cut in range(len(self.cuts))]
+        shapes = {ref.shape for refs in crossing for ref in refs if ref.dtype.is_floating_point}
+        if len(shapes) != 1 or any(len(refs) != 1 for refs in crossing):
+            return None
+        (shape,) = shapes
+        return shape[-1] if len(shape) == 3 else None
+
 
 def data_flow(
     trace: Trace,
@@ -183,7 +197,9 @@ class _Walk:
                 elif owner != consumer and self._stage(owner) != stage:
                     self._receive(ref, index, owner, stage, before, needs)
 
-    def _receive(self, ref: TensorRef, index: int, owner: int, stage: int, before: int, needs: dict[Value, int]) -> None:
+    def _receive(
+        self, ref: TensorRef, index: int, owner: int, stage: int, before: int, needs: dict[Value, int]
+    ) -> None:
         producer, source = self._stage(owner), self.calls[owner]
         operation = self.trace.operations[index]
         user = self._user(before)

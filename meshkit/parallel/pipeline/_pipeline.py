@@ -33,8 +33,8 @@ from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._stages import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, Task, messages, need_of
 from meshkit.plan import match_names
-from meshkit.program import without_values
 from meshkit.plan.match import listed
+from meshkit.program import without_values
 from meshkit.strategy import PipelinePolicy
 
 _KEY = "_meshkit_pipeline"
@@ -186,10 +186,9 @@ class Pipeline:
         def layout(output: Task) -> list[tuple[tuple[int, ...], torch.dtype]]:
             flow = flows[output.microbatch]
             if output.op == "F":
-                refs = [flow.refs[value] for value in flow.cuts[output.stage]]
+                refs = flow.crossing(output.stage)
             else:
-                refs = [flow.refs[value] for value in flow.cuts[output.stage - 1]]
-                refs = [ref for ref in refs if ref.dtype.is_floating_point]
+                refs = [ref for ref in flow.crossing(output.stage - 1) if ref.dtype.is_floating_point]
             return [(ref.shape, ref.dtype) for ref in refs]
 
         return P2P(messages, self.rank, layout, self.staged.device, self.up, self.down)

@@ -71,7 +71,9 @@ def _like(tree: Any) -> Any:
     """What two batches have alike that are read once."""
     leaves, spec = _torch.tree_flatten(tree)
     return str(spec), tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), str(leaf) if isinstance(leaf, bool | int | str) else "")
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), str(leaf) if isinstance(leaf, bool | int | str) else "")
         for leaf in leaves
     )
 

@@ -8,7 +8,7 @@ the modules of all its stages under their own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -349,7 +349,9 @@ class StagedModel:
         for other in self.local_stages:
             for name in self.stages.modules_of(other):
                 own = self.model.get_submodule(name)
-                swapped[name] = _put(self.model, name, Present(self, name, own) if name in present else self._absent[name])
+                swapped[name] = _put(
+                    self.model, name, Present(self, name, own) if name in present else self._absent[name]
+                )
         before, self._running = self._running, run
         try:
             yield run
