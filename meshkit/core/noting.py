@@ -20,9 +20,9 @@ reader: ContextVar[Note | None] = ContextVar("what reads the program", default=N
 
 
 class AnyMask:
-    """Stands for a mask while a program is read, where it could depend on values, or has state: attention of no keys at all."""
+    """Stands for a mask while a program is read, where it could depend on values, or has state; it attends to nothing."""
 
-    def windowed(self, window: int | None) -> AnyMask:
+    def windowed(self, window: int | None) -> Any:
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **choices: Any) -> Tensor:

@@ -178,8 +178,8 @@ def trace(
             name = guessed[-1].rpartition(".")[0] if guessed else ""
             if not name and guessed:
                 raise PlanError(
-                    f"{guessed[0]} of {type(model).__name__}: what runs next depends on a tensor's values, so one reading does "
-                    "not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                    f"{guessed[0]} of {type(model).__name__}: what runs next depends on a tensor's values, so one reading "
+                    "does not show what other batches do. Use dp axes only, or write it without (torch.where)."
                 ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error

@@ -23,9 +23,9 @@ from meshkit.program import Example, ReadingError, Trace, example_of, trace
 class Cut:
     """How a model is cut into stages.
 
-    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where something
-    else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta. flow: what crosses the cuts for the
-    example, where there is one.
+    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
+    something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
+    of the full model, on meta. flow: what crosses the cuts for the example, where there is one.
     """
 
     stages: Stages
@@ -64,7 +64,7 @@ class Cut:
     def message_bytes(
         self, model: nn.Module, rows: int, tokens: int, dtype: torch.dtype
     ) -> list[list[tuple[int, bool]]]:
-        """For each cut, (bytes, whether it has a gradient) of each tensor that crosses it, for a batch of these rows and tokens.
+        """For each cut, (bytes, whether it has a gradient) of each tensor that crosses it, for a batch of these sizes.
 
         model: the full one. dtype: what it computes in.
         """

@@ -53,8 +53,8 @@ class _StageModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.run is not None:
             raise PlanError(
-                "pipeline: the loss function calls its model twice, but a microbatch passes the stages once. Put both into one "
-                "call, rows end to end, or use a mesh without pp."
+                "pipeline: the loss function calls its model twice, but a microbatch passes the stages once. Put both into "
+                "one call, rows end to end, or use a mesh without pp."
             )
         # Left before `_StageOutput` is raised, so the model has all its modules again whatever the loss function does.
         with self.staged.running(self.stage, self.flow, self.received) as self.run:
@@ -72,7 +72,7 @@ class _StageModel:
 def forward(
     staged: StagedModel, stage: int, flow: Flow, received: Sequence[Tensor], microbatch: Any, loss: Loss
 ) -> tuple[Tensor | None, list[Tensor], list[GradientEdge | None]]:
-    """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where that is in the graph."""
+    """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where in the graph."""
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
     model = _StageModel(staged, stage, flow, given)
     try:
@@ -146,8 +146,8 @@ def execute(
 
     Returns the losses, if the last stage is on this rank, and for each forward (report of its routers, weight of its loss);
     both in the order of the table.
-    microbatches: (microbatch, weight of its loss). flows: of each microbatch. scale: losses are divided by it before their backward. The two halves of
-    an FB row run one after the other, with the messages of both under way.
+    microbatches: (microbatch, weight of its loss). flows: of each microbatch. scale: losses are divided by it before their
+    backward. The two halves of an FB row run one after the other, with the messages of both under way.
     """
     step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, recording)
     if recording is not None:
@@ -234,8 +234,8 @@ class _Step:
         state = self.live[task.stage, task.microbatch]
         with defer_weight_gradients(state.deferred) if task.op == "I" else nullcontext():
             if state.roots:
-                # One call for all roots, so that a node which several reach runs once, with the sum of their gradients. A loss
-                # is a scalar: its gradient, None here, is 1.
+                # One call for all roots, so that a node which several reach runs once, with the sum of their gradients. A
+                # loss is a scalar: its gradient, None here, is 1.
                 torch.autograd.backward(
                     [edge for edge, _ in state.roots],
                     [None if number is None else grads[number] for _, number in state.roots],

@@ -18,8 +18,8 @@ from meshkit.program import ModuleCall, Operation, TensorRef, Trace, draws, tens
 
 @dataclass(frozen=True, order=True)
 class Value:
-    """A tensor that a module of a stage returned. call: number of the call, among those of all stages' modules; leaf: which of
-    its output."""
+    """A tensor that a module of a stage returned. call: number of the call, among those of all stages' modules; leaf: which
+    of its output."""
 
     call: int
     leaf: int
@@ -126,8 +126,8 @@ class _Walk:
                 self.calls.append(call)
             elif (inner := next((name for name in modules if _inside(call.name, name)), None)) is not None:
                 raise PlanError(
-                    f"pipeline: {call.name!r} is called by {_name(trace, call.parent)!r} and not by {inner!r}, of which it is "
-                    "a part: a rank without that has nothing to call. Call it there, or use a mesh without pp."
+                    f"pipeline: {call.name!r} is called by {_name(trace, call.parent)!r} and not by {inner!r}, of which it "
+                    "is a part: a rank without that has nothing to call. Call it there, or use a mesh without pp."
                 )
         self.writers = self._writers()
 
@@ -151,7 +151,7 @@ class _Walk:
         computed: dict[int, int] = {}  # operations that draw random numbers: the stage that runs them
         for stage in range(self.stages):
             seen: set[tuple[int, int]] = set()
-            for number, call in enumerate(self.calls):
+            for number in range(len(self.calls)):
                 if self._stage(number) == stage:
                     for ref, before in self._reads(number):
                         self._need(ref, before, stage, number, seen, needs, computed)
@@ -190,8 +190,8 @@ class _Walk:
                     operation = self.trace.operations[index]
                     if draws(operation) and computed.setdefault(index, stage) != stage:
                         raise PlanError(
-                            f"pipeline: {self._line(operation)} draws random numbers that stages {computed[index]} and {stage} "
-                            "both need, and each would draw its own. Set its rate to 0, or use a mesh without pp."
+                            f"pipeline: {self._line(operation)} draws random numbers that stages {computed[index]} and "
+                            f"{stage} both need, and each would draw its own. Set its rate to 0, or use a mesh without pp."
                         )
                     pending += [(each, index, None) for each in tensors((operation.args, operation.kwargs))]
                 elif owner != consumer and self._stage(owner) != stage:
@@ -205,13 +205,13 @@ class _Walk:
         user = self._user(before)
         if producer > stage:
             raise PlanError(
-                f"pipeline: {user} of stage {stage} needs what {source.name!r} of stage {producer} returns, which runs after it: "
-                "blocks run in reverse order, or again. Use fewer stages, or a mesh without pp."
+                f"pipeline: {user} of stage {stage} needs what {source.name!r} of stage {producer} returns, which runs after "
+                "it: blocks run in reverse order, or again. Use fewer stages, or a mesh without pp."
             )
         if self.trace.storages[ref.storage].source != f"op {index}" and not self._made_in(ref.storage, owner):
             raise PlanError(
-                f"pipeline: {self._line(operation)} in {source.name!r} of stage {producer} changes in place what it was given, "
-                f"which {user} of stage {stage} reads afterwards. Write it without (x + y in place of x += y)."
+                f"pipeline: {self._line(operation)} in {source.name!r} of stage {producer} changes in place what it was "
+                f"given, which {user} of stage {stage} reads afterwards. Write it without (x + y in place of x += y)."
             )
         found = [
             Value(owner, leaf)
@@ -248,9 +248,9 @@ class _Walk:
         """The calls whose results the call reads, at once or through operations between modules."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()
-        pending = [(ref, before, True) for ref, before in self._reads(number)]
+        pending = list(self._reads(number))
         while pending:
-            ref, before, direct = pending.pop()
+            ref, before = pending.pop()
             for index in self.writers.get(ref.storage, ()):
                 if index >= before or (ref.storage, index) in seen:
                     continue
@@ -262,7 +262,7 @@ class _Walk:
                     continue
                 seen.add((ref.storage, index))
                 operation = self.trace.operations[index]
-                pending += [(each, index, False) for each in tensors((operation.args, operation.kwargs))]
+                pending += [(each, index) for each in tensors((operation.args, operation.kwargs))]
         return {each for each in found if each < number}
 
     # ------------------------------------------------------------------------------------------------- small things

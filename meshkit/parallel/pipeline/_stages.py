@@ -1,8 +1,8 @@
 """Pipeline stages: how blocks are shared among stages, and how one model object runs as any of them.
 
 A stage runs the model's own forward with the modules of other stages replaced by stand-ins. They return what was received of
-earlier stages, and for the rest tensors without values; see `_flow`. So every rank computes positions and masks from the batch
-itself, as it does whatever else lies between modules, and the model's code needs no change. A rank has one model object with
+earlier stages, and for the rest tensors without values; see `_flow`. So every rank computes positions and masks from the
+batch itself, as it does whatever else lies between modules, and the model's code needs no change. A rank has one model object with
 the modules of all its stages under their own names.
 """
 
@@ -72,8 +72,8 @@ def plan_stages(
     """Share the blocks among `count` stages, in order, so that the most expensive stage is as cheap as possible.
 
     The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
-    number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called; without
-    it, they are taken to be called in the order in which the model registers them.
+    number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called;
+    without it, they are taken to be called in the order in which the model registers them.
     Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
     in or after the blocks.
     """
@@ -140,7 +140,7 @@ def _refuse_shared(model: nn.Module, stages: Stages) -> None:
 
 
 def holders(model: nn.Module, stages: Stages) -> dict[str, set[int]]:
-    """By name of a parameter or buffer: the stages that hold it, under this or another name. Those of no stage are left out."""
+    """By name of a parameter or buffer: the stages that hold it, under this or another name. Those of none are left out."""
     found: dict[int, set[int]] = {}
     names: dict[str, int] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -248,8 +248,8 @@ class Running:
         wanted = self.flow.calls[number].name if number < len(self.flow.calls) else "the end of the forward"
         if name != wanted:
             raise StepError(
-                f"pipeline: the forward calls {name!r} where it called {wanted!r} when it was read, so what stages hand on is "
-                "not known. Blocks that are skipped or repeated by chance or by values need a mesh without pp."
+                f"pipeline: the forward calls {name!r} where it called {wanted!r} when it was read, so what stages hand on "
+                "is not known. Blocks that are skipped or repeated by chance or by values need a mesh without pp."
             )
         self.calls += 1
         return number
@@ -257,8 +257,8 @@ class Running:
     def end(self) -> None:
         if self.calls < len(self.flow.calls):
             raise StepError(
-                f"pipeline: the forward ended without {self.flow.calls[self.calls].name!r}, which it called when it was read, "
-                "so what stages hand on is not known. Blocks that are skipped by chance or by values need a mesh without pp."
+                f"pipeline: the forward ended without {self.flow.calls[self.calls].name!r}, which it called when it was "
+                "read, so what stages hand on is not known. Blocks that are skipped by chance or by values need a mesh without pp."
             )
 
 
@@ -388,8 +388,8 @@ class StagedModel:
         run = self._running
         if run is None or _torch.in_backward():
             raise StepError(
-                f"pipeline: {name!r} is on another stage, but was called outside of a forward, or by activation checkpointing "
-                "that spans stages. Checkpoint single blocks, and call the model by its run."
+                f"pipeline: {name!r} is on another stage, but was called outside of a forward, or by activation "
+                "checkpointing that spans stages. Checkpoint single blocks, and call the model by its run."
             )
         number = run.begin(name)
         call = run.flow.calls[number]
@@ -445,8 +445,8 @@ def _refuse_unlike(value: Any, ref: TensorRef, name: str) -> None:
         )
     if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
         raise StepError(
-            f"pipeline: {name!r} returned {list(value.shape)} in {value.dtype}, but {list(ref.shape)} in {ref.dtype} when the "
-            "model was read for a batch of these shapes. Shapes must not depend on values; or use a mesh without pp."
+            f"pipeline: {name!r} returned {list(value.shape)} in {value.dtype}, but {list(ref.shape)} in {ref.dtype} when "
+            "the model was read for a batch of these shapes. Shapes must not depend on values; or use a mesh without pp."
         )
 
 
