@@ -234,7 +234,7 @@ def attention_mask(
     """
     batch, tokens = input_ids.shape
     if position_ids is not None and noting.reader.get() is not None:
-        return noting.AnyMask()  # where documents begin is a matter of values
+        position_ids = None  # where documents begin is a matter of values, and attention is the same head by head
     if mask is not None:
         windowed = mask.windowed(window)
         return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from meshkit.core import _torch, noting
 from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
 from meshkit.errors import PlanError
+from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program._copy import copied
 
 
@@ -188,6 +189,14 @@ def trace(
 
 
 def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
+) -> Trace:
+    # Neither routers' reports nor whoever watches operators may know of a forward that is only read.
+    with collect_nothing(), _torch.without_modes():
+        return _recorded(model, args, kwargs, closed, recorder)
+
+
+def _recorded(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
 ) -> Trace:
     fake = _torch.fake_mode()

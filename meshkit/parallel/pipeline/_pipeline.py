@@ -88,7 +88,16 @@ class Pipeline:
         model = self.staged.model
         checked = self._checked(len(microbatches))
         # Before anything is sent or gathered: a model that cannot run in these stages is refused here.
-        flows = [self._flow(microbatch, loss) for microbatch, _ in microbatches]
+        flows = []
+        for index, (microbatch, _) in enumerate(microbatches):
+            try:
+                flows.append(self._flow(microbatch, loss))
+            except Exception as error:
+                stage = self.staged.local_stages[0]
+                error.add_note(
+                    f"pipeline {checked.schedule.name!r}: pp rank {self.rank}, stage {stage}, F of microbatch {index}"
+                )
+                raise
         # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
         p2p = self._p2p(checked.messages, flows)

@@ -17,7 +17,6 @@ from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
 from meshkit.core.rng import using_keys
 from meshkit.errors import PlanError
-from meshkit.moe.aux_loss import collect
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of
 from meshkit.program import ReadingError, trace
@@ -38,8 +37,7 @@ class Reading:
         key = (_like(microbatch), _code(loss), torch.is_grad_enabled(), running.training)
         if key not in self._flows:
             self._set_training(running)
-            # Nothing of what a reading does counts: no router's report, no dropout by keys.
-            with collect(), using_keys(None):
+            with using_keys(None):  # no dropout by keys
                 args, kwargs = call()
                 args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
                 try:

@@ -2,8 +2,8 @@
 
 A stage runs the model's own forward with the modules of other stages replaced by stand-ins. They return what was received of
 earlier stages, and for the rest tensors without values; see `_flow`. So every rank computes positions and masks from the
-batch itself, as it does whatever else lies between modules, and the model's code needs no change. A rank has one model object with
-the modules of all its stages under their own names.
+batch itself, as it does whatever else lies between modules, and the model's code needs no change. A rank has one model object
+with the modules of all its stages under their own names.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class Running:
         if self.calls < len(self.flow.calls):
             raise StepError(
                 f"pipeline: the forward ended without {self.flow.calls[self.calls].name!r}, which it called when it was "
-                "read, so what stages hand on is not known. Blocks that are skipped by chance or by values need a mesh without pp."
+                "read, so what stages hand on is not known. Blocks that are skipped by chance or by values need a mesh "
+                "without pp."
             )
 
 
