@@ -188,7 +188,16 @@ class Pipeline:
 
     def _flow(self, microbatch: Any, loss: Loss) -> Flow:
         model = self.staged.model
-        return self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
+        try:
+            return self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
+        except PlanError as error:
+            if self.cut.flow is None:
+                error.add_note(
+                    "When the stages were planned, nothing told in which order the model calls its modules, so those that it "
+                    "registers before its blocks are on the first stage and the others on the last. "
+                    "parallelize(..., example=...) tells."
+                )
+            raise
 
     def _p2p(self, messages: Sequence[Message], flows: Sequence[Flow]) -> P2P:
         # All ranks of pp read the same microbatches, so a receiver knows each shape from its own, and none is sent ahead.

@@ -398,8 +398,11 @@ class StagedModel:
         recorded = _torch.tree_leaves((call.args, call.kwargs))
         leaves, spec = _torch.tree_flatten(call.output)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, TensorRef):
-                leaves[index] = self._given(run, Value(number, index), leaf)
+            value = Value(number, index)
+            if isinstance(leaf, TensorRef) and value not in run.received and leaf in recorded:
+                leaves[index] = given[recorded.index(leaf)]  # it returns what it was given
+            elif isinstance(leaf, TensorRef):
+                leaves[index] = self._given(run, value, leaf)
             elif not isinstance(leaf, PLAIN) and len(given) == len(recorded):
                 same = next((mine for mine, theirs in zip(given, recorded, strict=True) if theirs is leaf), leaf)
                 leaves[index] = same  # an object that the module was given and returns, as a cache of keys
