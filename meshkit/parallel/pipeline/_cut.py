@@ -16,7 +16,7 @@ from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import Generator, named
-from meshkit.program import Example, ReadingError, Trace, example_of, trace
+from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,11 @@ def plan_pipeline(
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
     read = _read(model, example)
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
-    flow = None if read is None else flow_of(read, model, stages)
-    width = _hidden_width(model, stages) if flow is None else flow.width
+    if read is None:
+        flow, width = None, _hidden_width(model, stages)
+    else:
+        flow = flow_of(read, model, stages)
+        width = flow.width(next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ()))
     tied = _tied(model, stages)
     return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
 

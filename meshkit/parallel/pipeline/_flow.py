@@ -39,15 +39,14 @@ class Flow:
         """What crosses a cut."""
         return [self.refs[value] for value in self.cuts[cut]]
 
-    @property
-    def width(self) -> int | None:
-        """The features of the hidden state [B, T, C], where that alone crosses every cut."""
+    def width(self, rows_tokens: tuple[int, ...]) -> int | None:
+        """The features of the hidden state [B, T, C], where that alone crosses every cut. rows_tokens: (B, T)."""
         crossing = [self.crossing(cut) for cut in range(len(self.cuts))]
         shapes = {ref.shape for refs in crossing for ref in refs if ref.dtype.is_floating_point}
         if len(shapes) != 1 or any(len(refs) != 1 for refs in crossing):
             return None
         (shape,) = shapes
-        return shape[-1] if len(shape) == 3 else None
+        return shape[-1] if len(shape) == 3 and shape[:2] == rows_tokens else None
 
 
 def data_flow(

@@ -56,7 +56,7 @@ def worst(name: str, mesh: str, schedule: str) -> float:
         ("EarlyExits", "pp=4", "1f1b"),
         ("SkipAsInUNet", "pp=2", "zb-h1"),
         ("InPlace", "pp=4", "1f1b"),
-        ("GradientHook", "pp=2", "interleaved"),
+        ("DetachedHalf", "pp=2", "interleaved"),
         ("TupleBlocks", "pp=2", "zbv"),
         ("OnTokenCount", "pp=2", "1f1b"),
     ],
