@@ -28,9 +28,9 @@ class AnyMask:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **choices: Any) -> Tensor:
         """Plain causal attention. query: [B, T, H, D]; key, value: [B, T, K, D]. Returns [B, T, H, D]."""
-        heads = (each.transpose(1, 2) for each in (query, key, value))
-        out: Tensor = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
-        return out.transpose(1, 2)
+        grouped = query.shape[2] != key.shape[2]
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
