@@ -165,16 +165,25 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:
-    def parameters(modules: tuple[str, ...]) -> dict[int, str]:
-        return {
-            id(param): f"{name}.{key}"
-            for name in modules
-            for key, param in model.get_submodule(name).named_parameters()
-        }
-
     # Tying is sharing one Parameter object. Sharding puts new objects in place, which is why the plan comes before it.
-    head, tail = parameters(stages.head), parameters(stages.tail)
-    return tuple((head[key], tail[key]) for key in head if key in tail)
+    head: dict[int, str] = {}
+    tail: dict[int, str] = {}
+    # With duplicates: a rank knows the parameter by the first of the names that its modules have.
+    for name, param in model.named_parameters(remove_duplicate=False):
+        stage = stages.stage_of(name)
+        if stage == 0:
+            head.setdefault(id(param), name)
+        if stage == stages.count - 1:
+            tail.setdefault(id(param), name)
+    tied = {key: (head[key], tail[key]) for key in head if key in tail}
+    for name, param in model.named_parameters():
+        if id(param) in tied and tied[id(param)][0] != name:
+            raise PlanError(
+                f"pipeline: {tied[id(param)][0]!r} of the first stage is the same parameter as {name!r} of the last, which "
+                "the model registers before it, so checkpoints name it by a module that the first stage has not. Register "
+                "modules in the order in which they are called, or use a mesh without pp."
+            )
+    return tuple(tied.values())
 
 
 def _hidden_width(model: nn.Module, stages: Stages) -> int:
