@@ -299,7 +299,7 @@ class Present:
         object.__setattr__(self, "_meshkit_name", name)
         object.__setattr__(self, "_meshkit_module", module)
 
-    @property
+    @property  # type: ignore[misc]  # stubs: an attribute
     def __class__(self) -> Any:
         return type(self._meshkit_module)
 
