@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
@@ -27,9 +28,10 @@ from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
 from meshkit.parallel.tensor import tensor_parallel
+from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.proof import prove_at_first_call
 from meshkit.parallel.tensor.regather import regions
-from meshkit.program import Example, read_program
+from meshkit.program import Example, read_program, without_values
 from meshkit.resolve import Resolved, resolve_together
 from meshkit.step import Run
 from meshkit.strategy import Budget, Strategy
@@ -85,7 +87,19 @@ def parallelize(
     )
     share_counts(model, mesh, sequence=sequence)
     if resolved.cut is not None:
-        cut_stages(model, mesh["pp"], resolved.cut, dtype=resolved.compute, parts=resolved.sequence_multiple)
+        on_rank = without_values(program.model)
+        if resolved.layout is not None:
+            shard_without_ranks(on_rank, "", resolved.layout, rank=mesh["tp"].get_local_rank())
+        cut_stages(
+            model,
+            mesh["pp"],
+            resolved.cut,
+            full=program.model,
+            on_rank=on_rank,
+            device=mesh.device,
+            dtype=resolved.compute if resolved.memory.precision is not None else None,
+            closed=resolved.experts,
+        )
     blocks = resolved.blocks_of(stage)
     _keep_less(model, resolved, blocks, mesh)
     if resolved.strategy.compile:

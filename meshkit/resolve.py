@@ -257,7 +257,14 @@ def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Name
     if spec.pp == 1:
         return None
     policy = strategy.pipeline
-    cut = plan_pipeline(program.model, spec.pp, blocks=names.blocks, schedule=policy.schedule, split=policy.stages)
+    cut = plan_pipeline(
+        program.model,
+        spec.pp,
+        blocks=names.blocks,
+        schedule=policy.schedule,
+        split=policy.stages,
+        example=program.example,
+    )
     _refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
         check(cut.generate(spec.pp, strategy.microbatches))

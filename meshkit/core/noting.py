@@ -10,6 +10,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch.nn.functional as F
+from torch import Tensor
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Note = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -20,6 +23,19 @@ reader: ContextVar[Note | None] = ContextVar("what reads the program", default=N
 def being_read() -> bool:
     """Whether a program is read now: tensors have no values to look at."""
     return reader.get() is not None
+
+
+class AnyMask:
+    """Stands for a mask while a program is read, where it could depend on values, or has state."""
+
+    def windowed(self, window: int | None) -> Any:
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **choices: Any) -> Tensor:
+        """Plain causal attention. query: [B, T, H, D]; key, value: [B, T, K, D]. Returns [B, T, H, D]."""
+        grouped = query.shape[2] != key.shape[2]
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:

@@ -233,6 +233,8 @@ def attention_mask(
     always lead to a BlockMask there.
     """
     batch, tokens = input_ids.shape
+    if position_ids is not None and being_read():
+        position_ids = None  # where documents begin is a matter of values, and attention is the same head by head
     if mask is not None:
         windowed = mask.windowed(window)
         return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed
@@ -242,12 +244,12 @@ def attention_mask(
     documents_BT = None
     if position_ids is not None and input_ids.numel():
         starts = F.pad(position_ids.expand_as(input_ids).diff(dim=1) != 1, (1, 0))
-        # Reading the answer would stall CUDA and cannot be traced by torch.compile, nor where there are no values.
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or being_read() or bool(starts.any()):
+        # Reading the answer would stall CUDA and cannot be traced by torch.compile.
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or bool(starts.any()):
             documents_BT = starts.cumsum(dim=1)
     if not input_ids.numel() or (documents_BT is None and window is None):
         return None
-    if documents_BT is not None and not input_ids.is_cuda and not being_read():
+    if documents_BT is not None and not input_ids.is_cuda:
         return Documents(documents_BT, window)
     sees = _visibility(documents_BT, window)
     if input_ids.is_cuda:

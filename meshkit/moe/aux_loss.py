@@ -61,6 +61,16 @@ def collect() -> Iterator[Collected]:
         _collected.reset(token)
 
 
+@contextmanager
+def collect_nothing() -> Iterator[None]:
+    """Inside, reports are ignored: of a forward that is only read."""
+    token = _collected.set(None)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+
+
 @torch.compiler.disable(reason="collecting changes Python objects")  # type: ignore[untyped-decorator]  # torch's
 def report(router: nn.Module, counts_E: Tensor, losses: Mapping[str, Tensor]) -> None:
     """A router calls this once in each forward. In a compiled block it is a graph break."""

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from meshkit.core import _torch, noting
 from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
 from meshkit.errors import PlanError
+from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program._copy import copied
 
 
@@ -106,6 +107,8 @@ class Trace:
     calls: tuple[ModuleCall, ...]
     storages: tuple[Storage, ...]
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
+    """the logits, where the output has such, else all of it: what a loss reads"""
 
     @property
     def output(self) -> Any:
@@ -163,7 +166,7 @@ def trace(
     while True:
         recorder = Recorder()
         try:
-            with _torch.without_modes(), torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed
@@ -175,6 +178,11 @@ def trace(
         except Exception as error:
             # A module that was closed may return something else than a tensor like its first; then so is what is around it.
             name = guessed[-1].rpartition(".")[0] if guessed else ""
+            if not name and guessed:
+                raise PlanError(
+                    f"{guessed[0]} of {type(model).__name__}: what runs next depends on a tensor's values, so one reading "
+                    "does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error
         closed[name] = "closed"
@@ -182,6 +190,14 @@ def trace(
 
 
 def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
+) -> Trace:
+    # Neither routers' reports nor whoever watches operators may know of a forward that is only read.
+    with collect_nothing(), _torch.without_modes():
+        return _recorded(model, args, kwargs, closed, recorder)
+
+
+def _recorded(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
 ) -> Trace:
     fake = _torch.fake_mode()
@@ -236,6 +252,7 @@ class Recorder(TorchDispatchMode):
         self._failed: str | None = None
         self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
         self._inputs: dict[str, Any] = {}
+        self._result: Any = None
 
     def name_storage(self, tensor: Tensor, source: str) -> int:
         # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
@@ -259,7 +276,7 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs)
+        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -294,6 +311,8 @@ class Recorder(TorchDispatchMode):
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
         call.output = self._refs(output, "constant")
+        if not self._stack:
+            self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -36,11 +36,8 @@ PART = [
 KNOWN = {
     ("gemma", "tp=2"): "the embedding's scale is lost",
     ("deepseek_v3", "tp=2"): "the pattern of a dense layer matches experts of others",
-    ("granite", "pp=2"): "what the model's forward does outside of blocks runs on every stage",
-    ("bloom", "pp=2"): "blocks that return tuples",
     ("lfm2", "cp=2"): "a short convolution does not know that the sequence is split",
     ("llama", "dp_shard=2, padded"): "the default loss drops attention_mask",
-    ("odd.ScaledHead", "pp=2"): "what the model's forward does outside of blocks runs on every stage",
     ("odd.SoftmaxBetween", "tp=2"): "a pair by name, without a look at what lies between",
     ("odd.MaskedSum", "cp=2"): "a sum along the tokens does not know that the sequence is split",
 }

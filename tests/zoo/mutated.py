@@ -1,7 +1,7 @@
 """The mutation test: a small decoder whose forward has one to three random edits, drawn by a seed.
 
 An edit puts a function at a place of the forward (before, between and after the blocks, in attention, in the MLP, on the
-logits), or changes its shape (blocks repeated, reversed, left out at random; products fused; residuals in parallel; a branch).
+logits), or changes its shape (blocks repeated, reversed, left out at times; products fused; residuals in parallel; a branch).
 """
 
 from __future__ import annotations

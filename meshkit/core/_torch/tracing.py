@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,13 +22,26 @@ def fake_mode() -> Any:
 
     Private: torch._subclasses, where torch.compile takes it from. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = _Detaching()
+    return mode
+
+
+class _Detaching(FakeTensorConverter):
+    """A tensor with values that meets one without is looked at apart from its graph: torch reads its `.grad`, and warns.
+
+    Private: FakeTensorConverter. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+
+    def from_real_tensor(self, fake_mode: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = type(t) is Tensor and t.requires_grad and not t.is_leaf
+        return super().from_real_tensor(fake_mode, t.detach() if plain else t, *args, **kwargs)
 
 
 def without_modes() -> Any:
-    """Inside, no mode of the code around sees operators: no observer, no tensors without values of somebody else.
+    """Inside, no dispatch mode that is around sees operators, as one that counts them would.
 
-    Private: _disable_current_modes, which torch.compile uses so. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    Private: torch.utils._python_dispatch, where torch.compile takes it from. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
     return _disable_current_modes()
 

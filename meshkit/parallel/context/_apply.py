@@ -69,6 +69,8 @@ def context_parallel(
     policy = policy or ContextPolicy()
     named = plan_context(module, policy, size=mesh.size(), attention=attention)
     config = getattr(module, "config", None)
+    # Of one rank, nothing asks for the shape; and a config may have none that is all layers'.
+    config = config if mesh.size() > 1 else None
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     window = window if window is not None else model_window(config)
     # Named modules never read positions, so position_ids cannot mark documents for them: causal over the whole row.

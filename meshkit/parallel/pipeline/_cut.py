@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -11,26 +12,30 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._csv import read_csv
-from meshkit.parallel.pipeline._stages import Stages, plan_stages
+from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import Generator, named
+from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace
 
 
 @dataclass(frozen=True)
 class Cut:
     """How a model is cut into stages.
 
-    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state. tied: (name in the
-    head, name in the tail) of each parameter that both hold. tensors: those of the full model, on meta.
+    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
+    something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
+    of the full model, on meta. flow: what crosses the cuts for the example, where there is one.
     """
 
     stages: Stages
     generate: Generator
     placement: tuple[int, ...]
     splits_backward: bool
-    width: int
+    width: int | None
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
+    flow: Flow | None = None
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -56,6 +61,28 @@ class Cut:
         stage = self.stages.stage_of(name)
         return stage is None or self.placement[stage] == rank
 
+    def message_bytes(
+        self, model: nn.Module, rows: int, tokens: int, dtype: torch.dtype
+    ) -> list[list[tuple[int, bool]]]:
+        """For each cut, (bytes, whether it has a gradient) of each tensor that crosses it, for a batch of these sizes.
+
+        model: the full one. dtype: what it computes in.
+        """
+        if self.width is not None:
+            return [[(rows * tokens * self.width * dtype.itemsize, True)]] * (self.stages.count - 1)
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        flow = flow_of(trace(model, (ids,), {}), model, self.stages)
+        return [
+            [
+                (
+                    prod(ref.shape) * (dtype if ref.dtype.is_floating_point else ref.dtype).itemsize,
+                    ref.dtype.is_floating_point,
+                )
+                for ref in flow.crossing(cut)
+            ]
+            for cut in range(self.stages.count - 1)
+        ]
+
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
@@ -67,11 +94,13 @@ def plan_pipeline(
     blocks: Sequence[str],
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
+    example: Example | None = None,
 ) -> Cut:
     """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
-    stage; default: by parameters.
+    stage; default: by parameters. example: by which the model's program is read; default: token ids, if it takes those.
+    Without one, one hidden state is taken to cross each cut until the first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
@@ -81,10 +110,27 @@ def plan_pipeline(
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    stages = plan_stages(model, blocks, table.stages, split=split)
-    width = _hidden_width(model, stages)
+    read = _read(model, example)
+    stages = plan_stages(model, blocks, table.stages, split=split, read=read)
+    if read is None:
+        flow, width = None, int(_hidden_width(model, stages))
+    else:
+        flow = flow_of(read, model, stages)
+        width = flow.width(next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ()))
     tied = _tied(model, stages)
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model))
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
+
+
+def _read(model: nn.Module, example: Example | None) -> Trace | None:
+    given = example or example_of(model)
+    if given is None:
+        return None
+    try:
+        return trace(model, given.args, given.kwargs)
+    except ReadingError:
+        if example is not None:
+            raise
+        return None  # it takes something else
 
 
 def generator_of(schedule: Generator | Schedule | str) -> Generator:
@@ -119,16 +165,25 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied(model: nn.Module, stages: Stages) -> tuple[tuple[str, str], ...]:
-    def parameters(modules: tuple[str, ...]) -> dict[int, str]:
-        return {
-            id(param): f"{name}.{key}"
-            for name in modules
-            for key, param in model.get_submodule(name).named_parameters()
-        }
-
     # Tying is sharing one Parameter object. Sharding puts new objects in place, which is why the plan comes before it.
-    head, tail = parameters(stages.head), parameters(stages.tail)
-    return tuple((head[key], tail[key]) for key in head if key in tail)
+    head: dict[int, str] = {}
+    tail: dict[int, str] = {}
+    # With duplicates: a rank knows the parameter by the first of the names that its modules have.
+    for name, param in model.named_parameters(remove_duplicate=False):
+        stage = stages.stage_of(name)
+        if stage == 0:
+            head.setdefault(id(param), name)
+        if stage == stages.count - 1:
+            tail.setdefault(id(param), name)
+    tied = {key: (head[key], tail[key]) for key in head if key in tail}
+    for name, param in model.named_parameters():
+        if id(param) in tied and tied[id(param)][0] != name:
+            raise PlanError(
+                f"pipeline: {tied[id(param)][0]!r} of the first stage is the same parameter as {name!r} of the last, which "
+                "the model registers before it, so checkpoints name it by a module that the first stage has not. Register "
+                "modules in the order in which they are called, or use a mesh without pp."
+            )
+    return tuple(tied.values())
 
 
 def _hidden_width(model: nn.Module, stages: Stages) -> int:

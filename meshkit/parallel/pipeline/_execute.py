@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshkit.core import _torch
 from meshkit.core.rng import KEYS, using_keys
-from meshkit.errors import PlanError
+from meshkit.errors import PlanError, StepError
 from meshkit.moe.aux_loss import Collected, collect
+from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
-from meshkit.parallel.pipeline._stages import StagedModel
+from meshkit.parallel.pipeline._stages import OnAnotherRank, Running, StagedModel
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -27,58 +29,106 @@ Loss = Callable[[Any, Any], Tensor]
 class _Live:
     """What a forward keeps for its backward."""
 
-    hidden: Tensor | None  # the received input of the stage, a leaf whose `.grad` goes to the stage before
-    # The roots of the stage's backward: its output, and its auxiliary losses. None in a first stage that trains nothing.
+    received: list[Tensor]  # the received input of the stage: leaves, whose `.grad` go to the stage before
+    # The roots of the stage's backward: its auxiliary losses and the loss, and what it hands on, which have a number in the
+    # gradients that come back. None in a first stage that trains nothing.
     # [Note: a stage's output need not outlive its forward]
     # A GradientEdge refers to the node that made a tensor and not to the tensor, and backward needs no more. So the output's
     # memory is freed once it has been sent; a reference would keep one hidden state alive for each microbatch in flight.
-    roots: list[GradientEdge]
+    roots: list[tuple[GradientEdge, int | None]]
     deferred: DeferredWeightGradients = field(default_factory=DeferredWeightGradients)
 
 
 class _StageOutput(Exception):
     """Raised to leave the loss function once the stage has its output: the rest of the function is the last stage's."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
 
 class _StageModel:
     """The model that the loss function is given: calling it runs one stage."""
 
-    def __init__(self, staged: StagedModel, stage: int, hidden: Tensor | None) -> None:
-        self.staged, self.stage, self.hidden = staged, stage, hidden
+    def __init__(self, staged: StagedModel, stage: int, flow: Flow, received: Mapping[Value, Tensor]) -> None:
+        self.staged, self.stage, self.flow, self.received = staged, stage, flow, received
+        self.run: Running | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run is not None:
+            raise PlanError(
+                "pipeline: the loss function calls its model twice, but a microbatch passes the stages once. Put both into "
+                "one call, rows end to end, or use a mesh without pp."
+            )
         # Left before `_StageOutput` is raised, so the model has all its modules again whatever the loss function does.
-        with self.staged.running(self.stage, self.hidden) as model:
-            output = model(*args, **kwargs)
+        with self.staged.running(self.stage, self.flow, self.received) as self.run:
+            output = self.staged.model(*args, **kwargs)
+        self.run.end()
         if self.stage == self.staged.stages.count - 1:
             return output
-        # The stand-in of the head has returned the hidden state where transformers' models put logits.
-        hidden = getattr(output, "logits", output)
-        if not isinstance(hidden, Tensor):
-            raise PlanError(
-                f"pipeline: stage {self.stage} ends in a {type(hidden).__name__}, not in one hidden state. A model on pp "
-                "returns logits, plain or as `.logits`; one that predicts further ahead needs a mesh without pp."
-            )
-        raise _StageOutput(hidden)
+        raise _StageOutput
 
     # Loss functions read their model's config or call its head: whatever is not the forward is the model's own.
     def __getattr__(self, name: str) -> Any:
         return getattr(self.staged.model, name)
 
 
-def forward(staged: StagedModel, stage: int, hidden: Tensor | None, microbatch: Any, loss: Loss) -> Tensor:
-    """Run one stage on a microbatch: returns the hidden state, or in the last stage the loss."""
+def forward(
+    staged: StagedModel, stage: int, flow: Flow, received: Sequence[Tensor], microbatch: Any, loss: Loss
+) -> tuple[Tensor | None, list[Tensor], list[GradientEdge | None]]:
+    """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where in the graph."""
+    given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
+    model = _StageModel(staged, stage, flow, given)
     try:
-        value = loss(_StageModel(staged, stage, hidden), microbatch)
-    except _StageOutput as output:
-        return output.hidden
-    if stage < staged.stages.count - 1:
+        value = loss(model, microbatch)
+    except _StageOutput:
+        run, values = model.run, flow.cuts[stage]
+        assert run is not None
+        return None, [run.handed[each] for each in values], [run.edges.get(each) for each in values]
+    except OnAnotherRank as error:
+        raise StepError(
+            f"pipeline: the loss function reads a module of another stage: {error}. Return what it needs as the model's "
+            "output, or use a mesh without pp."
+        ) from error
+    if model.run is None:
         raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
-    return value
+    if any(_torch.is_fake(leaf) for leaf in _torch.tree_leaves(value)):
+        raise StepError(
+            "pipeline: the loss function reads something of the model's output that has no values on the last stage: only "
+            "logits are sure to, plain or as `.logits`. Return what it needs as the output, or use a mesh without pp."
+        )
+    return value, [], []
+
+
+class _Called(Exception):
+    """Raised to leave the loss function at its call of the model."""
+
+
+class _Caller:
+    """The model that the loss function is given to see what it calls the model with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        raise _Called
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def arguments(model: nn.Module, microbatch: Any, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the loss function calls the model with."""
+    caller = _Caller(model)
+    try:
+        loss(caller, microbatch)
+    except _Called:
+        return caller.args, caller.kwargs
+    except OnAnotherRank as error:
+        raise StepError(
+            f"pipeline: the loss function reads a module of another stage: {error}. Call the model first, or use a mesh "
+            "without pp."
+        ) from error
+    raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
 
 
 def execute(
@@ -87,6 +137,7 @@ def execute(
     staged: StagedModel,
     p2p: P2P,
     microbatches: Sequence[tuple[Any, float]],
+    flows: Sequence[Flow],
     loss: Loss,
     scale: Tensor,
     recording: Recording | None = None,
@@ -95,10 +146,10 @@ def execute(
 
     Returns the losses, if the last stage is on this rank, and for each forward (report of its routers, weight of its loss);
     both in the order of the table.
-    microbatches: (microbatch, weight of its loss). scale: losses are divided by it before their backward. The two halves of
-    an FB row run one after the other, with the messages of both under way.
+    microbatches: (microbatch, weight of its loss). flows: of each microbatch. scale: losses are divided by it before their
+    backward. The two halves of an FB row run one after the other, with the messages of both under way.
     """
-    step = _Step(schedule, staged, p2p, microbatches, loss, scale, recording)
+    step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, recording)
     if recording is not None:
         recording.begin(schedule)
     for index, row in enumerate(schedule.ranks[rank]):
@@ -127,19 +178,20 @@ class _Step:
         staged: StagedModel,
         p2p: P2P,
         microbatches: Sequence[tuple[Any, float]],
+        flows: Sequence[Flow],
         loss: Loss,
         scale: Tensor,
         recording: Recording | None,
     ) -> None:
         self.stages, self.staged, self.p2p, self.microbatches = schedule.stages, staged, p2p, microbatches
-        self.loss, self.scale, self.recording = loss, scale, recording
+        self.flows, self.loss, self.scale, self.recording = flows, loss, scale, recording
         self.live: dict[tuple[int, int], _Live] = {}
         self.losses: list[Tensor] = []
         self.reports: list[tuple[Collected, float]] = []
 
     def run(self, task: Task) -> None:
         need = need_of(task, self.stages)
-        received = self.p2p.receive(need) if need is not None else None
+        received = self.p2p.receive(need) if need is not None else []
         measured = self.recording.measure(task) if self.recording is not None else nullcontext()
         with measured, using_keys(self.microbatches[task.microbatch][0].get(KEYS)):
             if task.op == "F":
@@ -150,37 +202,48 @@ class _Step:
                 # The last use of the forward's state: popping it frees its graph, and the inputs of the deferred products.
                 self.live.pop((task.stage, task.microbatch)).deferred.run()
 
-    def _forward(self, task: Task, hidden: Tensor | None) -> None:
-        if hidden is not None:
-            # A leaf of this stage's own graph: backward stops here, and leaves the gradient for the stage before in `.grad`.
-            hidden = hidden.detach().requires_grad_()
+    def _forward(self, task: Task, received: list[Tensor]) -> None:
+        # Leaves of this stage's own graph: backward stops here, and leaves the gradients for the stage before in `.grad`.
+        received = [value.detach().requires_grad_(value.is_floating_point()) for value in received]
         microbatch, weight = self.microbatches[task.microbatch]
         with collect() as report:
-            out = forward(self.staged, task.stage, hidden, microbatch, self.loss)
+            out, handed, edges = forward(
+                self.staged, task.stage, self.flows[task.microbatch], received, microbatch, self.loss
+            )
         self.reports.append((report, weight))
         # Weighted as the loss of its microbatch, so that routers learn the same however the batch is split.
         auxiliary = report.total() * weight / self.scale if report.losses else None
-        if task.stage == self.stages - 1:
+        if out is not None:
             # Detached: the list lasts to the end of the step, and would keep each microbatch's graph after its backward.
             self.losses.append(out.detach() * weight)
             out = out * weight / self.scale
         else:
-            self.p2p.send(task, out.detach())
+            self.p2p.send(task, handed)
         # See [Note: a stage's output need not outlive its forward].
-        roots = [get_gradient_edge(root) for root in (out, auxiliary) if root is not None and root.requires_grad]
-        self.live[task.stage, task.microbatch] = _Live(hidden, roots)
+        # Gradients come back of what is floating, in its order.
+        floating = [edge for edge, value in zip(edges, handed, strict=True) if value.is_floating_point()]
+        roots: list[tuple[GradientEdge, int | None]] = [
+            (edge, number) for number, edge in enumerate(floating) if edge is not None
+        ]
+        roots += [
+            (get_gradient_edge(root), None) for root in (out, auxiliary) if root is not None and root.requires_grad
+        ]
+        self.live[task.stage, task.microbatch] = _Live(received, roots)
 
-    def _backward(self, task: Task, grad: Tensor | None) -> None:
+    def _backward(self, task: Task, grads: list[Tensor]) -> None:
         state = self.live[task.stage, task.microbatch]
         with defer_weight_gradients(state.deferred) if task.op == "I" else nullcontext():
-            if not state.roots:
-                return
-            # One call for both roots, so that a node which both reach runs once, with the sum of their gradients. The
-            # auxiliary loss is a scalar: its gradient, None here, is 1.
-            torch.autograd.backward(state.roots, [grad, *[None] * (len(state.roots) - 1)])
-        if state.hidden is not None:
-            assert state.hidden.grad is not None
-            self.p2p.send(output_of(task), state.hidden.grad)
-        # The input and the graph are freed now, even where W is still to come: what it needs is in `deferred`.
-        state.hidden = None
-        state.roots = []
+            if state.roots:
+                # One call for all roots, so that a node which several reach runs once, with the sum of their gradients. A
+                # loss is a scalar: its gradient, None here, is 1.
+                torch.autograd.backward(
+                    [edge for edge, _ in state.roots],
+                    [None if number is None else grads[number] for _, number in state.roots],
+                )
+        if task.stage:
+            floating = [value for value in state.received if value.is_floating_point()]
+            # What the stage only passes to operations without a gradient has none: that is zero.
+            back = [torch.zeros_like(value) if value.grad is None else value.grad for value in floating]
+            self.p2p.send(output_of(task), back)
+        # The inputs and the graph are freed now, even where W is still to come: what it needs is in `deferred`.
+        state.received, state.roots = [], []

@@ -9,7 +9,7 @@ this row computes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,21 +30,20 @@ from meshkit.parallel.pipeline._table import Message, Task
 class P2P:
     """Sends outputs of tasks without waiting, and receives inputs in the sender's order.
 
-    messages: of the whole table. shapes: the hidden state's shape by microbatch. up, down: process groups of the pp axis, for
-    messages to higher and to lower ranks.
+    messages: of the whole table. layout: (shape, dtype) of each tensor of a task's output. up, down: process groups of the pp
+    axis, for messages to higher and to lower ranks.
     """
 
     def __init__(
         self,
         messages: Sequence[Message],
         rank: int,
-        shapes: Mapping[int, torch.Size],
-        dtype: torch.dtype,
+        layout: Callable[[Task], Sequence[tuple[tuple[int, ...], torch.dtype]]],
         device: torch.device,
         up: dist.ProcessGroup,
         down: dist.ProcessGroup,
     ) -> None:
-        self.rank, self.shapes, self.dtype, self.device = rank, shapes, dtype, device
+        self.rank, self.layout, self.device = rank, layout, device
         self.up, self.down = up, down
         self._targets = {message.output: message.target for message in messages if message.source == rank}
         self._sources = {message.output: message.source for message in messages if message.target == rank}
@@ -54,39 +53,41 @@ class P2P:
             if message.target == rank:
                 self._by_row.setdefault(message.needed_by, []).append(message.output)
                 self._following.setdefault(message.source, deque()).append(message.output)
-        self._posted: dict[Task, tuple[Tensor, dist.Work]] = {}
-        self._local: dict[Task, Tensor] = {}  # outputs for another stage of this rank
+        self._posted: dict[Task, list[tuple[Tensor, dist.Work]]] = {}
+        self._local: dict[Task, list[Tensor]] = {}  # outputs for another stage of this rank
         # The communicator reads a sent tensor until its work is done, but does not keep it alive: without a reference the
         # allocator could give its memory to the next kernel. So it is kept here until its work is done; each send drops those
         # that are, and the host waits for the rest only in `finish`.
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, output: Task, value: Tensor) -> None:
+    def send(self, output: Task, values: list[Tensor]) -> None:
         target = self._targets.get(output)
         if target is None:
-            self._local[output] = value
+            self._local[output] = values
             return
-        # Messages need contiguous memory; a gradient may be a strided view.
-        value = value.contiguous()
-        work = dist.isend(value, group=self.up if target > self.rank else self.down, group_dst=target)
-        assert work is not None
         self._sending = [pair for pair in self._sending if not pair[0].is_completed()]
-        self._sending.append((work, value))
+        for value in values:
+            # Messages need contiguous memory; a gradient may be a strided view.
+            value = value.contiguous()
+            work = dist.isend(value, group=self.up if target > self.rank else self.down, group_dst=target)
+            assert work is not None
+            self._sending.append((work, value))
 
     def expect(self, row: int) -> None:
         """Post the receives for that row of this rank, and for all messages that the same senders send before."""
         for output in self._by_row.get(row, ()):
             self._post(output)
 
-    def receive(self, output: Task) -> Tensor:
+    def receive(self, output: Task) -> list[Tensor]:
         """The output of that task. Raises: StepError if it does not arrive within the timeout of the group."""
         if output not in self._sources:
             return self._local.pop(output)
         self._post(output)
-        buffer, work = self._posted.pop(output)  # from here on the buffer is the caller's alone
+        posted = self._posted.pop(output)  # from here on the buffers are the caller's alone
         try:
             with waiting(f"{output} from pp rank {self._sources[output]}"):
-                work.wait()  # gloo: the host waits. NCCL: the current stream does, and the host goes on.
+                for _, work in posted:
+                    work.wait()  # gloo: the host waits. NCCL: the current stream does, and the host goes on.
         except RuntimeError as error:
             source = self._sources[output]
             raise StepError(
@@ -94,7 +95,7 @@ class P2P:
                 f"rank {source}, which did not send it: that rank has ended, or stalls before it. Look at its screen; more "
                 f"time is init_mesh(timeout=...)."
             ) from error
-        return buffer
+        return [buffer for buffer, _ in posted]
 
     def finish(self) -> None:
         with waiting("what pp ranks receive"):
@@ -106,7 +107,9 @@ class P2P:
         group = self.up if source < self.rank else self.down
         while self._following[source] and output not in self._posted:
             following = self._following[source].popleft()
-            buffer = torch.empty(self.shapes[following.microbatch], dtype=self.dtype, device=self.device)
-            work = dist.irecv(buffer, group=group, group_src=source)
-            assert work is not None
-            self._posted[following] = (buffer, work)
+            self._posted[following] = []
+            for shape, dtype in self.layout(following):
+                buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                work = dist.irecv(buffer, group=group, group_src=source)
+                assert work is not None
+                self._posted[following].append((buffer, work))

@@ -24,14 +24,17 @@ from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
-from meshkit.parallel.pipeline._execute import Loss, execute, forward
+from meshkit.parallel.pipeline._execute import Loss, arguments, execute, forward
+from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._p2p import P2P
+from meshkit.parallel.pipeline._reading import Reading
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._stages import StagedModel
-from meshkit.parallel.pipeline._table import Message, Row, Schedule, messages, need_of
+from meshkit.parallel.pipeline._table import Message, Row, Schedule, Task, messages, need_of
 from meshkit.plan import match_names
 from meshkit.plan.match import listed
+from meshkit.program import without_values
 from meshkit.strategy import PipelinePolicy
 
 _KEY = "_meshkit_pipeline"
@@ -41,14 +44,13 @@ _KEY = "_meshkit_pipeline"
 class Pipeline:
     """Runs one rank's stages. Made by `pipeline_parallel`.
 
-    dtype: of the hidden state. parts: ranks that split a sequence between blocks (tp, with sequence parallelism).
+    reading: tells what crosses the cuts for a batch.
     """
 
     staged: StagedModel
+    reading: Reading
     axis: DeviceMesh
     cut: Cut
-    dtype: torch.dtype
-    parts: int
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     _tables: dict[int, Checked] = field(default_factory=dict)
@@ -85,11 +87,22 @@ class Pipeline:
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
+        # Before anything is sent or gathered: a model that cannot run in these stages is refused here.
+        flows = []
+        for index, (microbatch, _) in enumerate(microbatches):
+            try:
+                flows.append(self._flow(microbatch, loss))
+            except Exception as error:
+                stage = self.staged.local_stages[0]
+                error.add_note(
+                    f"pipeline {checked.schedule.name!r}: pp rank {self.rank}, stage {stage}, F of microbatch {index}"
+                )
+                raise
         # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
-        p2p = self._p2p(checked.messages, [microbatch for microbatch, _ in microbatches])
+        p2p = self._p2p(checked.messages, flows)
         losses, reports = execute(
-            checked.schedule, self.rank, self.staged, p2p, microbatches, loss, scale, self._recording
+            checked.schedule, self.rank, self.staged, p2p, microbatches, flows, loss, scale, self._recording
         )
         # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
@@ -101,18 +114,18 @@ class Pipeline:
         """function(model, microbatch) without gradients: its result on the rank of the last stage, None on the others."""
         # FSDP's root looks for its units at its first forward, and must not do so while modules are swapped for stand-ins.
         find_units(self.staged.model)
-        schedule = self._forwards
-        p2p = self._p2p(list(messages(schedule)), [microbatch])
+        schedule, flow = self._forwards, self._flow(microbatch, function)
+        p2p = self._p2p(list(messages(schedule)), [flow])
         result = None
         for index, row in enumerate(schedule.ranks[self.rank]):
             # No row ahead, unlike a step: with one microbatch no rank computes while its next input travels.
             p2p.expect(index)
             (task,) = row.tasks
             need = need_of(task, schedule.stages)
-            hidden = None if need is None else p2p.receive(need)
-            value = forward(self.staged, task.stage, hidden, microbatch, function)
+            received = [] if need is None else p2p.receive(need)
+            value, handed, _ = forward(self.staged, task.stage, flow, received, microbatch, function)
             if task.stage + 1 < schedule.stages:
-                p2p.send(task, value)
+                p2p.send(task, handed)
             else:
                 result = value
         p2p.finish()
@@ -136,7 +149,7 @@ class Pipeline:
         peer = self.cut.ends[1] if first else self.cut.ends[0]
         # One group for each direction: see [Note: receives are posted in the sender's order].
         to_peer, from_peer = (self.up, self.down) if self.rank < peer else (self.down, self.up)
-        params = dict(self.staged.model.named_parameters())
+        params = dict(self.staged.model.named_parameters(remove_duplicate=False))
         for head, tail in self.cut.copied:
             param = params[head if first else tail]
             if not param.requires_grad:
@@ -173,19 +186,30 @@ class Pipeline:
         )
         return Schedule("forwards", 1, self.cut.placement, ranks)
 
-    def _p2p(self, messages: Sequence[Message], microbatches: Sequence[Any]) -> P2P:
+    def _flow(self, microbatch: Any, loss: Loss) -> Flow:
+        model = self.staged.model
+        try:
+            return self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
+        except PlanError as error:
+            if self.cut.flow is None:
+                error.add_note(
+                    "When the stages were planned, nothing told in which order the model calls its modules, so those that it "
+                    "registers before its blocks are on the first stage and the others on the last. "
+                    "parallelize(..., example=...) tells."
+                )
+            raise
+
+    def _p2p(self, messages: Sequence[Message], flows: Sequence[Flow]) -> P2P:
         # All ranks of pp read the same microbatches, so a receiver knows each shape from its own, and none is sent ahead.
-        shapes = {index: self._hidden_shape(microbatch) for index, microbatch in enumerate(microbatches)}
-        return P2P(messages, self.rank, shapes, self.dtype, _tokens(microbatches[0]).device, self.up, self.down)
+        def layout(output: Task) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            flow = flows[output.microbatch]
+            if output.op == "F":
+                refs = flow.crossing(output.stage)
+            else:
+                refs = [ref for ref in flow.crossing(output.stage - 1) if ref.dtype.is_floating_point]
+            return [(ref.shape, ref.dtype) for ref in refs]
 
-    def _hidden_shape(self, microbatch: Any) -> torch.Size:
-        rows, tokens = _tokens(microbatch).shape[:2]
-        return torch.Size((rows, tokens // self.parts, self.cut.width))
-
-
-def _tokens(microbatch: Any) -> Tensor:
-    ids = microbatch.get("input_ids")
-    return ids if ids is not None else next(value for value in microbatch.values() if isinstance(value, Tensor))
+        return P2P(messages, self.rank, layout, self.staged.device, self.up, self.down)
 
 
 @lru_cache
@@ -203,16 +227,14 @@ def pipeline_parallel(
     blocks: Iterable[str],
     policy: PipelinePolicy | None = None,
     dtype: torch.dtype | None = None,
-    parts: int = 1,
 ) -> nn.Module:
     """Keep only this rank's stages of the module, in place; parameters keep their names.
 
-    blocks: patterns of the repeated modules that are shared among stages, in order. Each takes and returns the hidden state
-    [B, T, C] first. policy: the schedule, 1F1B by default, and how many blocks each stage has. dtype: of the hidden state;
-    default: of the module's parameters. parts: ranks that split the sequence between blocks.
+    blocks: patterns of the repeated modules that are shared among stages, in order. policy: the schedule, 1F1B by
+    default, and how many blocks each stage has. dtype: what the module computes in; default: that of its parameters.
     The module then runs by `pipeline_of(module).forward_backward(microbatches, loss, scale)`.
-    Wire: each microbatch's hidden state once forward and its gradient once backward between stages on different ranks; with a
-    tied embedding and head on different ranks, their gradient once a step.
+    Wire: for each microbatch, what later stages need of earlier ones (the hidden state) once forward and its gradient once
+    backward between stages on different ranks; with a tied embedding and head on different ranks, their gradient once a step.
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
@@ -228,20 +250,42 @@ def pipeline_parallel(
     # Splitting linears comes after the plan, which looks at the unchanged model, and before stages are cut.
     names = match_names(blocks, dict(module.named_modules()), what="module")
     cut = plan_pipeline(module, mesh.size(), blocks=names, schedule=policy.schedule, split=policy.stages)
+    full = without_values(module)
     if cut.splits_backward:
         split_linears(module)
-    return cut_stages(module, mesh, cut, dtype=dtype or next(module.parameters()).dtype, parts=parts)
+    device = next(module.parameters()).device
+    return cut_stages(module, mesh, cut, full=full, on_rank=full, device=device, dtype=dtype)
 
 
-def cut_stages(module: nn.Module, mesh: DeviceMesh, cut: Cut, *, dtype: torch.dtype, parts: int = 1) -> nn.Module:
-    """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module."""
+def cut_stages(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    cut: Cut,
+    *,
+    full: nn.Module,
+    on_rank: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    closed: Iterable[str] = (),
+) -> nn.Module:
+    """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module.
+
+    full: the unchanged module, without values. on_rank: as `full`, but as it computes on this rank of other axes; changed by
+    this. device: of batches. dtype: what it computes in, if that is not the dtype of its parameters. closed: modules whose
+    forward reads values.
+    """
     rank, group = mesh.get_local_rank(), mesh.get_group()
-    staged = StagedModel(module, cut.stages, cut.stages_of(rank), dtype)
+    staged = StagedModel(module, full, cut.stages, cut.stages_of(rank), device)
+    if dtype is not None:
+        for param in on_rank.parameters():
+            if type(param.data) is Tensor and param.is_floating_point():
+                param.data = param.data.to(dtype)
+    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"))
     # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
-    module.__dict__[_KEY] = Pipeline(staged, mesh, cut, dtype, parts, *_directions(group))
+    module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, *_directions(group))
     return module
 
 

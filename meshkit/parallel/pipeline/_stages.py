@@ -1,34 +1,39 @@
 """Pipeline stages: how blocks are shared among stages, and how one model object runs as any of them.
 
-A stage runs the model's own forward with the modules of other stages replaced by stand-ins. Those of blocks before it pass on
-the received hidden state, those of blocks and tail after it pass on its output, and that of the embedding returns zeros of
-the right shape. So every rank computes positions and masks from the batch itself, only the hidden state travels, and the
-model's code needs no change. A rank has one model object with the modules of all its stages under their own names.
+A stage runs the model's own forward with the modules of other stages replaced by stand-ins. They return what was received of
+earlier stages, and for the rest tensors without values; see `_flow`. So every rank computes positions and masks from the
+batch itself, as it does whatever else lies between modules, and the model's code needs no change. A rank has one model object
+with the modules of all its stages under their own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshkit.core import _torch
-from meshkit.errors import PlanError
+from meshkit.errors import PlanError, StepError
+from meshkit.parallel.pipeline._flow import Flow, Value, data_flow, outermost, positions
+from meshkit.program import TensorRef, Trace, copied
 
 
 @dataclass(frozen=True)
 class Stages:
-    """blocks[stage]: names of its blocks, in order; head and tail: modules with parameters before and after the blocks."""
+    """blocks[stage]: names of its blocks, in order; head and tail: modules with parameters before and after the blocks.
+    between[stage]: those that are called between blocks, after the first of this stage's."""
 
     blocks: tuple[tuple[str, ...], ...]
     head: tuple[str, ...]
     tail: tuple[str, ...]
+    between: tuple[tuple[str, ...], ...] = ()
 
     @property
     def count(self) -> int:
@@ -37,7 +42,13 @@ class Stages:
     def modules_of(self, stage: int) -> tuple[str, ...]:
         head = self.head if stage == 0 else ()
         tail = self.tail if stage == self.count - 1 else ()
-        return (*head, *self.blocks[stage], *tail)
+        between = self.between[stage] if self.between else ()
+        return (*head, *self.blocks[stage], *between, *tail)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the modules of all stages."""
+        return frozenset(self._by_module)
 
     @cached_property
     def _by_module(self) -> dict[str, int]:
@@ -50,11 +61,19 @@ class Stages:
         return self._by_module.get(name)
 
 
-def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: Sequence[int] | None = None) -> Stages:
+def plan_stages(
+    model: nn.Module,
+    blocks: Sequence[str],
+    count: int,
+    *,
+    split: Sequence[int] | None = None,
+    read: Trace | None = None,
+) -> Stages:
     """Share the blocks among `count` stages, in order, so that the most expensive stage is as cheap as possible.
 
     The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
-    number of blocks of each stage, in place of the costs.
+    number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called;
+    without it, they are taken to be called in the order in which the model registers them.
     Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
     in or after the blocks.
     """
@@ -66,7 +85,7 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
         raise PlanError(
             f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
         )
-    head, tail = _ends(model, blocks)
+    head, tail, called_between = _ends(model, blocks, read)
     if split is not None:
         if len(split) != count or sum(split) != len(blocks) or min(split) < 1:
             raise PlanError(
@@ -79,7 +98,10 @@ def plan_stages(model: nn.Module, blocks: Sequence[str], count: int, *, split: S
         costs = [_cost(modules[name]) for name in blocks]
         sizes = balanced(costs, count, last=sum(_cost(modules[name]) for name in tail))
     edges = [0, *accumulate(sizes)]
-    stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail)
+    between = tuple(
+        tuple(name for name, after in called_between.items() if edges[i] < after <= edges[i + 1]) for i in range(count)
+    )
+    stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail, between)
     _refuse_shared(model, stages)
     return stages
 
@@ -98,7 +120,7 @@ def _refuse_shared(model: nn.Module, stages: Stages) -> None:
             )
     held: dict[int, tuple[str, int]] = {}
     for stage, own in enumerate(stages.blocks):
-        for block in own:
+        for block in (*own, *stages.between[stage]):
             for key, param in model.get_submodule(block).named_parameters():
                 name = f"{block}.{key}"
                 first, before = held.setdefault(id(param), (name, stage))
@@ -115,6 +137,25 @@ def _refuse_shared(model: nn.Module, stages: Stages) -> None:
                     f"pipeline: {name}.{key} is the same parameter as {held[id(param)][0]!r} of a block, and their gradients "
                     "would not be summed. Use a mesh without pp."
                 )
+
+
+def holders(model: nn.Module, stages: Stages) -> dict[str, set[int]]:
+    """By name of a parameter or buffer: the stages that hold it, under this or another name. Those of none are left out."""
+    found: dict[int, set[int]] = {}
+    names: dict[str, int] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names[name] = id(tensor)
+            stage = stages.stage_of(name)
+            if stage is not None:
+                found.setdefault(id(tensor), set()).add(stage)
+    return {name: found[key] for name, key in names.items() if key in found}
+
+
+def flow_of(read: Trace, model: nn.Module, stages: Stages) -> Flow:
+    """See `data_flow`."""
+    held = holders(model, stages)
+    return data_flow(read, stages.count, stages.stage_of, modules=stages.names, holders=lambda name: held.get(name, ()))
 
 
 def balanced(costs: Sequence[int], count: int, *, last: int = 0) -> list[int]:
@@ -149,18 +190,33 @@ def _cost(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules with parameters before and after the blocks, in the order in which the model registers them."""
+def _ends(
+    model: nn.Module, blocks: Sequence[str], read: Trace | None
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
+    """Modules with parameters before and after the blocks, in the order in which the model registers them; and those between,
+    with the number of blocks before them."""
+    position: dict[str, int] = {}
+    last = len(blocks)
+    if read is not None:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        position = positions(read, blocks, outermost(read, blocks, names))
+        called = {call.name for call in read.calls}
+        last = max((index + 1 for index, block in enumerate(blocks) if block in called), default=0)
     inside = set(blocks)
     head: list[str] = []
     tail: list[str] = []
-    # Registered before or after the blocks: in which order they are called only a run could tell.
+    between: dict[str, int] = {}
     seen_blocks = False
     for name, module in model.named_modules():
         if name in inside:
             seen_blocks = True
-        elif any(name.startswith(f"{block}.") for block in blocks):
+        elif any(name.startswith(f"{other}.") for other in (*blocks, *head, *tail, *between)):
             continue
+        elif name in position:
+            if 0 < position[name] < last:
+                between[name] = position[name]
+            else:
+                (tail if position[name] else head).append(name)
         elif list(module.parameters(recurse=False)):
             if any(block.startswith(f"{name}.") or not name for block in blocks):
                 raise PlanError(
@@ -168,98 +224,237 @@ def _ends(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], tup
                     "them into a module of their own before or after the blocks."
                 )
             (tail if seen_blocks else head).append(name)
-    return tuple(head), tuple(tail)
+    return tuple(head), tuple(tail), between
 
 
 # ----------------------------------------------------------------------------------------------------- stand-ins
 
 
-class Absent(nn.Module):
-    """Stand-in for a module of another stage: returns its first argument.
+@dataclass(eq=False)
+class Running:
+    """One forward of a stage. handed: what it hands on, filled by calls. edges: their places in the graph."""
 
-    If that is a view, it returns its base: models of transformers pass the head only the last tokens, but the stage has to
-    return all of them.
-    """
+    flow: Flow
+    stage: int
+    received: Mapping[Value, Tensor]
+    sends: frozenset[Value]
+    calls: int = 0
+    handed: dict[Value, Tensor] = field(default_factory=dict)
+    edges: dict[Value, GradientEdge] = field(default_factory=dict)
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return _torch.own_memory(x)
-
-
-class AbsentEmbedding(nn.Module):
-    """Stand-in for the embedding of another stage: zeros of its shape, expanded from one element."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.width, self.dtype, self.called = width, dtype, False
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.called:
-            raise PlanError(
-                "pipeline: the model looks up its embedding a second time, as modules that predict further ahead "
-                "do, but only the first stage has it. Use a mesh without pp, or a model without them."
+    def begin(self, name: str) -> int:
+        """The number of this call. Raises: StepError if the program has another one here."""
+        number = self.calls
+        wanted = self.flow.calls[number].name if number < len(self.flow.calls) else "the end of the forward"
+        if name != wanted:
+            raise StepError(
+                f"pipeline: the forward calls {name!r} where it called {wanted!r} when it was read, so what stages hand on "
+                "is not known. Blocks that are skipped or repeated by chance or by values need a mesh without pp."
             )
-        self.called = True
-        # Models take the dtype and device of masks and rotary tables from it, so both are those of the hidden state.
-        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+        self.calls += 1
+        return number
+
+    def end(self) -> None:
+        if self.calls < len(self.flow.calls):
+            raise StepError(
+                f"pipeline: the forward ended without {self.flow.calls[self.calls].name!r}, which it called when it was "
+                "read, so what stages hand on is not known. Blocks that are skipped by chance or by values need a mesh "
+                "without pp."
+            )
 
 
-class Received(nn.Module):
-    """Stand-in for the last block before the stage: returns the received hidden state, whatever its own input."""
+class OnAnotherRank(AttributeError):
+    """An AttributeError, so that whoever only asks for an attribute gets an answer."""
 
-    def __init__(self, hidden: Tensor) -> None:
+
+class Absent(nn.Module):
+    """Stand-in for a module of another stage. like: the module without values, whose attributes it shows."""
+
+    def __init__(self, staged: StagedModel, name: str, like: nn.Module) -> None:
         super().__init__()
-        self.hidden = hidden
+        # Past nn.Module: neither is a part of this one.
+        vars(self).update(_staged=staged, _name=name, _like=like, _twin=None)
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return self.hidden
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_staged"].skip(vars(self)["_name"], args, kwargs)
+
+    def __getattr__(self, key: str) -> Any:
+        # In its forward, a model may ask a layer for its kind, or a head for the dtype of its weight.
+        staged = vars(self).get("_staged")
+        if staged is None or not staged.runs:
+            name = vars(self).get("_name", "this module")
+            raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {key!r} cannot be read here")
+        if vars(self)["_twin"] is None:
+            vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
+        return getattr(vars(self)["_twin"], key)
 
 
-def stand_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    return AbsentEmbedding(module.embedding_dim, dtype) if isinstance(module, nn.Embedding) else Absent()
+class Present:
+    """In place of a module of the stage that runs: calls it, and keeps what it returns for other stages."""
+
+    __slots__ = ("_meshkit_module", "_meshkit_name", "_meshkit_staged")
+
+    def __init__(self, staged: StagedModel, name: str, module: nn.Module) -> None:
+        object.__setattr__(self, "_meshkit_staged", staged)
+        object.__setattr__(self, "_meshkit_name", name)
+        object.__setattr__(self, "_meshkit_module", module)
+
+    @property  # type: ignore[misc]  # stubs: an attribute
+    def __class__(self) -> Any:
+        return type(self._meshkit_module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._meshkit_staged.call(self._meshkit_name, self._meshkit_module, args, kwargs)
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self._meshkit_module, key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        setattr(self._meshkit_module, key, value)
 
 
 class StagedModel:
     """A model of which this rank holds some stages; it runs as one stage at a time."""
 
-    def __init__(self, model: nn.Module, stages: Stages, local_stages: Sequence[int], dtype: torch.dtype) -> None:
-        """Replaces modules of other ranks by stand-ins, in place."""
+    def __init__(
+        self, model: nn.Module, full: nn.Module, stages: Stages, local_stages: Sequence[int], device: torch.device
+    ) -> None:
+        """Replaces modules of other ranks by stand-ins, in place. full: the model before it was split, without values."""
         self.model, self.stages, self.local_stages = model, stages, tuple(local_stages)
+        self.device, self._fake = device, _torch.fake_mode()
+        self._running: Running | None = None
         local_modules = {name for stage in local_stages for name in stages.modules_of(stage)}
         # Of this rank's own modules too: they are absent while another of its stages runs.
         self._absent: dict[str, nn.Module] = {}
         for stage in range(stages.count):
             for name in stages.modules_of(stage):
-                self._absent[name] = stand_in(model.get_submodule(name), dtype)
+                self._absent[name] = Absent(self, name, full.get_submodule(name))
                 if name not in local_modules:
                     _put(model, name, self._absent[name])
 
+    @property
+    def runs(self) -> bool:
+        return self._running is not None
+
     @contextmanager
-    def running(self, stage: int, hidden: Tensor | None) -> Iterator[nn.Module]:
-        """Inside, the model is this stage. hidden: its received input, None for the first stage."""
+    def running(self, stage: int, flow: Flow, received: Mapping[Value, Tensor]) -> Iterator[Running]:
+        """Inside, the model is this stage."""
         present = set(self.stages.modules_of(stage))
-        # Each forward may look up a missing embedding once; a second lookup is another model than the stand-in stands for.
-        for module in self._absent.values():
-            if isinstance(module, AbsentEmbedding):
-                module.called = False
-        swapped: dict[str, nn.Module] = {}
+        sends = frozenset(flow.cuts[stage] if stage < self.stages.count - 1 else ())
+        run = Running(flow, stage, received, sends)
+        for value in sends & received.keys():
+            run.handed[value] = received[value].detach()
+            if received[value].requires_grad:
+                run.edges[value] = get_gradient_edge(received[value])
+        swapped: dict[str, Any] = {}
         for other in self.local_stages:
             for name in self.stages.modules_of(other):
-                if name not in present:
-                    swapped[name] = _put(self.model, name, self._absent[name])
-        if hidden is not None:
-            # The stand-in directly before the stage yields the received input; whatever earlier ones return is dropped.
-            last_before = self.stages.blocks[stage - 1][-1]
-            before = _put(self.model, last_before, Received(hidden))
-            # If this rank also holds that block, it was swapped above: the module to restore is the first one.
-            swapped.setdefault(last_before, before)
+                own = self.model.get_submodule(name)
+                swapped[name] = _put(
+                    self.model, name, Present(self, name, own) if name in present else self._absent[name]
+                )
+        before, self._running = self._running, run
         try:
-            yield self.model
+            yield run
         finally:
+            self._running = before
             for name, module in swapped.items():
                 _put(self.model, name, module)
 
+    def call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module of this stage."""
+        run = self._running
+        if run is None or _torch.in_backward():  # a recomputed forward: what it hands on has been sent
+            return module(*args, **kwargs)
+        number = run.begin(name)
+        output = module(*args, **kwargs)
+        wanted = [value for value in run.sends if value.call == number]
+        if not wanted:
+            return output
+        leaves, spec = _torch.tree_flatten(output)
+        if len(leaves) != len(_torch.tree_leaves(run.flow.calls[number].output)):
+            raise StepError(f"pipeline: {name!r} returned another structure than when it was read.")
+        for value in wanted:
+            leaf, ref = leaves[value.leaf], run.flow.refs[value]
+            _refuse_unlike(leaf, ref, name)
+            run.handed[value] = leaf.detach().clone() if value in run.flow.written else leaf.detach()
+            if leaf.requires_grad:
+                # The rest of the forward gets an alias: hooks on it, and writes to it, are the next stage's to do.
+                run.edges[value] = get_gradient_edge(leaf)
+                leaves[value.leaf] = leaf.clone() if value in run.flow.written else leaf.view_as(leaf)
+        return _torch.tree_unflatten(leaves, spec)
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    def skip(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A module of another stage."""
+        run = self._running
+        if run is None or _torch.in_backward():
+            raise StepError(
+                f"pipeline: {name!r} is on another stage, but was called outside of a forward, or by activation "
+                "checkpointing that spans stages. Checkpoint single blocks, and call the model by its run."
+            )
+        number = run.begin(name)
+        call = run.flow.calls[number]
+        given = _torch.tree_leaves((args, kwargs))
+        recorded = _torch.tree_leaves((call.args, call.kwargs))
+        leaves, spec = _torch.tree_flatten(call.output)
+        for index, leaf in enumerate(leaves):
+            value = Value(number, index)
+            if isinstance(leaf, TensorRef) and value not in run.received and leaf in recorded:
+                leaves[index] = given[recorded.index(leaf)]  # it returns what it was given
+            elif isinstance(leaf, TensorRef):
+                leaves[index] = self._given(run, value, leaf)
+            elif not isinstance(leaf, PLAIN) and len(given) == len(recorded):
+                same = next((mine for mine, theirs in zip(given, recorded, strict=True) if theirs is leaf), leaf)
+                leaves[index] = same  # an object that the module was given and returns, as a cache of keys
+        return _torch.tree_unflatten(leaves, spec)
+
+    def _given(self, run: Running, value: Value, ref: TensorRef) -> Tensor:
+        if value in run.received:
+            tensor = run.received[value]
+            if value in run.flow.written:
+                return tensor.clone()
+            # An alias where it is handed on too: hooks on it are not for the gradient of later stages, which have their own.
+            return tensor.view_as(tensor) if value in run.sends and tensor.requires_grad else tensor
+        return self.empty(ref)
+
+    def empty(self, ref: TensorRef) -> Tensor:
+        """A tensor without values. What is computed of it has none either."""
+        with self._fake:
+            tensor = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=self.device)
+        if ref.requires_grad and torch.is_grad_enabled():
+            return tensor.requires_grad_().clone()  # no leaf: those take no writes
+        return tensor
+
+    def twin(self, module: nn.Module) -> nn.Module:
+        """The module with tensors that have shapes and no values."""
+        tensors: dict[int, Any] = {}
+        with self._fake:
+            for param in module.parameters():
+                empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                tensors[id(param)] = nn.Parameter(empty, param.requires_grad)
+            for buffer in module.buffers():
+                tensors[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        return copied(module, tensors, {})
+
+
+# What a module may return beside tensors: the same for every batch of these shapes.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def _refuse_unlike(value: Any, ref: TensorRef, name: str) -> None:
+    if not isinstance(value, Tensor) or _torch.is_fake(value):
+        raise StepError(
+            f"pipeline: {name!r} returned what has no values on this rank, so it has read something of another stage that it "
+            "did not when the model was read. Use a mesh without pp."
+        )
+    if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
+        raise StepError(
+            f"pipeline: {name!r} returned {list(value.shape)} in {value.dtype}, but {list(ref.shape)} in {ref.dtype} when "
+            "the model was read for a batch of these shapes. Shapes must not depend on values; or use a mesh without pp."
+        )
+
+
+def _put(model: nn.Module, name: str, module: Any) -> Any:
     """Replace a submodule in `_modules`, past any `__setattr__` of the parent; returns the old one."""
     parent, _, key = name.rpartition(".")
     owner = model.get_submodule(parent)

@@ -132,11 +132,17 @@ def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Chec
     rank = rank_model.at("pp")
     # With sequence parallelism a stage ends in the middle of the residual stream, where each rank of tp has its tokens only.
     token_shards = rank_model.spec.tp if rank_model.sequence else 1
+    sizes: dict[tuple[int, int], list[list[tuple[int, bool]]]] = {}
     for message in checked.sends[rank]:
         batch = batches[message.output.microbatch]  # microbatches differ by a row where they do not divide
-        size = batch.rows * (batch.tokens // token_shards) * cut.width * rank_model.compute.itemsize
-        why = "hidden states, forward" if message.output.op == "F" else "hidden states, backward"
-        log.add("pp", "send", size, why)
+        shape = batch.rows, batch.tokens // token_shards
+        if shape not in sizes:
+            sizes[shape] = cut.message_bytes(rank_model.model, *shape, rank_model.compute)
+        forward = message.output.op == "F"
+        why = "hidden states, forward" if forward else "hidden states, backward"
+        for size, has_gradient in sizes[shape][message.output.stage - (not forward)]:
+            if forward or has_gradient:
+                log.add("pp", "send", size, why)
     if rank in cut.ends:
         # Each end has summed the gradient of its use over its data ranks: the two shards are alike, and cross once.
         for names in cut.copied:

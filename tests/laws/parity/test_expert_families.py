@@ -19,7 +19,7 @@ from tests.compare_shards import difference
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.tiny import draw_parameters
-from tests.world import RankError, pool, run_ranks
+from tests.world import pool
 
 TOL = 1e-10
 SHAPE = {
@@ -135,16 +135,15 @@ RUNS = [
     thin([(name, *run) for run in RUNS for name in CONFIGS], 5),
 )
 def test_families_equal_one_device(name: str, ranks: int, mesh: str, sequence: bool, recompute: str) -> None:
-    if name == "deepseek" and "pp" in mesh:
-        pytest.skip("refused, see below")
     for found in pool(ranks).run(differences, name, mesh, sequence, recompute):
         worst = max(found, key=found.__getitem__)
         assert found[worst] <= TOL, (worst, found[worst])
 
 
-def test_predictions_further_ahead_are_refused_on_stages() -> None:
-    with pytest.raises(RankError, match=r"PlanError: pipeline: stage 0 ends in a tuple, not in one hidden state"):
-        run_ranks(2, differences, "deepseek", "pp=2", False, "none")
+def test_predictions_further_ahead_equal_one_device_on_stages() -> None:
+    for found in pool(2).run(differences, "deepseek", "pp=2", False, "none"):
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] <= TOL, (worst, found[worst])
 
 
 def refused(mesh: str) -> str:

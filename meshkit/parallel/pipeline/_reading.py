@@ -1,0 +1,82 @@
+"""Reading the program of a staged model: the data flow between its stages for a batch of given shapes, without values.
+
+The forward is read again for each new shapes, and in training and evaluation apart: so a branch on those is followed, and
+what one reading says is used for no other. What depends on values cannot be read, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.core import _torch
+from meshkit.core.noting import AnyMask
+from meshkit.core.rng import using_keys
+from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._stages import Stages, flow_of
+from meshkit.program import ReadingError, trace
+
+
+class Reading:
+    """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
+    modules whose inside is not read, as in `trace`."""
+
+    def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str]) -> None:
+        self.model, self.stages, self.closed = model, stages, closed
+        self._flows: dict[Any, Flow] = {}
+
+    def flow(
+        self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Flow:
+        """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
+        key = (_like(microbatch), _code(loss), torch.is_grad_enabled(), running.training)
+        if key not in self._flows:
+            self._set_training(running)
+            with using_keys(None):  # no dropout by keys
+                args, kwargs = call()
+                args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
+                try:
+                    read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+                except ReadingError as error:
+                    raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+            self._flows[key] = flow_of(read, self.model, self.stages)
+        return self._flows[key]
+
+    def _set_training(self, running: nn.Module) -> None:
+        modules = dict(running.named_modules())
+        for name, module in self.model.named_modules():
+            while name not in modules:  # inside of a stand-in
+                name = name.rpartition(".")[0]
+            module.training = modules[name].training
+
+    def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Without a mask that only context parallelism takes away."""
+        parameters = inspect.signature(self.model.forward).parameters
+        return {name: value for name, value in kwargs.items() if name in parameters or not isinstance(value, AnyMask)}
+
+
+def _unmasked(value: Any) -> Any:
+    """Attention over other ranks' keys, or those of a cache, is not run."""
+    return AnyMask() if hasattr(value, "attend") and not isinstance(value, Tensor) else value
+
+
+def _like(tree: Any) -> Any:
+    """What two batches have alike that are read once."""
+    leaves, spec = _torch.tree_flatten(tree)
+    return str(spec), tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), str(leaf) if isinstance(leaf, bool | int | str) else "")
+        for leaf in leaves
+    )
+
+
+def _code(function: Any) -> Any:
+    """A function that is made anew in every step is the same by its code."""
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(getattr(function, "__func__", function), "__code__", None) or type(function)
