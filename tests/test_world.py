@@ -86,6 +86,13 @@ def forget_to_wait() -> None:
     dist.recv(torch.zeros(1), src=other)
 
 
+# Gloo's thread has no name on torch 2.11, and wakes all the time: stuck ranks are not told from slow ones there.
+NAMED_THREADS = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="gloo's thread has no name on torch 2.11"
+)
+
+
+@NAMED_THREADS
 @pytest.mark.parametrize("function", [wait_for_each_other, forget_to_wait])
 def test_stuck_ranks_say_soon_where_they_stand(function: Callable[[], None], soon: None) -> None:
     ranks = World(2)
@@ -98,6 +105,7 @@ def test_stuck_ranks_say_soon_where_they_stand(function: Callable[[], None], soo
     assert time.monotonic() - began < 60, "time is up after 120"
 
 
+@NAMED_THREADS
 def test_ranks_that_did_not_answer_are_not_asked_the_same_again(soon: None) -> None:
     """As hypothesis does, which runs an example again that failed."""
     with pytest.raises(RankError, match="they are stuck") as first:

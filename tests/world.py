@@ -199,8 +199,8 @@ class Stuck:
 # A slow machine does not look so: there a thread that could go on is ready to run, or reads a disk, and does not sleep. So
 # six seconds are plenty, of which each is seen and not measured: a pause of the whole machine counts as one look.
 # Gloo's own thread does not count. It wakes a hundred times a second, and spins once a buffer is gone that a message was to
-# come into. Ranks that wait for a child process are not stuck; those that sleep on purpose, for longer than this, give
-# a sleep in pieces.
+# come into. On torch 2.11 it has no name, so that time must be up there. Ranks that wait for a child process are not stuck;
+# those that sleep on purpose, for longer than this, give a sleep in pieces.
 GLOO = "gloo_tcp_loop"
 
 

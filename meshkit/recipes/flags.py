@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
-from meshkit.errors import PlanError
+from meshkit.errors import DataError, PlanError
 from meshkit.lora import attach
 from meshkit.mesh import MeshSpec
 from meshkit.models import config_from_pretrained
@@ -150,11 +150,16 @@ class ParallelFlags:
 
         args: default those of the process. options: of `tyro.cli`.
         Raises: PlanError for a flag that is given beside --strategy and says otherwise than the file, also if what it says
-        is the flag's default.
+        is the flag's default; DataError for a warm-up that is longer than the run.
         """
         import tyro  # of the extra `recipes`; without it a Config can still be made by keyword
 
         config: Self = tyro.cli(cls, args=args, **options)
+        if isinstance(config, StepFlags) and config.warmup_steps > config.steps:
+            # Now, and not when the schedule is made, which in some recipes is minutes later.
+            raise DataError(
+                f"--warmup-steps {config.warmup_steps} does not fit into --steps {config.steps}. Give 0 to {config.steps}."
+            )
         if config.strategy is None:
             return config
         # tyro says what a flag holds, not whether it was given: a default that was typed must be refused beside the file,

@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,8 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, broken: str) -> None:
             model(x).sum().backward()
     else:
         loss = model(x).sum()
+        # a write after the cut would make the file long again
+        wait([stored.written for stored in offload.tier._writing])
         os.ftruncate(offload.tier.files._open[0], 0)
         with pytest.raises(mk.errors.OffloadError, match=r"reading [\d,]+ bytes in .* failed: the file ends early"):
             loss.backward()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meshkit as mk
-from meshkit.errors import PlanError
+from meshkit.errors import DataError, PlanError
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.recipes import ParallelFlags, TrainFlags
 from meshkit.recipes.flags import STRATEGY_FIELDS
@@ -56,6 +56,12 @@ class Config(TrainFlags, ParallelFlags):
 def file(tmp_path: Path) -> Path:
     UNLIKE_FLAGS.write(tmp_path / "run.toml")
     return tmp_path / "run.toml"
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(DataError, match="--warmup-steps 15 does not fit into --steps 4. Give 0 to 4."):
+        Config.parse(["--steps", "4"])
+    assert Config.parse(["--steps", "4", "--warmup-steps", "4"]).warmup_steps == 4
 
 
 def test_every_flag_of_a_strategy_has_its_place_in_it() -> None:
