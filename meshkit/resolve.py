@@ -26,12 +26,13 @@ from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, whole_
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout, widest_heads
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.plan import Plan, match_names, match_table
-from meshkit.plan.auto import auto_plan, leave_whole
-from meshkit.program import Example, Program, ReadingError, Unproved, example_of
+from meshkit.plan.auto import auto_plan
+from meshkit.program import Example, Program, ReadingError, example_of
 from meshkit.strategy import BlockOverride, Budget, Fp8, MemoryPolicy, Recompute, Strategy
 
 
@@ -299,17 +300,15 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
 
 
 def _prove(program: Program, plan: Plan, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
-    """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is left whole."""
-    while True:
-        layout = tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
-        try:
-            prove_layout(program, layout, example)
-            return plan
-        except Unproved as error:
-            narrower = leave_whole(plan, error.module, program.modules) if auto else None
-            if narrower is None:
-                raise
-            plan = narrower
+    """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is split otherwise, or left whole."""
+
+    def proved(layout: TensorLayout) -> None:
+        prove_layout(program, layout, example)
+
+    if auto:
+        return derive_plan(program, plan, example, proved, size=spec.tp, sequence=sequence)
+    proved(tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence))
+    return plan
 
 
 def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:

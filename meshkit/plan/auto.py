@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
 from meshkit.errors import PlanError
-from meshkit.plan.match import match_table
 from meshkit.plan.styles import Plan, Style, attention, column, enter, per_head, replicate, row, sequence, split, vocab
 
 # Names used by transformers' decoders of the Llama, Qwen2, Qwen3 and Mistral families, and by meshkit's own.
@@ -40,60 +37,65 @@ def auto_plan(model: nn.Module) -> Plan:
         raise PlanError(f"auto_plan: {type(model).__name__} has no parameters, so there is nothing to plan.")
     # With duplicates, since a plan must cover every name of a module that stands in two places.
     modules = dict(model.named_modules(remove_duplicate=False))
-    pattern = partial(_general, modules=modules)
-    decoder = any(_is_attention(child) for child in modules.values())
+    decoder = any(_is_attention(child) for child in modules.values()) or _generates(model)
     tensor: dict[str, Style] = {}
-    # One pattern names the same module of all layers: where one of them cannot be split, none is.
-    whole = {pattern(name) for name, child in modules.items() if any(map(_is_computed, child.children()))}
     for name, child in modules.items():
-        for key, style in _split_styles(child) if pattern(name) not in whole else ():
-            _add(tensor, pattern(_join(name, key) if key else name), style)
+        if not any(map(_is_computed, child.children())):
+            tensor |= {join(name, key): style for key, style in _split_styles(child)}
     # After the splits, and only where they left a module out.
+    head = _head(model) if decoder else None
     for name, child in modules.items():
         if any(True for _ in child.parameters(recurse=False)):
-            tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
+            tensor.setdefault(name, _other_style(name, child, decoder=decoder, head=child is head))
     layers = _layers(modules)
     if decoder and layers:
         tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
+    mlps = [name for name, child in modules.items() if _is_gated_mlp(child)]
     return Plan(
-        tensor=tensor,
-        blocks=tuple(dict.fromkeys(map(pattern, layers))),
+        tensor=by_patterns(tensor, modules),
+        blocks=tuple(by_patterns(dict.fromkeys(layers, replicate()), modules)),
         units=tuple(name for name in modules if decoder and _last(name) in ("embed_tokens", "lm_head")),
-        mlps=tuple(dict.fromkeys(pattern(name) for name, child in modules.items() if _is_gated_mlp(child))),
+        mlps=tuple(by_patterns(dict.fromkeys(mlps, replicate()), modules)),
     )
 
 
-def leave_whole(plan: Plan, module: str, modules: Mapping[str, nn.Module]) -> Plan | None:
-    """The plan with the region around a module computed whole by every rank; None if no region is around it.
-
-    A region is a container that enters the axis, or a module that does so by itself, with all that the plan splits inside.
-    The same patterns name it in other layers, so it is whole there too.
-    """
-    styles = match_table(plan.tensor, modules, what="module")
-    around = [name for name in _ancestors(module) if name in styles and styles[name].kind in ("enter", "attention")]
-    if not around:
-        return None
-    inside = {name for name in styles if name == around[0] or name.startswith(f"{around[0]}.")}
-    tensor = dict(plan.tensor)
-    for pattern in plan.tensor:
-        matched = set(match_table({pattern: plan.tensor[pattern]}, modules, what="module"))
-        if matched & inside:
-            del tensor[pattern]
-            if plan.tensor[pattern].kind not in ("enter", "attention"):
-                tensor[pattern] = replicate()
-    return replace(plan, tensor=tensor)
+def by_patterns(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """A table of names as one of patterns: `layers.*.mlp` for modules of all layers that have one style, names for others."""
+    alike: dict[str, list[str]] = {}
+    for name in modules:
+        alike.setdefault(_general(name, modules), []).append(name)
+    table: dict[str, Style] = {}
+    for name, style in styles.items():
+        pattern = _general(name, modules)
+        table[pattern if all(styles.get(other) == style for other in alike[pattern]) else name] = style
+    return table
 
 
-def _ancestors(name: str) -> list[str]:
-    """The name and those of the modules around it, innermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+def _generates(model: nn.Module) -> bool:
+    """Whether a model of transformers says that it makes tokens one after another."""
+    return callable(asked := getattr(model, "can_generate", None)) and bool(asked())
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The output head, which transformers' models name themselves."""
+    asked = getattr(model, "get_output_embeddings", None)
+    found = asked() if callable(asked) else None
+    return found if isinstance(found, nn.Linear) else getattr(model, "lm_head", None)
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return ATTENTION.keys() <= dict(module.named_children()).keys() and isinstance(
-        getattr(module, "head_dim", None), int
-    )
+    children = dict(module.named_children())
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int) or not all(isinstance(children.get(name), nn.Linear) for name in ATTENTION):
+        return False
+    heads = _query_heads(module)
+    # What it holds itself it computes with in each head, as attention sinks do.
+    return all(tuple(param.shape) == (heads,) for param in module.parameters(recurse=False))
+
+
+def _query_heads(attention: nn.Module) -> int:
+    projection = attention.get_submodule("q_proj")
+    return int(projection.out_features) // int(attention.head_dim)  # type: ignore[arg-type]
 
 
 def _is_computed(module: nn.Module) -> bool:
@@ -102,14 +104,16 @@ def _is_computed(module: nn.Module) -> bool:
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    return GATED_MLP.keys() <= dict(module.named_children()).keys() and not _is_attention(module)
+    children = dict(module.named_children())
+    plain = all(isinstance(children.get(name), nn.Linear) for name in GATED_MLP)
+    return plain and not any(True for _ in module.parameters(recurse=False)) and not _is_attention(module)
 
 
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
     if _is_attention(module):
-        yield "", attention()
+        yield "", attention(split=tuple(key for key, _ in module.named_parameters(recurse=False)))
         norms = {"q_norm": per_head(), "k_norm": per_head()}
         yield from ((child, style) for child in children if (style := (ATTENTION | norms).get(child)) is not None)
     elif _is_gated_mlp(module):
@@ -121,19 +125,11 @@ def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
             yield second, row()
 
 
-def _other_style(name: str, module: nn.Module, *, decoder: bool) -> Style:
+def _other_style(name: str, module: nn.Module, *, decoder: bool, head: bool) -> Style:
     """The style of a module that holds parameters, and is split neither by heads nor by features."""
-    if decoder and (isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and _last(name) == "lm_head")):
+    if decoder and (isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and head)):
         return vocab()
     return sequence() if decoder and "norm" in _last(name) else replicate()
-
-
-def _add(tensor: dict[str, Style], pattern: str, style: Style) -> None:
-    # A pattern has one style for all layers. Layers of one list that differ would otherwise get the first one's.
-    if tensor.setdefault(pattern, style) != style:
-        raise PlanError(
-            f"auto_plan: modules like {pattern!r} are not alike ({tensor[pattern]} and {style}). Write the plan."
-        )
 
 
 def _named_pairs(module: nn.Module) -> list[tuple[str, str]]:
@@ -180,7 +176,7 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
     return [f"{name}.{index}" if name else str(index) for index in range(len(layers))]
 
 
-def _general(name: str, modules: dict[str, nn.Module]) -> str:
+def _general(name: str, modules: Mapping[str, nn.Module]) -> str:
     """`layers.3.mlp` to `layers.*.mlp`: members of a ModuleList are alike, members of a Sequential are not."""
     parts = name.split(".")
     return ".".join(
@@ -193,5 +189,5 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def join(prefix: str, name: str) -> str:
+    return ".".join(filter(None, (prefix, name)))

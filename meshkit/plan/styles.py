@@ -33,6 +33,8 @@ class Style:
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     group: int = 1
+    gather: bool = False
+    local: tuple[str, ...] = ()
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
 
@@ -40,19 +42,24 @@ class Style:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
-        for name in ("projections", "columns", "rows"):
+        for name in ("projections", "columns", "rows", "local"):
             object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
     def __str__(self) -> str:
-        return f"{self.kind}({'optional=True' if self.optional else ''})"
+        texts = [f"{name}=True" for name in ("gather", "optional") if getattr(self, name)]
+        texts += [f"local={self.local}"] if self.local else []
+        texts += [f"split={self.columns}"] if self.columns and self.kind in ("enter", "attention") else []
+        return f"{self.kind}({', '.join(texts)})"
 
 
-def column(*, group: int = 1, optional: bool = False) -> Style:
+def column(*, group: int = 1, gather: bool = False, optional: bool = False) -> Style:
     """Linear: each rank holds a slice of the output features, and computes only those.
 
     group: size of the groups of features that stay together, of a head for one; the axis must divide the number of groups.
+    gather: the features are then joined, and every rank has all of them: what follows needs them all, as a norm over the
+    full width or a router does.
     """
-    return Style("column", optional, group=group)
+    return Style("column", optional, group=group, gather=gather)
 
 
 def row(*, group: int = 1, optional: bool = False) -> Style:
@@ -82,7 +89,10 @@ def per_head(*, optional: bool = False) -> Style:
 
 
 def replicate(*, optional: bool = False) -> Style:
-    """A module that every rank computes in full, on the full sequence."""
+    """A module that every rank computes in full, on the full sequence.
+
+    On a container: its first input and its output are all tokens, so what it holds is not split along the sequence either.
+    """
     return Style("replicate", optional)
 
 
@@ -91,13 +101,19 @@ def head(*, optional: bool = False) -> Style:
     return Style("head", optional)
 
 
-def enter(*, query: str = "", optional: bool = False) -> Style:
+def enter(
+    *, query: str = "", local: tuple[str, ...] = (), split: tuple[str, ...] = (), optional: bool = False
+) -> Style:
     """A container whose first input feeds several column() children: the axis is entered once, not once per child.
 
+    local: its attributes that count heads or features, by which its forward views a tensor ("num_heads"): a rank's are the
+    axis' share. "config.num_heads" is one of a config, of which the container gets a copy.
+    split: parameters that it holds itself and that have something for each head, as attention sinks do. What it holds besides
+    is whole.
     query: for latent attention, the child that makes the queries, which is column(group=size of a head). Each query head has
     a key and a value head. Traffic on cp is predicted from it.
     """
-    return Style("enter", optional, query=query)
+    return Style("enter", optional, query=query, local=local, columns=split)
 
 
 def split(*, optional: bool = False) -> Style:
@@ -116,15 +132,16 @@ def attention(
     value: str = "v_proj",
     output: str = "o_proj",
     head_dim: str = "head_dim",
+    split: tuple[str, ...] = (),
     optional: bool = False,
 ) -> Style:
     """enter() for an attention module: its column() and row() children are split by whole heads.
 
     `head_dim` names the module's attribute with the size of a head. If the axis does not divide the key/value heads, every
-    rank stores all of them, and computes those that its query heads read.
+    rank stores all of them, and computes those that its query heads read. split: as for enter().
     """
     # Names and not modules: a plan is made without a model, and serves all of one family.
-    return Style("attention", optional, (query, key, value, output), head_dim)
+    return Style("attention", optional, (query, key, value, output), head_dim, columns=split)
 
 
 def experts(
@@ -164,6 +181,7 @@ class Plan:
     and transformers' need none.
     mlps: patterns of feed-forwards, which treat every token alike: what `MemoryPolicy.mlp_chunks` runs in parts.
     init: parameter pattern -> initial value; what is not named is drawn as `initialize.default_init` says.
+    notes: what `print` says of it besides: the share of parameters that are split, and why others are not.
     """
 
     tensor: Mapping[str, Style] = field(default_factory=dict)
@@ -172,6 +190,7 @@ class Plan:
     attention: tuple[str, ...] = ()
     mlps: tuple[str, ...] = ()
     init: Mapping[str, Init] = field(default_factory=dict)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("blocks", "units", "attention", "mlps"):
@@ -190,6 +209,7 @@ class Plan:
             ("mlps", self.mlps),
         ):
             lines += [f"  {title:7} {pattern}" for pattern in patterns]
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
 

@@ -34,11 +34,12 @@ Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
 
 class Unproved(PlanError):
-    """A plan that could not be shown to compute what one device computes. module: where it stops."""
+    """A plan that could not be shown to compute what one device computes. module: where it stops. before: the module that ran
+    before it."""
 
-    def __init__(self, text: str, module: str = "") -> None:
+    def __init__(self, text: str, module: str = "", before: str = "") -> None:
         super().__init__(text)
-        self.module = module
+        self.module, self.before = module, before
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]
     try:
         return proof.run()
     except TooLarge:
-        raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.", proof.module) from None
+        text = f"{proof.at}: it rearranges a tensor that is too large to follow."
+        raise Unproved(text, proof.module, proof.before) from None
     except Unproved as error:
-        error.module = proof.module
+        error.module, error.before = proof.module, proof.before
         raise
 
 
@@ -131,7 +133,7 @@ class _Proof:
         self.full = Replay(full, self.numbers, lambda storage: self.part(full.storages[storage].source))
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
-        self.at, self.module = "the model", ""  # what is followed now
+        self.at, self.module, self.before = "the model", "", ""  # what is followed now, and the module that ran before
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -148,7 +150,9 @@ class _Proof:
             first = operations[0]
             if any(other is None or other.name != first.name for other in operations):
                 raise Unproved(f"{self.ranks[0].where(first)}: other ranks run something else there.")
-            self.at, self.module = self.ranks[0].where(first), self.ranks[0].trace.calls[first.call].name
+            module = self.ranks[0].trace.calls[first.call].name
+            self.before = self.module if module != self.module else self.before
+            self.at, self.module = self.ranks[0].where(first), module
             step = _STEPS.get(first.name)
             if step is not None:
                 step(self, operations)

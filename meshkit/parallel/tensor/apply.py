@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,13 @@ from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
-from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, readers, tensor_layout
+from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, number_of, readers, tensor_layout
 from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
 from meshkit.plan.styles import style_table
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
+FEATURES_DIM = -1
 
 View = Callable[[nn.Parameter | None], Tensor | None]
 
@@ -78,12 +80,17 @@ def tensor_parallel(
     modules = dict(module.named_modules())
     for call in layout.calls:
         if call.module in modules:
-            region = Region(SEQUENCE_DIM, mesh) if regather and call.kind == "enter" else None
+            region = _region(call, mesh, regather)
             _communicate(modules[call.module], mesh, layout, call, region)
             if region is not None:
                 _keep_sharded_input(modules, layout, call, region)
-    _set_kv_groups(modules, layout, mesh.get_local_rank())
+    _set_local_numbers(modules, layout, mesh.get_local_rank())
     return module
+
+
+def _region(call: Call, mesh: Any, regather: bool) -> Region | None:
+    """The region that keeps its input sharded. One that is inside of a container with all tokens has no shard to keep."""
+    return Region(SEQUENCE_DIM, mesh) if regather and call.kind == "enter" and not call.whole else None
 
 
 def _refuse_split(module: nn.Module, layout: TensorLayout) -> None:
@@ -135,19 +142,32 @@ def shard_without_ranks(
         _localize(child, prefix, axis, layout)
     for call in layout.calls:
         if call.module in modules:
-            region = Region(SEQUENCE_DIM, axis) if regather and call.kind == "enter" else None
+            region = _region(call, axis, regather)
             _communicate(modules[call.module], axis, layout, call, region)
             if region is not None:
                 _keep_sharded_input(modules, layout, call, region)
-    _set_kv_groups(modules, layout, rank)
+    _set_local_numbers(modules, layout, rank)
     return part
 
 
-def _set_kv_groups(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
-    """Set the ratio of heads by which transformers' grouped-query attention repeats key/value heads to this rank's."""
+def _set_local_numbers(modules: dict[str, nn.Module], layout: TensorLayout, rank: int) -> None:
+    """Set numbers of heads and features that a container reads to this rank's, and the ratio of heads by which transformers'
+    grouped-query attention repeats key/value heads."""
+    for name, style in layout.styles.items():
+        for path in style.local if name in modules else ():
+            value = number_of(modules[name], path)
+            assert value is not None
+            _set_number(modules[name], path, value // layout.size)
     for name, heads in layout.heads.items():
         if name in modules and hasattr(modules[name], "num_key_value_groups"):
             modules[name].num_key_value_groups = heads[rank].query // heads[rank].kv  # type: ignore[assignment]
+
+
+def _set_number(module: nn.Module, path: str, value: int) -> None:
+    owner, _, name = path.rpartition(".")
+    if owner:  # a config is the whole model's
+        setattr(module, owner, copy(getattr(module, owner)))
+    setattr(getattr(module, owner) if owner else module, name, value)
 
 
 def inside_forward(module: nn.Module, key: str) -> Tensor:
@@ -352,7 +372,7 @@ def _communicate(
     module: nn.Module, mesh: DeviceMesh, layout: TensorLayout, call: Call, region: Region | None = None
 ) -> None:
     """Hook the collectives of one call onto the module. region: its `enter` is used instead of a plain all-gather."""
-    sequence = layout.sequence
+    sequence = layout.sequence and not call.whole
     if region is not None:
         _on_first_input(module, region.enter)
     elif call.kind == "enter":
@@ -373,10 +393,16 @@ def _communicate(
             ),
             prepend=True,
         )
+    elif call.kind == "split_after":
+        _on_first_output(module, lambda out: split_dim(out, SEQUENCE_DIM, mesh))
+    elif call.kind == "join_features":
+        _on_first_output(module, lambda out: join_dim(out, FEATURES_DIM, mesh).contiguous())
+    elif call.kind == "gather_features":
+        _on_first_output(module, lambda out: gather_dim(out, FEATURES_DIM, mesh))
     else:
         _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
         if call.kind == "gather_split":
-            module.register_forward_hook(lambda module, args, out: split_dim(out, SEQUENCE_DIM, mesh))
+            _on_first_output(module, lambda out: split_dim(out, SEQUENCE_DIM, mesh))
 
 
 def _keep_sharded_input(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call, region: Region) -> None:
@@ -400,6 +426,17 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
         return args, {**kwargs, first: change(kwargs[first])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _on_first_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply `change` to what the module returns, or to the first of several things."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return (change(out[0]), *out[1:])
+        return change(out)
+
+    module.register_forward_hook(hook)
 
 
 def _logits_over(out: Tensor | LinearLogits, mesh: DeviceMesh, vocabulary: int) -> DTensor | LinearLogits:

@@ -38,13 +38,27 @@ class Call:
     """One communicating step in the forward of a module.
 
     enter: a region begins, with an all-gather (sequence=True) or nothing, and an all-reduce in backward. leave: a region ends
-    in a reduce-scatter or an all-reduce; leave_whole: in an all-reduce always. split: the sequence is split. gather_split: it
-    is gathered around a module. gather: gathered before a module. width: the size of the last dim of what is sent.
+    in a reduce-scatter or an all-reduce; leave_whole: in an all-reduce always. split: the sequence is split; split_after: a
+    module's output is. gather_split: it is gathered around a module. gather: gathered before a module. join_features: a
+    module's output features are joined, for what is computed alike on all ranks; gather_features: for what is not.
+    width: the size of the last dim of what is sent. whole: inside of a container that has all tokens, so that no sequence is
+    gathered or split here.
     """
 
     module: str
-    kind: Literal["enter", "leave", "leave_whole", "split", "gather_split", "gather"]
+    kind: Literal[
+        "enter",
+        "leave",
+        "leave_whole",
+        "split",
+        "split_after",
+        "gather_split",
+        "gather",
+        "join_features",
+        "gather_features",
+    ]
     width: int
+    whole: bool = False
 
 
 class Heads(NamedTuple):
@@ -64,6 +78,11 @@ class TensorLayout:
     styles: dict[str, Style] = field(default_factory=dict)
     shared_entry: dict[str, str] = field(default_factory=dict)  # column module -> the container that enters for it
     heads: dict[str, tuple[Heads, ...]] = field(default_factory=dict)  # attention module -> the heads of each rank
+    whole: set[str] = field(default_factory=set)  # containers that have all tokens, with all that is in them
+
+    def is_in_whole(self, name: str) -> bool:
+        """Whether the module is inside of a container that every rank computes in full."""
+        return any(name.startswith(f"{container}.") for container in self.whole)
 
 
 def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, sequence: bool) -> TensorLayout:
@@ -74,6 +93,11 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     layout = TensorLayout(size=size, sequence=sequence, styles=match_table(plan, modules, what="module"))
+    layout.whole.update(
+        name
+        for name, style in layout.styles.items()
+        if style.kind == "replicate" and name and _is_container(modules[name])
+    )
     for name, child in modules.items():
         _add_module(layout, name, child)
     # Containers after all modules: the heads of an attention may change the layout of its projections.
@@ -84,10 +108,8 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
             _add_container(layout, name, modules[name], style, modules)
     # Columns after containers: those inside of one share its entry.
     for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
-        if style.kind == "column" and not style.inner and name not in layout.shared_entry:
-            layout.calls.append(
-                Call(module=name, kind="enter", width=_linear(name, modules[name], "column").in_features)
-            )
+        if style.kind == "column" and not style.inner:
+            _add_column_calls(layout, name, _linear(name, modules[name], "column"), style)
     for name, child in modules.items():
         _refuse_split_blocks(layout, name, child)
     _check_tied(module, layout)
@@ -108,8 +130,8 @@ def _add_module(layout: TensorLayout, name: str, module: nn.Module) -> None:
     elif style.kind in ("column", "row", "vocab"):
         _add_sharded(layout, name, module, style)
     elif style.kind in ("enter", "attention", "split"):
-        if keys:
-            raise PlanError(f"plan: {name!r} is a container for {style}, but holds parameters of its own: {keys}.")
+        _refuse_uneven_numbers(layout, name, module, style)
+        _add_own(layout, name, module, style)
     elif style.kind != "experts":  # theirs is the expert view
         _add_replicated(layout, name, module, style, keys)
 
@@ -119,10 +141,23 @@ def _add_replicated(layout: TensorLayout, name: str, module: nn.Module, style: S
     summed = style.kind == "per_head" or (style.kind == "sequence" and layout.sequence)
     for key in keys:
         layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
-    if style.kind == "replicate" and layout.sequence and keys and not style.inner:
+    gathers = style.kind == "replicate" and layout.sequence and not style.inner and not layout.is_in_whole(name)
+    if gathers and (keys or name in layout.whole):
         layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
     if style.kind == "head" and layout.sequence:
         layout.calls.append(Call(module=name, kind="gather", width=_linear(name, module, "head").in_features))
+
+
+def _add_own(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
+    """Parameters that a container holds itself: those named in its style have one element for each head."""
+    own = dict(module.named_parameters(recurse=False))
+    if (missing := next((key for key in style.columns if key not in own), None)) is not None:
+        raise PlanError(f"plan: {style} on {name!r} splits its parameter {missing!r}, but it holds {list(own)}.")
+    summed = style.kind != "split" or layout.sequence
+    for key in own:
+        whole = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
+        split = ParamLayout(placement=Shard(0), gradient="own")
+        layout.params[_join(name, key)] = split if key in style.columns else whole
 
 
 def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
@@ -164,16 +199,61 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
     if style.kind == "row":
         layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
         if linear.bias is not None:  # added once, after the sum
-            gradient: Literal["same", "sum"] = "sum" if layout.sequence else "same"
+            gradient: Literal["same", "sum"] = "sum" if layout.sequence and not layout.is_in_whole(name) else "same"
             layout.params[bias] = ParamLayout(placement=Replicate(), gradient=gradient)
         if not style.inner:
-            layout.calls.append(Call(module=name, kind="leave", width=linear.out_features))
+            whole = layout.is_in_whole(name)
+            layout.calls.append(Call(module=name, kind="leave", width=linear.out_features, whole=whole))
         return
     layout.params[weight] = shard
     if linear.bias is not None:
         layout.params[bias] = shard
     if style.kind == "vocab":
         layout.calls.append(Call(module=name, kind="enter", width=linear.in_features))
+
+
+def _add_column_calls(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
+    """What a column sends that its container does not send for it."""
+    whole = layout.is_in_whole(name)
+    if style.gather and linear.out_features % layout.size:
+        raise PlanError(
+            f"plan: column(gather=True) on {name!r}: tp={layout.size} does not divide its {linear.out_features} features. Use "
+            "replicate()."
+        )
+    if name in layout.shared_entry:
+        if style.gather:
+            layout.calls.append(Call(module=name, kind="gather_features", width=linear.out_features))
+        return
+    layout.calls.append(Call(module=name, kind="enter", width=linear.in_features, whole=whole))
+    if style.gather:
+        layout.calls.append(Call(module=name, kind="join_features", width=linear.out_features))
+        if layout.sequence and not whole:
+            layout.calls.append(Call(module=name, kind="split_after", width=linear.out_features))
+
+
+def _refuse_uneven_numbers(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
+    """Raises: PlanError for a number of enter(local=...) that the module has not, or that the axis does not divide."""
+    for path in style.local:
+        value = number_of(module, path)
+        if value is None or value % layout.size:
+            raise PlanError(
+                f"plan: enter(local=...) on {name!r}: {path} is {value}, and tp={layout.size} needs a whole number that it "
+                "divides. Name attributes that count heads or features."
+            )
+
+
+def number_of(module: nn.Module, path: str) -> int | None:
+    """A whole number that a module's forward reads, "num_heads" or "config.num_heads"; None for anything else."""
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it is called, and what it calls has parameters."""
+    lists = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return not lists and any(True for child in module.children() for _ in child.parameters())
 
 
 def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
@@ -214,7 +294,8 @@ def _add_container(
     # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
     inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
     first = next(child for child in inside if isinstance(modules[child], nn.Linear))
-    layout.calls.append(Call(module=name, kind="enter", width=_linear(first, modules[first], "column").in_features))
+    width = _linear(first, modules[first], "column").in_features
+    layout.calls.append(Call(module=name, kind="enter", width=width, whole=layout.is_in_whole(name)))
     if style.kind == "attention":
         _split_heads(layout, name, module, style, modules)
 
@@ -236,6 +317,10 @@ def _split_heads(
     # DTensor would cut heads in two where the axis does not divide them. So those projections stay full on every rank, and a
     # rank computes with the rows of its heads: that costs memory, and an all-reduce of their gradient.
     if query_heads % layout.size:
+        for key in style.columns:
+            layout.params[_join(name, key)] = ParamLayout(
+                placement=Replicate(), gradient="sum", indices=tuple(query_of_rank)
+            )
         _replicate_heads(layout, query, 0, query_of_rank, head_dim)
         _replicate_heads(layout, output, 1, query_of_rank, head_dim)
     if query_heads % layout.size or kv_heads % layout.size:

@@ -20,7 +20,7 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
         if not rank_model.runs(call.module):
             continue
         size = tokens * call.width * rank_model.compute.itemsize
-        forward, backward = _call_ops(call, layout.sequence)
+        forward, backward = _call_ops(call, layout.sequence and not call.whole)
         backward = backward if _goes_back(rank_model, call) else []
         # Selective recompute keeps what cost a message; full recompute repeats all but those after its last saved tensor.
         again = not rank_model.treatment(call.module).recompute.keeps("collective") and _repeated(
@@ -34,7 +34,13 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
             log.add("tp", op, size, "activations, recompute", int(again))
         for op in backward:
             log.add("tp", op, size, "activations, backward", 1)
-        if call.kind == "enter" and layout.sequence and not again and _gathered_again(rank_model, layout, call):
+        if (
+            call.kind == "enter"
+            and layout.sequence
+            and not call.whole
+            and not again
+            and _gathered_again(rank_model, layout, call)
+        ):
             log.add("tp", "all_gather", size, "activations gathered again, backward")
     # A whole parameter that computes on a part of the tokens or heads (a norm, a bias, key/value heads that all ranks
     # have) has a part of its gradient on each rank. It is summed in each backward, so chunks of a feed-forward take one each.
@@ -106,8 +112,12 @@ def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:
         return ["all_gather"], []
     if call.kind == "leave_whole":
         return ["all_reduce"], []
-    if call.kind == "split":
+    if call.kind in ("split", "split_after"):
         return [], ["all_gather"]
+    if call.kind == "join_features":
+        return ["all_gather"], []
+    if call.kind == "gather_features":
+        return ["all_gather"], ["reduce_scatter"]
     return ["all_gather"], ["all_gather"]  # gather_split: the input forward, the output's gradient backward
 
 

@@ -1,0 +1,184 @@
+"""Candidates for splitting a region, from names, from the model's own declared plan, and from what its program computes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from meshkit.parallel.tensor.layout import number_of
+from meshkit.plan import Style, column, enter, match_table, per_head, replicate, row, sequence
+from meshkit.program import Example, Program, Trace, tensors
+
+Names = dict[str, Style]
+
+# transformers' words for styles, in `base_model_tp_plan` of a config.
+DECLARED = {
+    "colwise": column(),
+    "rowwise": row(),
+    "replicated_with_grad_allreduce": per_head(),
+    "mla_kv_a_proj": per_head(),
+    "colwise_gather_output": column(gather=True),
+}
+
+
+def candidates(
+    program: Program,
+    example: Example,
+    named: Mapping[str, Style],
+    frames: set[str],
+    *,
+    size: int,
+) -> dict[str, list[Names]]:
+    """Region -> the styles of all modules in it, best first.
+
+    named: styles by names. frames: modules that are no regions.
+    """
+    declared = _declared(program.model)
+    modules = dict(program.model.named_modules(remove_duplicate=False))
+    flows = _flows(program.read(example, {}), modules)
+    found: dict[str, list[Names]] = {}
+    for name, module in modules.items():
+        if name in frames or not any(True for _ in module.children()):
+            continue
+        options = [_by_name(name, named, modules), _by_declaration(name, declared, modules)]
+        options += _by_flow(name, modules, flows, size)
+        found[name] = [option for option in _different(options) if option]
+    return found
+
+
+def _declared(model: nn.Module) -> dict[str, str]:
+    """Module -> the word of the plan that transformers' models have with them, under patterns of the whole model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for pattern, word in (getattr(model, "_tp_plan", None) or {}).items():
+        style = replicate(optional=True)
+        found |= dict.fromkeys(match_table({pattern: style}, modules, what="module"), word)
+    return found
+
+
+def _different(options: Sequence[Names]) -> Iterator[Names]:
+    for index, option in enumerate(options):
+        if option not in options[:index]:
+            yield option
+
+
+def _inside(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules inside a region that hold parameters."""
+    return [
+        child
+        for child, module in modules.items()
+        if child.startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def _by_name(name: str, named: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> Names:
+    inside = _inside(name, modules)
+    if name in named and named[name].kind in ("enter", "attention"):
+        # Beside columns and rows, what is inside computes with what the region was given.
+        return {name: named[name]} | {
+            child: per_head() if named[child].kind in ("replicate", "sequence") else named[child] for child in inside
+        }
+    if {"column", "row"} <= {named[child].kind for child in inside if child.rpartition(".")[0] == name}:
+        return {child: named[child] for child in inside}  # a pair
+    return {}
+
+
+def _by_declaration(name: str, declared: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Names:
+    """The model's own plan."""
+    styles = {child: DECLARED.get(declared.get(child, ""), per_head()) for child in _inside(name, modules)}
+    kinds = {style.kind for style in styles.values()}
+    if not {"column", "row"} <= kinds or _holds_stacks(name, modules):
+        return {}
+    return {name: enter()} | styles
+
+
+# ------------------------------------------------------------------------------------------------------- the program
+
+
+def _flows(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """For each module with parameters: the linear layers whose output it reads, with no other linear layer between."""
+    linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    sources: dict[int, set[str]] = defaultdict(set)  # storage -> the linear layers that it was computed from
+    reads: dict[str, set[str]] = defaultdict(set)
+    inside: dict[int, str] = {}  # call -> the linear layer that it is a part of
+    for number, call in enumerate(trace.calls):
+        inside[number] = call.name if call.name in linears else inside.get(call.parent, "")
+    for operation in trace.operations:
+        layer = inside.get(operation.call, "")
+        inputs = {ref.storage for ref in tensors((operation.args, operation.kwargs))}
+        read = set().union(*(sources[storage] for storage in inputs)) - {layer}
+        owner = trace.calls[operation.call].name if operation.call >= 0 else ""
+        reads[layer or owner] |= read
+        for ref in tensors(operation.outputs):
+            if layer and ref.storage not in inputs:
+                sources[ref.storage] = {layer}
+            elif not layer:
+                sources[ref.storage] |= read
+    return reads
+
+
+def _by_flow(name: str, modules: Mapping[str, nn.Module], flows: Mapping[str, set[str]], size: int) -> list[Names]:
+    """Columns, whose features only meet again in a row; what makes their inputs is whole, or joined."""
+    inside = _inside(name, modules)
+    linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
+    reads = {child: flows.get(child, set()) & set(linears) for child in inside}
+    before = {child: _all_before(child, reads) for child in linears}
+    rows = [child for child in linears if reads[child] and not any(child in before[other] for other in linears)]
+    columns = {child for end in rows for child in reads[end]} if rows else set()
+    columns -= {child for other in columns for child in before[other]}
+    if not rows or not columns or _holds_stacks(name, modules):
+        return []
+    styles: Names = {}
+    for child in inside:
+        if child in rows:
+            styles[child] = row()
+        elif child in columns:
+            styles[child] = column()
+        elif any(end in reads[child] for end in rows):
+            styles[child] = sequence()
+        elif isinstance(modules[child], nn.Linear) and modules[child].out_features % size == 0:  # type: ignore[operator]
+            styles[child] = column(gather=True)
+        else:
+            styles[child] = per_head()
+    widths = {modules[child].out_features for child in columns}  # type: ignore[union-attr]
+    widths |= {modules[child].in_features for child in rows}  # type: ignore[union-attr]
+    own = tuple(
+        key for key, param in modules[name].named_parameters(recurse=False) if param.shape and not param.shape[0] % size
+    )
+    return [{name: enter(local=local, split=own)} | styles for local in _numbers(modules[name], widths, size)]
+
+
+def _all_before(name: str, reads: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    left = list(reads[name])
+    while left:
+        layer = left.pop()
+        if layer not in found:
+            found.add(layer)
+            left += reads.get(layer, ())
+    return found
+
+
+def _numbers(module: nn.Module, widths: set[int], size: int) -> list[tuple[str, ...]]:
+    """Sets of the module's whole numbers that may count heads and features of all ranks, the smallest first."""
+    own = {name: number_of(module, name) for name in vars(module)}
+    config = getattr(module, "config", None)
+    of_config = {f"config.{name}": number_of(module, f"config.{name}") for name in vars(config)} if config else {}
+    heads, of_configs = (
+        tuple(name for name, value in table.items() if value and not value % size and _counts_heads(name))
+        for table in (own, of_config)
+    )
+    features = tuple(name for name, value in own.items() if value in widths and name not in heads)
+    sets = [(), heads, heads + features, heads + of_configs, heads + features + of_configs]
+    return list(dict.fromkeys(sets))
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(part in name for part in ("dim", "size", "group", "per"))
+
+
+def _holds_stacks(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module inside has parameters for each of several experts."""
+    return any(param.ndim > 2 for param in modules[name].parameters())

@@ -1,0 +1,203 @@
+"""Deriving a plan on the tensor axis: candidates for each region of a model, in order, of which the proof takes the first right.
+
+A region is a module that is called inside of a block, such as attention or a feed-forward. Candidates are what `auto_plan` says
+by names, the model's own declared plan, and what the program shows: linear layers whose features only meet again in another
+linear layer are columns and that one is a row. What no candidate splits is computed whole, its linear layers still held and
+multiplied by slices of their output features, which are then joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from meshkit.parallel.tensor.candidates import Names, candidates
+from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
+from meshkit.plan import Plan, Style, column, match_names, match_table, replicate, sequence
+from meshkit.plan.auto import by_patterns
+from meshkit.program import Example, Program, Unproved
+
+Prove = Callable[[TensorLayout], None]
+
+
+def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *, size: int, sequence: bool) -> Plan:
+    """The plan with as much split on an axis of `size` ranks as is proved.
+
+    plan: by names, of `auto_plan`. prove: raises Unproved for a layout.
+    Raises: Unproved where even the model with all regions whole is not proved; PlanError where it cannot be read.
+    """
+    tree = _Tree(program, plan, example, size)
+    while True:
+        narrowed = replace(plan, tensor=by_patterns(tree.styles(), tree.modules))
+        try:
+            layout = tensor_layout(program.model, narrowed.tensor, size=size, sequence=sequence)
+            prove(layout)
+        except Unproved as error:
+            if not tree.narrow(error):
+                raise
+        else:
+            return replace(narrowed, notes=tuple(_notes(program, layout, tree)))
+
+
+@dataclass
+class _Tree:
+    """The regions of a model, and of each kind of region how many of its candidates were not proved."""
+
+    program: Program
+    plan: Plan
+    example: Example
+    size: int
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.program.model.named_modules(remove_duplicate=False))
+        self.named = match_table(self.plan.tensor, self.modules, what="module")
+        self.tried: dict[object, int] = {}
+        self.why: dict[object, str] = {}
+        blocks = match_names(self.plan.blocks, self.modules, what="module")
+        # What the residual stream runs through: the model, blocks, and what is around them.
+        self.frames = {"", *(around for name in blocks for around in _around(name))}
+        self._options: dict[str, list[Names]] = {}
+
+    @cached_property
+    def _candidates(self) -> Mapping[str, list[Names]]:
+        return candidates(self.program, self.example, self.named, self.frames, size=self.size)
+
+    def kind(self, name: str) -> object:
+        """Equal for regions that are alike: the same place in other layers, and the same modules with the same shapes."""
+        if name not in self._kinds:
+            inside = tuple(
+                (
+                    child.removeprefix(name),
+                    type(module),
+                    tuple((k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False)),
+                )
+                for child, module in self.modules.items()
+                if child == name or child.startswith(f"{name}.")
+            )
+            general = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            self._kinds[name] = general, inside
+        return self._kinds[name]
+
+    @cached_property
+    def _kinds(self) -> dict[str, object]:
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------ styles
+
+    def styles(self) -> Names:
+        """The style of every module, by the candidates that are left."""
+        styles: Names = {}
+        self._add(styles, "", whole=False)
+        return styles
+
+    def options(self, name: str) -> list[Names]:
+        """Styles of the region with everything in it, best first; not that with all of it whole, which comes after them."""
+        if name not in self._options:
+            self._options[name] = [] if name in self.frames else list(self._candidates.get(name, ()))
+        return self._options[name]
+
+    def _add(self, styles: Names, name: str, *, whole: bool) -> None:
+        """whole: inside of a container that is computed whole."""
+        module, frame = self.modules[name], name in self.frames
+        options, tried = self.options(name), self.tried.get(self.kind(name), 0)
+        if tried < len(options):
+            styles |= options[tried]
+            return
+        left = tried - len(options)  # 0: as much as can be; 1: nothing of it
+        own = any(True for _ in module.parameters(recurse=False))
+        children = [f"{name}.{key}" if name else key for key, child in module.named_children()]
+        container = any(True for child in module.children() for _ in child.parameters())
+        if frame and name in self.named and self.named[name].kind == "split":
+            styles[name] = self.named[name]
+        elif own:
+            styles[name] = self._of_leaf(name, module, whole, left) if not container else self._of_holder(frame, whole)
+        elif container and not frame and not whole and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            styles[name] = replicate()
+        inside = whole or styles.get(name) == replicate()
+        for child in children:
+            self._add(styles, child, whole=inside)
+
+    def _of_holder(self, frame: bool, whole: bool) -> Style:
+        """A module with parameters of its own and modules beside them."""
+        return sequence() if frame and not whole else replicate()
+
+    def _of_leaf(self, name: str, module: nn.Module, whole: bool, left: int) -> Style:
+        by_name = self.named.get(name, replicate())
+        is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters
+        leaf: list[Style] = []
+        if by_name.kind == "vocab":
+            leaf.append(by_name)
+        if is_linear and module.out_features % self.size == 0:  # type: ignore[operator]
+            leaf.append(column(gather=True))
+        elif not is_linear and not whole and by_name.kind != "vocab":
+            leaf.append(sequence())
+        leaf.append(replicate())
+        return leaf[min(left, len(leaf) - 1)]
+
+    # ------------------------------------------------------------------------------------------------------ narrowing
+
+    def narrow(self, error: Unproved) -> bool:
+        """Give up the candidate that an error is about; False where none is left."""
+        for name in (error.module, error.before):
+            for around in reversed(list(_around(name))):
+                if around not in self.frames and self._give_up(around, error):
+                    return True
+        inside = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
+        return any([self._give_up(name, error) for name in inside if self.options(name)]) or any(
+            [self._give_up(name, error) for name in self.modules if self.options(name)]
+        )
+
+    def _give_up(self, name: str, error: Unproved) -> bool:
+        """Whether the region had a candidate left."""
+        if not self._is_used(name):
+            return False
+        kind, count = self.kind(name), len(self.options(name))
+        tried = self.tried.get(kind, 0)
+        if tried >= count + self._leaves(name):
+            return False
+        self.tried[kind] = tried + 1
+        self.why.setdefault(kind, str(error))
+        return True
+
+    def _leaves(self, name: str) -> int:
+        """How often a module by itself can be narrowed."""
+        module = self.modules[name]
+        if any(True for _ in module.children()) or not any(True for _ in module.parameters(recurse=False)):
+            return 0
+        return 2 if isinstance(module, nn.Linear | nn.Embedding) else 1
+
+    def _is_used(self, name: str) -> bool:
+        """Whether no region around it says what it is."""
+        return all(
+            self.tried.get(self.kind(around), 0) >= len(self.options(around))
+            for around in _around(name)
+            if around != name and around not in self.frames
+        )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around a name, outermost first, and itself; not the model."""
+    parts = name.split(".") if name else []
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def share_of(program: Program, layout: TensorLayout) -> float:
+    """The share of the parameters' elements that the axis splits."""
+    total = sum(param.numel() for param in program.parameters.values())
+    split = sum(
+        param.numel()
+        for name, param in program.parameters.items()
+        if name in layout.params and isinstance(layout.params[name].placement, Shard)
+    )
+    return split / total if total else 0.0
+
+
+def _notes(program: Program, layout: TensorLayout, tree: _Tree) -> Iterator[str]:
+    yield f"tp={layout.size} splits {share_of(program, layout):.1%} of the parameters"
+    for kind, why in tree.why.items():
+        name = next(name for name in tree.modules if tree.kind(name) == kind)
+        yield f"{name} is not split otherwise: {why}"
