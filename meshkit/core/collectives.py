@@ -131,7 +131,7 @@ class _JoinDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
         ctx.dim, ctx.axis = dim, axis
-        return all_gather(tensor, dim, axis)
+        return all_gather(tensor, dim, axis).contiguous()  # as the full tensor is, for code that views it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

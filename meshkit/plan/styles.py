@@ -34,6 +34,7 @@ class Style:
     rows: tuple[str, ...] = ()
     group: int = 1
     gather: bool = False
+    parts: tuple[int, ...] = ()
     local: tuple[str, ...] = ()
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
@@ -47,19 +48,26 @@ class Style:
 
     def __str__(self) -> str:
         texts = [f"{name}=True" for name in ("gather", "optional") if getattr(self, name)]
-        texts += [f"local={self.local}"] if self.local else []
+        texts += [f"{name}={value}" for name in ("parts", "local") if (value := getattr(self, name))]
         texts += [f"split={self.columns}"] if self.columns and self.kind in ("enter", "attention") else []
         return f"{self.kind}({', '.join(texts)})"
 
 
-def column(*, group: int = 1, gather: bool = False, optional: bool = False) -> Style:
+def column(*, group: int = 1, gather: bool = False, parts: tuple[int, ...] = (), optional: bool = False) -> Style:
     """Linear: each rank holds a slice of the output features, and computes only those.
 
     group: size of the groups of features that stay together, of a head for one; the axis must divide the number of groups.
     gather: the features are then joined, and every rank has all of them: what follows needs them all, as a norm over the
     full width or a router does.
+    parts: numbers of features that one layer makes side by side, as q, k and v, or a gate and what it multiplies: of each
+    part a rank computes its share. The weight is held in slices as it lies, as in checkpoints, so the features of a slice
+    are gathered and each rank takes those of its shares.
     """
-    return Style("column", optional, group=group, gather=gather)
+    if gather and parts:
+        raise PlanError(
+            "column(gather=True, parts=...): either all features are joined, or each part is shared. Choose one."
+        )
+    return Style("column", optional, group=group, gather=gather, parts=tuple(parts))
 
 
 def row(*, group: int = 1, optional: bool = False) -> Style:

@@ -30,7 +30,7 @@ from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
-from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, number_of, readers, tensor_layout
+from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, number_of, readers, shares_of, tensor_layout
 from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
 from meshkit.plan.styles import style_table
@@ -396,9 +396,11 @@ def _communicate(
     elif call.kind == "split_after":
         _on_first_output(module, lambda out: split_dim(out, SEQUENCE_DIM, mesh))
     elif call.kind == "join_features":
-        _on_first_output(module, lambda out: join_dim(out, FEATURES_DIM, mesh).contiguous())
+        _on_first_output(module, lambda out: join_dim(out, FEATURES_DIM, mesh))
     elif call.kind == "gather_features":
-        _on_first_output(module, lambda out: gather_dim(out, FEATURES_DIM, mesh))
+        parts = layout.styles[call.module].parts
+        own = torch.tensor(shares_of(parts, layout.size, mesh.get_local_rank())) if parts else None
+        _on_first_output(module, lambda out: _gathered_shares(out, own, mesh))
     else:
         _on_first_input(module, lambda x: join_dim(x, SEQUENCE_DIM, mesh))
         if call.kind == "gather_split":
@@ -426,6 +428,12 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
         return args, {**kwargs, first: change(kwargs[first])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _gathered_shares(out: Tensor, own: Tensor | None, mesh: DeviceMesh) -> Tensor:
+    """The features of all ranks, or those of them that are a rank's own."""
+    features = gather_dim(out, FEATURES_DIM, mesh)
+    return features if own is None else features.index_select(FEATURES_DIM, own.to(features.device))
 
 
 def _on_first_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 from torch import nn
 
 from meshkit.parallel.tensor.layout import number_of
 from meshkit.plan import Style, column, enter, match_table, per_head, replicate, row, sequence
-from meshkit.program import Example, Program, Trace, tensors
+from meshkit.program import Example, Program, TensorRef, Trace, tensors
 
 Names = dict[str, Style]
 
@@ -18,8 +19,6 @@ DECLARED = {
     "colwise": column(),
     "rowwise": row(),
     "replicated_with_grad_allreduce": per_head(),
-    "mla_kv_a_proj": per_head(),
-    "colwise_gather_output": column(gather=True),
 }
 
 
@@ -37,13 +36,14 @@ def candidates(
     """
     declared = _declared(program.model)
     modules = dict(program.model.named_modules(remove_duplicate=False))
-    flows = _flows(program.read(example, {}), modules)
+    trace = program.read(example, {})
+    flows, parts = _flows(trace, modules), _parts(trace, modules)
     found: dict[str, list[Names]] = {}
     for name, module in modules.items():
         if name in frames or not any(True for _ in module.children()):
             continue
-        options = [_by_name(name, named, modules), _by_declaration(name, declared, modules)]
-        options += _by_flow(name, modules, flows, size)
+        options = [_by_name(name, named, modules), _by_declaration(name, declared, modules, size)]
+        options += _by_flow(name, modules, flows, parts, size)
         found[name] = [option for option in _different(options) if option]
     return found
 
@@ -85,13 +85,19 @@ def _by_name(name: str, named: Mapping[str, Style], modules: Mapping[str, nn.Mod
     return {}
 
 
-def _by_declaration(name: str, declared: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Names:
-    """The model's own plan."""
-    styles = {child: DECLARED.get(declared.get(child, ""), per_head()) for child in _inside(name, modules)}
-    kinds = {style.kind for style in styles.values()}
-    if not {"column", "row"} <= kinds or _holds_stacks(name, modules):
+def _by_declaration(name: str, declared: Mapping[str, str], modules: Mapping[str, nn.Module], size: int) -> Names:
+    """The model's own plan. What it does not name is computed with what the region was given."""
+    inside = _inside(name, modules)
+    styles = {child: DECLARED.get(declared.get(child, "")) or _before(modules[child], size) for child in inside}
+    if not {"column", "row"} <= {style.kind for style in styles.values()} or _holds_stacks(name, modules):
         return {}
     return {name: enter()} | styles
+
+
+def _before(module: nn.Module, size: int) -> Style:
+    """A module between a region's input and its columns: its output is all features, on every rank."""
+    is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters
+    return column(gather=True) if is_linear and not _features(module) % size else per_head()
 
 
 # ------------------------------------------------------------------------------------------------------- the program
@@ -119,7 +125,52 @@ def _flows(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, set[str]
     return reads
 
 
-def _by_flow(name: str, modules: Mapping[str, nn.Module], flows: Mapping[str, set[str]], size: int) -> list[Names]:
+def _parts(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Linear layer -> the sizes of the parts in which its output features are read, where they are several."""
+    layers: dict[int, str] = {}  # storage -> the layer whose output it is
+    for call in trace.calls:
+        if isinstance(modules.get(call.name), nn.Linear) and isinstance(call.output, TensorRef):
+            layers[call.output.storage] = call.name
+    ranges: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for operation in trace.operations:
+        for ref in tensors(operation.outputs):
+            if ref.storage in layers:
+                name = layers[ref.storage]
+                ranges[name] |= _features_shown(ref, _features(modules[name]))
+    found = {name: _partition(shown, _features(modules[name])) for name, shown in ranges.items()}
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _features(linear: nn.Module) -> int:
+    return int(linear.out_features)  # type: ignore[arg-type]
+
+
+def _features_shown(ref: TensorRef, width: int) -> set[tuple[int, int]]:
+    """The features that a view of [..., width] shows of each row, if they lie side by side."""
+    within = [(size, stride) for size, stride in zip(ref.shape, ref.stride, strict=True) if stride < width]
+    count = prod(size for size, _ in within)
+    extent = 1 + sum((size - 1) * stride for size, stride in within)
+    start = ref.offset % width
+    return {(start, start + extent)} if count == extent < width and start + extent <= width else set()
+
+
+def _partition(ranges: set[tuple[int, int]], width: int) -> tuple[int, ...]:
+    """The sizes of ranges that follow each other from 0 to the width; those inside of others do not count."""
+    widest = sorted(
+        one for one in ranges if not any(other != one and other[0] <= one[0] and one[1] <= other[1] for other in ranges)
+    )
+    ends = [0, *(end for _, end in widest)]
+    whole = [start for start, _ in widest] == ends[:-1] and ends[-1] == width
+    return tuple(end - start for start, end in widest) if whole and len(widest) > 1 else ()
+
+
+def _by_flow(
+    name: str,
+    modules: Mapping[str, nn.Module],
+    flows: Mapping[str, set[str]],
+    parts: Mapping[str, tuple[int, ...]],
+    size: int,
+) -> list[Names]:
     """Columns, whose features only meet again in a row; what makes their inputs is whole, or joined."""
     inside = _inside(name, modules)
     linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
@@ -135,13 +186,12 @@ def _by_flow(name: str, modules: Mapping[str, nn.Module], flows: Mapping[str, se
         if child in rows:
             styles[child] = row()
         elif child in columns:
-            styles[child] = column()
+            shared = parts.get(child, ())
+            styles[child] = column(parts=() if any(part % size for part in shared) else shared)
         elif any(end in reads[child] for end in rows):
             styles[child] = sequence()
-        elif isinstance(modules[child], nn.Linear) and modules[child].out_features % size == 0:  # type: ignore[operator]
-            styles[child] = column(gather=True)
         else:
-            styles[child] = per_head()
+            styles[child] = _before(modules[child], size)
     widths = {modules[child].out_features for child in columns}  # type: ignore[union-attr]
     widths |= {modules[child].in_features for child in rows}  # type: ignore[union-attr]
     own = tuple(

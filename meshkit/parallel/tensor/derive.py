@@ -1,14 +1,14 @@
-"""Deriving a plan on the tensor axis: candidates for each region of a model, in order, of which the proof takes the first right.
+"""Deriving a plan on the tensor axis: candidates for each region of a model, of which the proof takes the first right one.
 
-A region is a module that is called inside of a block, such as attention or a feed-forward. Candidates are what `auto_plan` says
-by names, the model's own declared plan, and what the program shows: linear layers whose features only meet again in another
-linear layer are columns and that one is a row. What no candidate splits is computed whole, its linear layers still held and
-multiplied by slices of their output features, which are then joined.
+A region is a module that is called inside of a block, such as attention or a feed-forward. Candidates are what `auto_plan`
+says by names, the model's own declared plan, and what the program shows: linear layers whose features only meet again in
+another linear layer are columns, and that one is a row. What no candidate splits is computed whole, but its linear layers are
+still held and multiplied by slices of their output features, which are then joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,13 +70,8 @@ class _Tree:
         """Equal for regions that are alike: the same place in other layers, and the same modules with the same shapes."""
         if name not in self._kinds:
             inside = tuple(
-                (
-                    child.removeprefix(name),
-                    type(module),
-                    tuple((k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False)),
-                )
-                for child, module in self.modules.items()
-                if child == name or child.startswith(f"{name}.")
+                (child, type(module), tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)))
+                for child, module in self.modules[name].named_modules()
             )
             general = ".".join("*" if part.isdigit() else part for part in name.split("."))
             self._kinds[name] = general, inside
@@ -146,22 +141,27 @@ class _Tree:
             for around in reversed(list(_around(name))):
                 if around not in self.frames and self._give_up(around, error):
                     return True
-        inside = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
-        return any([self._give_up(name, error) for name in inside if self.options(name)]) or any(
-            [self._give_up(name, error) for name in self.modules if self.options(name)]
-        )
+        near = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
+        return self._give_up_all(near, error) or self._give_up_all(list(self.modules), error)
+
+    def _give_up_all(self, names: Sequence[str], error: Unproved) -> bool:
+        """The same for all that are split as regions, each kind once; False where there are none."""
+        once = {self.kind(name): name for name in reversed(names) if self._left(name) and self.options(name)}
+        return sum(self._give_up(name, error) for name in once.values()) > 0
 
     def _give_up(self, name: str, error: Unproved) -> bool:
         """Whether the region had a candidate left."""
-        if not self._is_used(name):
+        if not self._left(name):
             return False
-        kind, count = self.kind(name), len(self.options(name))
-        tried = self.tried.get(kind, 0)
-        if tried >= count + self._leaves(name):
-            return False
-        self.tried[kind] = tried + 1
+        kind = self.kind(name)
+        self.tried[kind] = self.tried.get(kind, 0) + 1
         self.why.setdefault(kind, str(error))
         return True
+
+    def _left(self, name: str) -> bool:
+        """Whether the region has another candidate, and no region around it says what it is."""
+        tried = self.tried.get(self.kind(name), 0)
+        return self._is_used(name) and tried < len(self.options(name)) + self._leaves(name)
 
     def _leaves(self, name: str) -> int:
         """How often a module by itself can be narrowed."""

@@ -217,14 +217,24 @@ def _add_column_calls(layout: TensorLayout, name: str, linear: nn.Linear, style:
     whole = layout.is_in_whole(name)
     if style.gather and linear.out_features % layout.size:
         raise PlanError(
-            f"plan: column(gather=True) on {name!r}: tp={layout.size} does not divide its {linear.out_features} features. Use "
-            "replicate()."
+            f"plan: column(gather=True) on {name!r}: tp={layout.size} does not divide its {linear.out_features} features. "
+            "Use replicate()."
+        )
+    if style.parts and (
+        sum(style.parts) != linear.out_features
+        or any(part % layout.size for part in (*style.parts, linear.out_features))
+    ):
+        raise PlanError(
+            f"plan: column(parts={style.parts}) on {name!r}, which has {linear.out_features} features: parts are all of "
+            f"them, and tp={layout.size} divides each. Use column(gather=True), or another tp."
         )
     if name in layout.shared_entry:
-        if style.gather:
+        if style.gather or style.parts:
             layout.calls.append(Call(module=name, kind="gather_features", width=linear.out_features))
         return
     layout.calls.append(Call(module=name, kind="enter", width=linear.in_features, whole=whole))
+    if style.parts:
+        layout.calls.append(Call(module=name, kind="gather_features", width=linear.out_features))
     if style.gather:
         layout.calls.append(Call(module=name, kind="join_features", width=linear.out_features))
         if layout.sequence and not whole:
@@ -248,6 +258,16 @@ def number_of(module: nn.Module, path: str) -> int | None:
     for part in path.split("."):
         value = getattr(value, part, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def shares_of(parts: tuple[int, ...], size: int, rank: int) -> list[int]:
+    """The features of a rank: its share of each part."""
+    starts = [sum(parts[:index]) for index in range(len(parts))]
+    return [
+        feature
+        for start, part in zip(starts, parts, strict=True)
+        for feature in range(start + rank * part // size, start + (rank + 1) * part // size)
+    ]
 
 
 def _is_container(module: nn.Module) -> bool:
