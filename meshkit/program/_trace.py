@@ -193,7 +193,7 @@ def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
 ) -> Trace:
     # Neither routers' reports nor whoever watches operators may know of a forward that is only read.
-    with collect_nothing(), _torch.without_modes():
+    with collect_nothing(), _torch.without_modes(), _torch.without_fake_errors():
         return _recorded(model, args, kwargs, closed, recorder)
 
 

@@ -60,5 +60,6 @@ from .tracing import FakeTensorMode as FakeTensorMode
 from .tracing import is_fake as is_fake
 from .tracing import is_fake_type as is_fake_type
 from .tracing import TorchDispatchMode as TorchDispatchMode
+from .tracing import without_fake_errors as without_fake_errors
 from .tracing import without_modes as without_modes
 from .tracing import wraps_tensors as wraps_tensors

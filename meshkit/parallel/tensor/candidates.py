@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from torch import nn
@@ -22,6 +23,15 @@ DECLARED = {
 }
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """regions: region -> the styles of all modules in it, best first. called: modules that compute with their parameters
+    themselves, and nobody else does."""
+
+    regions: Mapping[str, list[Names]]
+    called: frozenset[str]
+
+
 def candidates(
     program: Program,
     example: Example,
@@ -29,23 +39,52 @@ def candidates(
     frames: set[str],
     *,
     size: int,
-) -> dict[str, list[Names]]:
-    """Region -> the styles of all modules in it, best first.
+) -> Candidates:
+    """The candidates of all regions.
 
     named: styles by names. frames: modules that are no regions.
     """
     declared = _declared(program.model)
     modules = dict(program.model.named_modules(remove_duplicate=False))
     trace = program.read(example, {})
-    flows, parts = _flows(trace, modules), _parts(trace, modules)
+    flows, parts, called = _flows(trace, modules), _parts(trace, modules), _called(trace)
     found: dict[str, list[Names]] = {}
     for name, module in modules.items():
         if name in frames or not any(True for _ in module.children()):
             continue
         options = [_by_name(name, named, modules), _by_declaration(name, declared, modules, size)]
         options += _by_flow(name, modules, flows, parts, size)
-        found[name] = [option for option in _different(options) if option]
-    return found
+        found[name] = [_only_called(option, called) for option in _different(options) if option]
+    return Candidates(found, called)
+
+
+def _called(trace: Trace) -> frozenset[str]:
+    owners = {number: call.name for number, call in enumerate(trace.calls)}
+    apart: set[str] = set()
+    for operation in trace.operations:
+        for ref in tensors((operation.args, operation.kwargs)):
+            kind, _, name = trace.storages[ref.storage].source.partition(" ")
+            owner = name.rpartition(".")[0]
+            if kind == "parameter" and owner not in _calls_around(trace, operation.call):
+                apart.add(owner)
+    return frozenset(owners.values()) - apart
+
+
+def _calls_around(trace: Trace, call: int) -> set[str]:
+    """The modules whose calls an operation is inside of."""
+    around = set()
+    while call >= 0:
+        around.add(trace.calls[call].name)
+        call = trace.calls[call].parent
+    return around
+
+
+def _only_called(styles: Names, called: frozenset[str]) -> Names:
+    """A layer whose weight others read is whole."""
+    return {
+        name: replicate() if style.kind in ("column", "row") and name not in called else style
+        for name, style in styles.items()
+    }
 
 
 def _declared(model: nn.Module) -> dict[str, str]:

@@ -8,14 +8,14 @@ still held and multiplied by slices of their output features, which are then joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from meshkit.parallel.tensor.candidates import Names, candidates
+from meshkit.parallel.tensor.candidates import Candidates, Names, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan, Style, column, match_names, match_table, replicate, sequence
 from meshkit.plan.auto import by_patterns
@@ -63,7 +63,7 @@ class _Tree:
         self._options: dict[str, list[Names]] = {}
 
     @cached_property
-    def _candidates(self) -> Mapping[str, list[Names]]:
+    def _candidates(self) -> Candidates:
         return candidates(self.program, self.example, self.named, self.frames, size=self.size)
 
     def kind(self, name: str) -> object:
@@ -92,7 +92,7 @@ class _Tree:
     def options(self, name: str) -> list[Names]:
         """Styles of the region with everything in it, best first; not that with all of it whole, which comes after them."""
         if name not in self._options:
-            self._options[name] = [] if name in self.frames else list(self._candidates.get(name, ()))
+            self._options[name] = [] if name in self.frames else list(self._candidates.regions.get(name, ()))
         return self._options[name]
 
     def _add(self, styles: Names, name: str, *, whole: bool) -> None:
@@ -122,7 +122,7 @@ class _Tree:
 
     def _of_leaf(self, name: str, module: nn.Module, whole: bool, left: int) -> Style:
         by_name = self.named.get(name, replicate())
-        is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters
+        is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters and name in self._candidates.called
         leaf: list[Style] = []
         if by_name.kind == "vocab":
             leaf.append(by_name)
@@ -142,11 +142,15 @@ class _Tree:
                 if around not in self.frames and self._give_up(around, error):
                     return True
         near = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
-        return self._give_up_all(near, error) or self._give_up_all(list(self.modules), error)
+        regions = [name for name in self.modules if self.options(name)]
+        return any(
+            self._give_up_all(names, error)
+            for names in ([name for name in near if name in regions], regions, near, list(self.modules))
+        )
 
     def _give_up_all(self, names: Sequence[str], error: Unproved) -> bool:
-        """The same for all that are split as regions, each kind once; False where there are none."""
-        once = {self.kind(name): name for name in reversed(names) if self._left(name) and self.options(name)}
+        """The same for all of these, each kind once; False where none has anything left."""
+        once = {self.kind(name): name for name in reversed(names) if self._left(name)}
         return sum(self._give_up(name, error) for name in once.values()) > 0
 
     def _give_up(self, name: str, error: Unproved) -> bool:

@@ -256,7 +256,10 @@ def number_of(module: nn.Module, path: str) -> int | None:
     """A whole number that a module's forward reads, "num_heads" or "config.num_heads"; None for anything else."""
     value: object = module
     for part in path.split("."):
-        value = getattr(value, part, None)
+        try:
+            value = getattr(value, part, None)
+        except Exception:  # a config that differs between layers has no one number, and says so by an error of its own
+            return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
