@@ -162,12 +162,14 @@ def resolve(
     compute, fp8 = _plan_products(program, strategy, spec, names, device_type)
     refuse_without_sequence(regather=strategy.memory.regather, sequence=strategy.sequence)
     sequence = strategy.sequence and spec.tp > 1
-    if sequence:
+    if sequence and strategy.plan is not None:
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
     if proved is None and example is not None:
         plan = _prove(program, names.plan, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
+    if sequence:  # of a derived plan
+        refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names)

@@ -36,6 +36,7 @@ class Style:
     gather: bool = False
     parts: tuple[int, ...] = ()
     local: tuple[str, ...] = ()
+    outside: bool = False
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
 
@@ -47,7 +48,7 @@ class Style:
             object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
     def __str__(self) -> str:
-        texts = [f"{name}=True" for name in ("gather", "optional") if getattr(self, name)]
+        texts = [f"{name}=True" for name in ("gather", "outside", "optional") if getattr(self, name)]
         texts += [f"{name}={value}" for name in ("parts", "local") if (value := getattr(self, name))]
         texts += [f"split={self.columns}"] if self.columns and self.kind in ("enter", "attention") else []
         return f"{self.kind}({', '.join(texts)})"
@@ -96,12 +97,14 @@ def per_head(*, optional: bool = False) -> Style:
     return Style("per_head", optional)
 
 
-def replicate(*, optional: bool = False) -> Style:
+def replicate(*, outside: bool = False, optional: bool = False) -> Style:
     """A module that every rank computes in full, on the full sequence.
+
+    outside: its parameters are read outside of its forward too, by a parent that computes with them.
 
     On a container: its first input and its output are all tokens, so what it holds is not split along the sequence either.
     """
-    return Style("replicate", optional)
+    return Style("replicate", optional, outside=outside)
 
 
 def head(*, optional: bool = False) -> Style:

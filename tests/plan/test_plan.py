@@ -66,7 +66,10 @@ PLAN = {"layers.*.up": mk.plan.column(), "layers.*.down": mk.plan.row(), "norm":
             "enters the axis for its column\\(\\) children, but has none",
         ),
         ({"layers.*": mk.plan.attention()}, "needs the size of a head in its attribute 'head_dim'"),
-        ({"norm": mk.plan.enter()}, "'norm' is a container for enter\\(\\), but holds parameters of its own"),
+        (
+            {"norm": mk.plan.enter()},
+            "enter\\(\\) on 'norm' enters the axis for its column\\(\\) children, but has none",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Style | None], match: str) -> None:

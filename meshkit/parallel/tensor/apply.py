@@ -244,7 +244,7 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
         forward = _vocab_embedding_forward(module, mesh)
     if isinstance(module, nn.MultiheadAttention):
         forward = _forward_with_projection(module)
-    compute_with(module, views, forward)
+    compute_with(module, views, forward, outside=layout.styles[name].outside)
 
 
 def _forward_with_projection(module: nn.MultiheadAttention) -> Any:
@@ -271,10 +271,10 @@ def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Te
     return None
 
 
-def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None) -> None:
+def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None, *, outside: bool = False) -> None:
     """Inside of `module.forward`, each of these attributes reads as the view of its parameter. See [Note: local parameters].
 
-    forward: replaces the class's own.
+    forward: replaces the class's own. outside: outside of it too.
     """
     # [Note: local parameters]
     # The attribute is a property of a subclass (see `patch_class`) that returns the DTensor outside of the forward, and
@@ -294,13 +294,14 @@ def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = No
 
     module._computing = False  # type: ignore[assignment]
     local_forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    patch_class(module, forward=local_forward, **{key: _local_inside_forward(key, view) for key, view in views.items()})
+    local = {key: _local_inside_forward(key, view, outside) for key, view in views.items()}
+    patch_class(module, forward=local_forward, **local)
 
 
-def _local_inside_forward(key: str, view: View) -> Any:
+def _local_inside_forward(key: str, view: View, outside: bool) -> Any:
     def read(module: nn.Module) -> Tensor | None:
         param = module._parameters[key]
-        return view(param) if module._computing or torch.compiler.is_compiling() else param
+        return view(param) if outside or module._computing or torch.compiler.is_compiling() else param
 
     return property(read)
 

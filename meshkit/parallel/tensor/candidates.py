@@ -9,7 +9,8 @@ from math import prod
 
 from torch import nn
 
-from meshkit.parallel.tensor.layout import number_of
+from meshkit.errors import PlanError
+from meshkit.parallel.tensor.layout import number_of, tensor_layout
 from meshkit.plan import Style, column, enter, match_table, per_head, replicate, row, sequence
 from meshkit.program import Example, Program, TensorRef, Trace, tensors
 
@@ -25,11 +26,12 @@ DECLARED = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """regions: region -> the styles of all modules in it, best first. called: modules that compute with their parameters
-    themselves, and nobody else does."""
+    """regions: region -> the styles of all modules in it, best first. called: modules whose parameters nobody else computes
+    with. read: those whose parameters others read."""
 
     regions: Mapping[str, list[Names]]
     called: frozenset[str]
+    read: frozenset[str]
 
 
 def candidates(
@@ -47,19 +49,19 @@ def candidates(
     declared = _declared(program.model)
     modules = dict(program.model.named_modules(remove_duplicate=False))
     trace = program.read(example, {})
-    flows, parts, called = _flows(trace, modules), _parts(trace, modules), _called(trace)
+    flows, parts, read = _flows(trace, modules), _parts(trace, modules), _read_by_others(trace)
+    called = frozenset(call.name for call in trace.calls) - read
     found: dict[str, list[Names]] = {}
     for name, module in modules.items():
         if name in frames or not any(True for _ in module.children()):
             continue
         options = [_by_name(name, named, modules), _by_declaration(name, declared, modules, size)]
         options += _by_flow(name, modules, flows, parts, size)
-        found[name] = [_only_called(option, called) for option in _different(options) if option]
-    return Candidates(found, called)
+        found[name] = [each for each in _different(options) if each and _fits(name, each, module, called, size)]
+    return Candidates(found, called, read)
 
 
-def _called(trace: Trace) -> frozenset[str]:
-    owners = {number: call.name for number, call in enumerate(trace.calls)}
+def _read_by_others(trace: Trace) -> frozenset[str]:
     apart: set[str] = set()
     for operation in trace.operations:
         for ref in tensors((operation.args, operation.kwargs)):
@@ -67,7 +69,7 @@ def _called(trace: Trace) -> frozenset[str]:
             owner = name.rpartition(".")[0]
             if kind == "parameter" and owner not in _calls_around(trace, operation.call):
                 apart.add(owner)
-    return frozenset(owners.values()) - apart
+    return frozenset(apart)
 
 
 def _calls_around(trace: Trace, call: int) -> set[str]:
@@ -79,12 +81,18 @@ def _calls_around(trace: Trace, call: int) -> set[str]:
     return around
 
 
-def _only_called(styles: Names, called: frozenset[str]) -> Names:
-    """A layer whose weight others read is whole."""
-    return {
-        name: replicate() if style.kind in ("column", "row") and name not in called else style
-        for name, style in styles.items()
-    }
+def _fits(name: str, styles: Names, module: nn.Module, called: frozenset[str], size: int) -> bool:
+    """Whether the styles can be laid out, and nobody else reads the layers that they split."""
+    if any(style.kind in ("column", "row") and child not in called for child, style in styles.items()):
+        return False
+    alone = nn.Module()
+    alone.part = module
+    table = {f"part{child.removeprefix(name)}": style for child, style in styles.items()}
+    try:
+        tensor_layout(alone, table, size=size, sequence=False)
+    except PlanError:
+        return False
+    return True
 
 
 def _declared(model: nn.Module) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from meshkit.parallel.tensor.candidates import Candidates, Names, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
-from meshkit.plan import Plan, Style, column, match_names, match_table, replicate, sequence
+from meshkit.plan import Plan, Style, column, match_names, match_table, replicate, sequence, vocab
 from meshkit.plan.auto import by_patterns
 from meshkit.program import Example, Program, Unproved
 
@@ -87,7 +87,20 @@ class _Tree:
         """The style of every module, by the candidates that are left."""
         styles: Names = {}
         self._add(styles, "", whole=False)
+        while apart := next((names for names in self._tied if len({_rows(styles[name]) for name in names}) > 1), None):
+            styles |= dict.fromkeys(apart, replicate())
+        for name in self._candidates.read & styles.keys():
+            if styles[name].kind in ("replicate", "sequence", "per_head"):
+                styles[name] = replace(styles[name], outside=True)
         return styles
+
+    @cached_property
+    def _tied(self) -> list[list[str]]:
+        """Modules that share a parameter, which has one layout."""
+        owners: dict[int, list[str]] = {}
+        for name, param in self.program.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(param), []).append(name.rpartition(".")[0])
+        return [names for names in owners.values() if len(names) > 1]
 
     def options(self, name: str) -> list[Names]:
         """Styles of the region with everything in it, best first; not that with all of it whole, which comes after them."""
@@ -124,11 +137,13 @@ class _Tree:
         by_name = self.named.get(name, replicate())
         is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters and name in self._candidates.called
         leaf: list[Style] = []
-        if by_name.kind == "vocab":
+        if isinstance(module, nn.Embedding) and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            leaf.append(vocab())
+        elif by_name.kind == "vocab":
             leaf.append(by_name)
         if is_linear and module.out_features % self.size == 0:  # type: ignore[operator]
             leaf.append(column(gather=True))
-        elif not is_linear and not whole and by_name.kind != "vocab":
+        elif not isinstance(module, nn.Linear | nn.Embedding) and not whole:
             leaf.append(sequence())
         leaf.append(replicate())
         return leaf[min(left, len(leaf) - 1)]
@@ -181,6 +196,11 @@ class _Tree:
             for around in _around(name)
             if around != name and around not in self.frames
         )
+
+
+def _rows(style: Style) -> str:
+    """Equal for styles that lay a parameter out alike: vocabularies and columns are split by rows."""
+    return "rows" if style.kind in ("vocab", "column") else style.kind
 
 
 def _around(name: str) -> Iterator[str]:

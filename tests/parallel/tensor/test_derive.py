@@ -1,0 +1,193 @@
+"""Derived plans: of small modules, which candidate the proof takes, and that a wrong one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.tensor.layout import tensor_layout
+from meshkit.parallel.tensor.proof import prove_layout
+from meshkit.plan import Plan, Style, column, enter, replicate, row, sequence, vocab
+from meshkit.program import Example, Unproved, read_program
+from meshkit.resolve import resolve
+from meshkit.strategy import Strategy
+
+WIDTH, HEADS, HEAD, VOCABULARY = 16, 4, 4, 12
+
+
+class Attention(nn.Module):
+    """Fused q, k and v, a sink for each head, and views by numbers of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD)
+        self.sinks = nn.Parameter(torch.zeros(HEADS))
+        self.out = nn.Linear(HEADS * HEAD, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (each.view(rows, tokens, self.num_heads, HEAD).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) + self.sinks[:, None, None]
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, tokens, self.num_heads * HEAD)
+        return self.out(mixed)
+
+
+class Normed(nn.Module):
+    """A norm over all features between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 24), nn.LayerNorm(24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+class Gated(nn.Module):
+    """A gate and what it multiplies from one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(WIDTH), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.part(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, *parts: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(part()) for part in parts)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def derived(model: nn.Module, *, sequence: bool = False) -> Plan:
+    strategy = Strategy(sequence=sequence)
+    return resolve(read_program(model), strategy, MeshSpec(tp=2)).plan
+
+
+def prove(model: nn.Module, plan: dict[str, Style], *, split: bool = False) -> None:
+    layout = tensor_layout(model, plan, size=2, sequence=split)
+    prove_layout(read_program(model), layout, Example((torch.zeros(2, 8, dtype=torch.int64),)))
+
+
+AROUND = {"embed_tokens": vocab(), "layers.0.norm": sequence(), "lm_head": vocab()}
+
+
+def test_fused_heads_and_features_are_columns_by_parts() -> None:
+    plan = derived(Model(Attention, Attention)).tensor
+    assert plan["layers.*.part.qkv"] == column(parts=(16, 16, 16))
+    assert plan["layers.*.part"] == enter(local=("num_heads",), split=("sinks",))
+    assert plan["layers.*.part.out"] == row()
+    assert derived(Model(Gated)).tensor["layers.*.part.both"] == column(parts=(24, 24))
+
+
+def test_layers_that_differ_have_plans_of_their_own() -> None:
+    plan = derived(Model(Gated, Normed)).tensor
+    assert plan["layers.0.part.down"] == row()
+    assert plan["layers.1.part"] == replicate()
+    assert plan["layers.*.part.up"] == plan["layers.1.part.down"] == column(gather=True)
+
+
+def test_a_plan_says_what_share_it_splits_and_why_not_more() -> None:
+    text = str(derived(Model(Normed)))
+    assert "tp=2 splits" in text
+    assert "layers.0.part is not split otherwise" in text
+    assert "column(gather=True)" in text
+
+
+@pytest.mark.parametrize("split", (False, True))
+def test_parts_are_proved_and_a_column_across_them_is_not(split: bool) -> None:
+    model, out = Model(Gated), {"layers.0.part.down": row()}
+    prove(model, {**AROUND, "layers.0.part": enter(), "layers.0.part.both": column(parts=(24, 24)), **out}, split=split)
+    prove(model, {**AROUND, "layers.0.part.both": column(parts=(24, 24)), **out}, split=split)
+    with pytest.raises(Unproved):
+        prove(model, {**AROUND, "layers.0.part.both": column(), **out}, split=split)
+    with pytest.raises(Unproved):
+        prove(model, {**AROUND, "layers.0.part.both": column(parts=(16, 32)), **out}, split=split)
+
+
+@pytest.mark.parametrize("split", (False, True))
+def test_a_container_that_is_whole_is_proved_with_all_in_it(split: bool) -> None:
+    inside = {"layers.0.part": replicate(), "layers.0.part.norm": replicate()}
+    joined = {"layers.0.part.up": column(gather=True), "layers.0.part.down": column(gather=True)}
+    prove(Model(Normed), {**AROUND, **inside, **joined}, split=split)
+    with pytest.raises(Unproved):
+        prove(Model(Normed), {**AROUND, **inside, **joined, "layers.0.part.up": column()}, split=split)
+
+
+def test_a_joined_layer_by_itself_is_proved() -> None:
+    styles = {"layers.0.part.up": column(gather=True), "layers.0.part.down": column(gather=True)}
+    for split in (False, True):
+        prove(Model(Normed), {**AROUND, "layers.0.part.norm": sequence(), **styles}, split=split)
+
+
+def test_numbers_and_parameters_of_heads_must_be_those_of_a_rank() -> None:
+    columns = {"layers.0.part.qkv": column(parts=(16, 16, 16)), "layers.0.part.out": row()}
+    right = enter(local=("num_heads",), split=("sinks",))
+    prove(Model(Attention), {**AROUND, "layers.0.part": right, **columns})
+    for wrong in (enter(split=("sinks",)), enter(local=("num_heads",)), enter()):
+        with pytest.raises(Unproved):
+            prove(Model(Attention), {**AROUND, "layers.0.part": wrong, **columns})
+
+
+@pytest.mark.parametrize(
+    ("style", "match"),
+    [
+        (enter(local=("heads",)), r"enter\(local=...\) on 'layers.0.part': heads is None"),
+        (enter(split=("sink",)), "splits its parameter 'sink', but it holds"),
+    ],
+)
+def test_what_a_container_has_not_is_refused(style: Style, match: str) -> None:
+    columns = {"layers.0.part.qkv": column(), "layers.0.part.out": row()}
+    with pytest.raises(mk.errors.PlanError, match=match):
+        tensor_layout(Model(Attention), {**AROUND, "layers.0.part": style, **columns}, size=2, sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("style", "match"),
+    [
+        (column(gather=True), "tp=5 does not divide its 48 features"),
+        (column(parts=(24, 23)), "parts are all of them"),
+    ],
+)
+def test_features_that_the_axis_does_not_divide_are_refused(style: Style, match: str) -> None:
+    plan = {**AROUND, "layers.0.part.both": style, "layers.0.part.down": row()}
+    with pytest.raises(mk.errors.PlanError, match=match):
+        tensor_layout(Model(Gated), plan, size=5, sequence=False)
+
+
+def test_a_layer_whose_weight_others_read_is_whole() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.up.weight * 2)
+
+    assert derived(Model(Reads)).tensor["layers.*.part.up"] == replicate()
