@@ -239,8 +239,7 @@ def _by_flow(
             styles[child] = sequence()
         else:
             styles[child] = _before(modules[child], size)
-    widths = {modules[child].out_features for child in columns}  # type: ignore[union-attr]
-    widths |= {modules[child].in_features for child in rows}  # type: ignore[union-attr]
+    widths = {_features(modules[child]) for child in columns} | {int(modules[child].in_features) for child in rows}  # type: ignore[arg-type]
     own = tuple(
         key for key, param in modules[name].named_parameters(recurse=False) if param.shape and not param.shape[0] % size
     )
