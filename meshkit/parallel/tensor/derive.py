@@ -166,7 +166,12 @@ class _Tree:
     def _give_up_all(self, names: Sequence[str], error: Unproved) -> bool:
         """The same for all of these, each kind once; False where none has anything left."""
         once = {self.kind(name): name for name in reversed(names) if self._left(name)}
-        return sum(self._give_up(name, error) for name in once.values()) > 0
+        for kind, name in once.items():
+            self.tried[kind] = max(
+                self.tried.get(kind, 0) + 1, len(self.options(name))
+            )  # whole, without further candidates
+            self.why.setdefault(kind, str(error))
+        return bool(once)
 
     def _give_up(self, name: str, error: Unproved) -> bool:
         """Whether the region had a candidate left."""
