@@ -27,11 +27,12 @@ DECLARED = {
 @dataclass(frozen=True)
 class Candidates:
     """regions: region -> the styles of all modules in it, best first. called: modules whose parameters nobody else computes
-    with. read: those whose parameters others read."""
+    with. read: those whose parameters others read. last: those that return the model's output."""
 
     regions: Mapping[str, list[Names]]
     called: frozenset[str]
     read: frozenset[str]
+    last: frozenset[str]
 
 
 def candidates(
@@ -58,7 +59,9 @@ def candidates(
         options = [_by_name(name, named, modules), _by_declaration(name, declared, modules, size)]
         options += _by_flow(name, modules, flows, parts, size)
         found[name] = [each for each in _different(options) if each and _fits(name, each, module, called, size)]
-    return Candidates(found, called, read)
+    ends = {ref.storage for ref in tensors(trace.output)}
+    last = {call.name for call in trace.calls if any(ref.storage in ends for ref in tensors(call.output))}
+    return Candidates(found, called, read, frozenset(last))
 
 
 def _read_by_others(trace: Trace) -> frozenset[str]:

@@ -8,7 +8,7 @@ still held and multiplied by slices of their output features, which are then joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from meshkit.parallel.tensor.candidates import Candidates, Names, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
-from meshkit.plan import Plan, Style, column, match_names, match_table, replicate, sequence, vocab
+from meshkit.plan import Plan, Style, column, head, match_names, match_table, replicate, sequence, split, vocab
 from meshkit.plan.auto import by_patterns
 from meshkit.program import Example, Program, Unproved
 
@@ -30,7 +30,7 @@ def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *,
     plan: by names, of `auto_plan`. prove: raises Unproved for a layout.
     Raises: Unproved where even the model with all regions whole is not proved; PlanError where it cannot be read.
     """
-    tree = _Tree(program, plan, example, size)
+    tree = _Tree(program, plan, example, size, sequence)
     while True:
         narrowed = replace(plan, tensor=by_patterns(tree.styles(), tree.modules))
         try:
@@ -51,15 +51,17 @@ class _Tree:
     plan: Plan
     example: Example
     size: int
+    sequence: bool
 
     def __post_init__(self) -> None:
         self.modules = dict(self.program.model.named_modules(remove_duplicate=False))
         self.named = match_table(self.plan.tensor, self.modules, what="module")
         self.tried: dict[object, int] = {}
         self.why: dict[object, str] = {}
-        blocks = match_names(self.plan.blocks, self.modules, what="module")
+        blocks = match_names(self.plan.blocks, self.modules, what="module") or _longest_list(self.modules)
         # What the residual stream runs through: the model, blocks, and what is around them.
         self.frames = {"", *(around for name in blocks for around in _around(name))}
+        self.first_block = blocks[0] if blocks else ""
         self._options: dict[str, list[Names]] = {}
 
     @cached_property
@@ -119,8 +121,8 @@ class _Tree:
         own = any(True for _ in module.parameters(recurse=False))
         children = [f"{name}.{key}" if name else key for key, child in module.named_children()]
         container = any(True for child in module.children() for _ in child.parameters())
-        if frame and name in self.named and self.named[name].kind == "split":
-            styles[name] = self.named[name]
+        if name and name == self.first_block and "vocab" in {style.kind for style in self.named.values()}:
+            styles[name] = split()  # a decoder, as `auto_plan` says
         elif own:
             styles[name] = self._of_leaf(name, module, whole, left) if not container else self._of_holder(frame, whole)
         elif container and not frame and not whole and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -141,7 +143,9 @@ class _Tree:
             leaf.append(vocab())
         elif by_name.kind == "vocab":
             leaf.append(by_name)
-        if is_linear and module.out_features % self.size == 0:  # type: ignore[operator]
+        if is_linear and self.sequence and name in self._candidates.last:
+            leaf.append(head())  # the model's output is all tokens
+        elif is_linear and module.out_features % self.size == 0:  # type: ignore[operator]
             leaf.append(column(gather=True))
         elif not isinstance(module, nn.Linear | nn.Embedding) and not whole:
             leaf.append(sequence())
@@ -201,6 +205,16 @@ class _Tree:
             for around in _around(name)
             if around != name and around not in self.frames
         )
+
+
+def _longest_list(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The members of the longest list of modules that have modules in them, as layers of several types are."""
+    lists = [
+        [f"{name}.{index}" for index in range(len(module))]
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList) and all(any(True for _ in member.children()) for member in module)
+    ]
+    return max(lists, key=len, default=[])
 
 
 def _rows(style: Style) -> str:

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.num_heads = HEADS
         self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD)
         self.sinks = nn.Parameter(torch.zeros(HEADS))
-        self.out = nn.Linear(HEADS * HEAD, WIDTH)
+        self.out = nn.Linear(HEADS * HEAD, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
@@ -55,7 +55,7 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+        self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, -1)
@@ -191,3 +191,11 @@ def test_a_layer_whose_weight_others_read_is_whole() -> None:
             return F.linear(x, self.up.weight * 2)
 
     assert derived(Model(Reads)).tensor["layers.*.part.up"] == replicate(outside=True)
+
+
+@pytest.mark.parametrize("split", (False, True))
+def test_adapters_of_joined_and_parted_layers_are_proved(split: bool) -> None:
+    for part in (Gated, Normed, Attention):
+        model = Model(part)
+        plan = derived(model, sequence=split)
+        prove(model, dict(mk.lora.attach(model, plan, rank=2, seed=0).tensor), split=split)
