@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,72 +15,7 @@ from meshkit.plan import Plan, Style, column, enter, replicate, row, sequence, v
 from meshkit.program import Example, Unproved, read_program
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
-
-WIDTH, HEADS, HEAD, VOCABULARY = 16, 4, 4, 12
-
-
-class Attention(nn.Module):
-    """Fused q, k and v, a sink for each head, and views by numbers of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = HEADS
-        self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD)
-        self.sinks = nn.Parameter(torch.zeros(HEADS))
-        self.out = nn.Linear(HEADS * HEAD, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, _ = x.shape
-        q, k, v = (each.view(rows, tokens, self.num_heads, HEAD).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        scores = q @ k.transpose(-1, -2) + self.sinks[:, None, None]
-        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, tokens, self.num_heads * HEAD)
-        return self.out(mixed)
-
-
-class Normed(nn.Module):
-    """A norm over all features between two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 24), nn.LayerNorm(24), nn.Linear(24, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x)))
-
-
-class Gated(nn.Module):
-    """A gate and what it multiplies from one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-class Block(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.part = nn.LayerNorm(WIDTH), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, *parts: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(part()) for part in parts)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
+from tests.parallel.tensor.parts import WIDTH, Attention, Gated, Model, Normed
 
 
 def derived(model: nn.Module, *, sequence: bool = False) -> Plan:
@@ -101,7 +34,7 @@ AROUND = {"embed_tokens": vocab(), "layers.0.norm": sequence(), "lm_head": vocab
 def test_fused_heads_and_features_are_columns_by_parts() -> None:
     plan = derived(Model(Attention, Attention)).tensor
     assert plan["layers.*.part.qkv"] == column(parts=(16, 16, 16))
-    assert plan["layers.*.part"] == enter(local=("num_heads",), split=("sinks",))
+    assert plan["layers.*.part"] == enter(local=("num_heads",), split=("sharpness",))
     assert plan["layers.*.part.out"] == row()
     assert derived(Model(Gated)).tensor["layers.*.part.both"] == column(parts=(24, 24))
 
@@ -148,9 +81,9 @@ def test_a_joined_layer_by_itself_is_proved() -> None:
 
 def test_numbers_and_parameters_of_heads_must_be_those_of_a_rank() -> None:
     columns = {"layers.0.part.qkv": column(parts=(16, 16, 16)), "layers.0.part.out": row()}
-    right = enter(local=("num_heads",), split=("sinks",))
+    right = enter(local=("num_heads",), split=("sharpness",))
     prove(Model(Attention), {**AROUND, "layers.0.part": right, **columns})
-    for wrong in (enter(split=("sinks",)), enter(local=("num_heads",)), enter()):
+    for wrong in (enter(split=("sharpness",)), enter(local=("num_heads",)), enter()):
         with pytest.raises(Unproved):
             prove(Model(Attention), {**AROUND, "layers.0.part": wrong, **columns})
 
@@ -159,7 +92,7 @@ def test_numbers_and_parameters_of_heads_must_be_those_of_a_rank() -> None:
     ("style", "match"),
     [
         (enter(local=("heads",)), r"enter\(local=...\) on 'layers.0.part': heads is None"),
-        (enter(split=("sink",)), "splits its parameter 'sink', but it holds"),
+        (enter(split=("sharp",)), "splits its parameter 'sharp', but it holds"),
     ],
 )
 def test_what_a_container_has_not_is_refused(style: Style, match: str) -> None:
