@@ -119,7 +119,8 @@ class _Tree:
             return
         left = tried - len(options)  # 0: as much as can be; 1: nothing of it
         own = any(True for _ in module.parameters(recurse=False))
-        children = [f"{name}.{key}" if name else key for key, child in module.named_children()]
+        # Not `named_children`, which names a module that stands in two places once.
+        children = [f"{name}.{key}" if name else key for key, child in module._modules.items() if child is not None]
         container = any(True for child in module.children() for _ in child.parameters())
         if name and name == self.first_block and "vocab" in {style.kind for style in self.named.values()}:
             styles[name] = split()  # a decoder, as `auto_plan` says
