@@ -62,6 +62,9 @@ class _Tree:
         # What the residual stream runs through: the model, blocks, and what is around them.
         self.frames = {"", *(around for name in blocks for around in _around(name))}
         self.first_block = blocks[0] if blocks else ""
+        first = {id(module): name for name, module in self.program.modules.items()}
+        # Further names of modules that stand in several places, which the program knows by their first.
+        self.again = {name: first[id(child)] for name, child in self.modules.items() if first[id(child)] != name}
         self._options: dict[str, list[Names]] = {}
 
     @cached_property
@@ -89,6 +92,9 @@ class _Tree:
         """The style of every module, by the candidates that are left."""
         styles: Names = {}
         self._add(styles, "", whole=False)
+        for name, first in self.again.items():
+            if first in styles and styles[first].kind != "split":
+                styles[name] = styles[first]
         while apart := next((names for names in self._tied if len({_rows(styles[name]) for name in names}) > 1), None):
             styles |= dict.fromkeys(apart, replicate())
         for name in self._candidates.read & styles.keys():
@@ -112,6 +118,8 @@ class _Tree:
 
     def _add(self, styles: Names, name: str, *, whole: bool) -> None:
         """whole: inside of a container that is computed whole."""
+        if name in self.again:
+            return
         module, frame = self.modules[name], name in self.frames
         options, tried = self.options(name), self.tried.get(self.kind(name), 0)
         if tried < len(options):
