@@ -112,8 +112,9 @@ def plan_pipeline(
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
     read = _read(model, example)
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
+    width: int | None
     if read is None:
-        flow, width = None, int(_hidden_width(model, stages))
+        flow, width = None, _hidden_width(model, stages)
     else:
         flow = flow_of(read, model, stages)
         width = flow.width(next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ()))
