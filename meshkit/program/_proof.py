@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map
 from meshkit.errors import PlanError
-from meshkit.program._elements import Numbers, Part, Replay, TooLarge
+from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import Dims, dims
 from meshkit.program._trace import Operation, TensorRef, Trace, tensors
 
@@ -231,7 +231,12 @@ class _Proof:
         indices = max((slices[index].indices for index in split), key=lambda found: found.unique().numel())  # type: ignore[union-attr]
         assert indices is not None
         for index, of_input in enumerate(rule.inputs):
-            if name in of_input and not self._fits(rank, theirs[index], mine[index], of_input.index(name), indices):
+            if name not in of_input:
+                continue
+            part, dim = slices[index], of_input.index(name)
+            if part.indices is not None and part.dim == dim and equal(part.indices, indices):
+                continue
+            if not self._fits(rank, theirs[index], mine[index], dim, indices):
                 raise unproved(f"it meets {mine[index]} with another part of another tensor")
         for ref in mine:
             kind = rank.kind(ref)
@@ -288,7 +293,7 @@ class _Proof:
         if (fast := self._slice_of_parts(rank, full, local)) is not None:
             return fast
         a, b = self.full.elements(full), rank.replay.elements(local)
-        if a.shape == b.shape and torch.equal(a, b):
+        if equal(a, b):
             return Slice()
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
@@ -332,7 +337,7 @@ class _Proof:
     def require_same(self, operations: Sequence[Operation]) -> None:
         """All ranks give the same elements."""
         elements = [rank.replay.elements(source) for rank, _, source, _ in self.each(operations)]
-        if any(other.shape != elements[0].shape or not torch.equal(other, elements[0]) for other in elements):
+        if any(not equal(other, elements[0]) for other in elements):
             raise Unproved(f"{self.ranks[0].where(operations[0])}: the ranks give different tensors.")
 
 
@@ -428,15 +433,16 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (full, local))
-    if a.shape[1] != b.shape[1] or not a.shape[1]:
+    if any(size != local.shape[other] for other, size in enumerate(full.shape) if other != dim) or not local.numel():
         return None
-    first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}
-    found = [first.get(number, -1) for number in b[:, 0].tolist()]
+    # One line along the dim tells which they are, if any.
+    a, b = (each[tuple(slice(None) if other == dim else 0 for other in range(each.ndim))] for each in (full, local))
+    first = {number: index for index, number in reversed(list(enumerate(a.tolist())))}
+    found = [first.get(number, -1) for number in b.tolist()]
     if -1 in found:
         return None
     indices = torch.tensor(found, dtype=torch.int64)
-    return indices if torch.equal(a.index_select(0, indices), b) else None
+    return indices if torch.equal(full.index_select(dim, indices), local) else None
 
 
 def _order(ref: TensorRef, shape: Sequence[int]) -> list[int] | None:
