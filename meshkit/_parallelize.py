@@ -107,7 +107,7 @@ def parallelize(
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
     if resolved.layout is not None and resolved.cut is None:
-        prove_at_first_call(model, program, resolved.layout, resolved.example)
+        prove_at_first_call(model, program, resolved.layout, resolved.example, blocks=resolved.blocks)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)

@@ -16,7 +16,7 @@ An operator that follows its rule on parts gives parts. Anything else is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from meshkit.core._torch import tree_map
 from meshkit.errors import PlanError
 from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import Dims, dims
-from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+from meshkit.program._trace import RETURNED, Operation, TensorRef, Trace, tensors
 
 Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
@@ -58,15 +58,22 @@ class Slice:
     indices: Tensor | None = None
 
 
+class Uneven(Unproved):
+    """Blocks return tensors in different states, so that those that were left out (`fold`) may not be like those kept."""
+
+
 def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> list[Kind]:
     """Walk the traces of all ranks of an axis beside the single-device model's. Returns the kind of each output.
 
     held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks.
-    Raises: Unproved, at the first operation that does not follow.
+    Raises: Unproved, at the first operation that does not follow; Uneven, for folded traces whose blocks are not alike.
     """
     proof = _Proof(full, ranks, held)
     try:
-        return proof.run()
+        kinds = proof.run()
+        if len(set(proof.returned)) > 1:
+            raise Uneven("the model's blocks return tensors in different states.")
+        return kinds
     except TooLarge:
         raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.", proof.module) from None
     except Unproved as error:
@@ -132,6 +139,7 @@ class _Proof:
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
         self.at, self.module = "the model", ""  # what is followed now
+        self.returned: list[Hashable] = []  # the states of what folded blocks return
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -287,6 +295,12 @@ class _Proof:
 
     # ---------------------------------------------------------------------------------------------------- parts
 
+    def state(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Hashable:
+        """What the rank has of a tensor."""
+        part = self._slice(rank, full, local, where)
+        constant = rank.replay.constant(local) is not None
+        return constant or rank.kind(local), part.dim, None if part.indices is None else tuple(part.indices.tolist())
+
     def _slice(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Slice:
         if len(full.shape) != len(local.shape):
             raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
@@ -418,6 +432,15 @@ def _logits(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(out, joined, "distributed")
 
 
+def _returned(proof: _Proof, operations: Sequence[Operation]) -> None:
+    full = tensors(proof.next(operations[0]).args)
+    states: list[Hashable] = []
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own, where = tensors(operation.args), rank.where(operation)
+        states += [proof.state(rank, a, b, where) for a, b in zip(full, own, strict=True)]
+    proof.returned.append(tuple(states))
+
+
 _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "copy_to_axis": _replace("invariant", "replicated", keep="all"),
     "reduce_from_axis": _replace("partial", "invariant", keep="all"),
@@ -428,6 +451,7 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
     "meshkit.decode_few_bits.default": _decode,
+    RETURNED: _returned,
 }
 
 
