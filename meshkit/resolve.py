@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.lora import lora_of
 from meshkit.loss.linear_logits import plan_head
@@ -326,7 +327,7 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
     def resolved(proved: Plan | None) -> Resolved:
         return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
 
-    if mesh.spec.tp == 1:
+    if mesh.spec.tp == 1 or _torch.is_fake_group(mesh.group):
         return resolved(None)
     own: Resolved | None = None
     told: list[Plan | MeshkitError | None] = [None]

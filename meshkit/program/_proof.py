@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshkit.core._torch import tree_map
+from meshkit.core._torch import tree_map, without_modes
 from meshkit.errors import PlanError
 from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import Dims, dims
@@ -70,7 +70,8 @@ def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]
     """
     proof = _Proof(full, ranks, held)
     try:
-        kinds = proof.run()
+        with without_modes():  # numbers of elements are values, also where a model has none
+            kinds = proof.run()
         if len(set(proof.returned)) > 1:
             raise Uneven("the model's blocks return tensors in different states.")
         return kinds

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch, noting
@@ -212,8 +213,8 @@ def trace(
 def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
 ) -> Trace:
-    # Neither routers' reports nor whoever watches operators may know of a forward that is only read.
-    with collect_nothing(), _torch.without_modes():
+    # Neither routers' reports nor whoever watches operators or saves tensors may know of a forward that is only read.
+    with collect_nothing(), _torch.without_modes(), saved_tensors_hooks(lambda x: x, lambda x: x):
         return _recorded(model, args, kwargs, closed, recorder)
 
 
@@ -398,6 +399,10 @@ class _NoGuess(Exception):
     """What a closed module returns is no tensor like its first."""
 
 
+# As it is before anything replaces it, as an estimate does.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
 class _Unfused(TorchFunctionMode):
     """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the
     bias; and attention with a key for each query head.
@@ -411,7 +416,7 @@ class _Unfused(TorchFunctionMode):
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             if given.get("bias") is not None:
                 return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
-        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+        if func is _ATTENTION and kwargs.get("enable_gqa"):
             query, key, value, *rest = args
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
             return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})
