@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.lora import lora_of
 from meshkit.loss.linear_logits import plan_head
@@ -166,13 +167,13 @@ def resolve(
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
     if proved is None and example is not None:
-        plan = _prove(program, names.plan, spec, example, sequence=sequence, auto=strategy.plan is None)
+        plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
-    cut = _plan_cut(program, strategy, spec, names)
+    cut = _plan_cut(program, strategy, spec, names, example)
     layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
     plan_context(program.model, strategy.context, size=spec.cp, attention=names.plan.attention)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
@@ -255,7 +256,9 @@ def _plan_head(
     return plan_head(program.model, names.plan, loss, tp=spec.tp, sequence=sequence, device_type=device_type)
 
 
-def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Names) -> Cut | None:
+def _plan_cut(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: _Names, example: Example | None
+) -> Cut | None:
     """The pipeline stages. With the number of microbatches known, its table is checked too: else the first step does it."""
     if spec.pp == 1:
         return None
@@ -267,6 +270,7 @@ def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Name
         schedule=policy.schedule,
         split=policy.stages,
         example=program.example,
+        read=program.read(example, {}) if example is not None else None,
     )
     _refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
@@ -301,16 +305,16 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     return example
 
 
-def _prove(program: Program, plan: Plan, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
+def _prove(program: Program, names: _Names, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
     """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is split otherwise, or left whole."""
 
     def proved(layout: TensorLayout) -> None:
-        prove_layout(program, layout, example)
+        prove_layout(program, layout, example, blocks=names.blocks)
 
     if auto:
-        return derive_plan(program, plan, example, proved, size=spec.tp, sequence=sequence)
-    proved(tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence))
-    return plan
+        return derive_plan(program, names.plan, example, proved, size=spec.tp, sequence=sequence)
+    proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))
+    return names.plan
 
 
 def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
@@ -322,7 +326,7 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
     def resolved(proved: Plan | None) -> Resolved:
         return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
 
-    if mesh.spec.tp == 1:
+    if mesh.spec.tp == 1 or _torch.is_fake_group(mesh.group):
         return resolved(None)
     own: Resolved | None = None
     told: list[Plan | MeshkitError | None] = [None]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshkit.core._torch import tree_leaves
+from meshkit.core._torch import is_fake, tree_leaves
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import StepError
 from meshkit.parallel.data import after_inference
@@ -100,5 +100,7 @@ def _watch_outputs(model: nn.Module, bad_modules: list[tuple[int, str]]) -> Iter
 
 
 def _finite(tree: Any) -> bool:
-    tensors = [local_tensor(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    # On pp, what modules of other stages return has no values.
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not is_fake(leaf)]
+    tensors = [local_tensor(leaf) for leaf in leaves]
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())

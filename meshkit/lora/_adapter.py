@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshkit.core.noting import being_read
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import BlockCodes
 from meshkit.core.rng import keys_in_use, random_bits, stream_of, token_keys
@@ -75,7 +76,8 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
         assert isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
         # Adapters compute in their own dtype, which may be wider than that of the frozen weight.
         x = input.to(down.weight.dtype)
-        if dropout and self.training:
+        # A mask is a function of token and feature, whatever rank has them, so a reading of the program need not see it.
+        if dropout and self.training and not being_read():
             local_columns = down.__dict__.get("own_columns")  # a row() layer sees some columns: their masks, not others
             stream = self.__dict__["_lora_stream"]
             x = drop(x, probability=dropout, stream=stream, own_columns=local_columns)

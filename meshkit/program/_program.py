@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +52,14 @@ class Program:
         return next(self.model.parameters()).dtype
 
     def read(self, example: Example, closed: Mapping[str, str]) -> Trace:
-        """The trace of the forward on an example, read once. Raises as `trace` does."""
-        key = example, tuple(closed.items()), self.model.training
-        if key not in self._traces:
-            self._traces.clear()  # one is large, and who reads again reads the same
-            self._traces[key] = trace(self.model, example.args, example.kwargs, closed=closed)
-        return self._traces[key]
+        """The trace of the forward on an example; read once. Raises as `trace` does."""
+        key = (example, frozenset(closed.items()), self.model.training)
+        if key not in self._readings:
+            self._readings[key] = trace(self.model, example.args, example.kwargs, closed=closed)
+        return self._readings[key]
 
     @cached_property
-    def _traces(self) -> dict[Any, Trace]:
+    def _readings(self) -> dict[tuple[Example, frozenset[tuple[str, str]], bool], Trace]:
         return {}
 
     def frozen(self) -> Program:

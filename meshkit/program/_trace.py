@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch, noting
@@ -129,6 +130,18 @@ class Trace:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Fold:
+    """Blocks that need not be read. kept: those that are; what each returns is noted as an operation, RETURNED. left_out:
+    others -> the kept one, called before, whose output they return."""
+
+    kept: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+RETURNED = "returned"
+
+
 def tensors(tree: Any) -> list[TensorRef]:
     """The tensors of a tree of arguments, in order."""
     return [leaf for leaf in _torch.tree_leaves(tree) if isinstance(leaf, TensorRef)]
@@ -152,19 +165,20 @@ def trace(
     kwargs: Mapping[str, Any],
     *,
     closed: Mapping[str, str] = MappingProxyType({}),
+    fold: Fold | None = None,
 ) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
     operation, by name -> the operation's name; each returns a tensor like its first. So is a module that reads values of
-    tensors, or makes tensors whose sizes depend on values: "closed".
+    tensors, or makes tensors whose sizes depend on values: "closed". fold: blocks that are left out.
     Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
     whatever else the forward raises.
     """
     closed = dict(closed)
     guessed: list[str] = []
     while True:
-        recorder = Recorder()
+        recorder = Recorder(fold)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder)
@@ -185,15 +199,23 @@ def trace(
                 ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error
-        closed[name] = "closed"
+        # All of its class at once: a reading for each layer of a deep model would take as many times as long.
+        alike = type(model.get_submodule(name))
+        named = (
+            [name]
+            if alike.__module__.startswith("torch.")
+            else [n for n, m in model.named_modules() if type(m) is alike]
+        )
+        closed.update(dict.fromkeys((each for each in named if each), "closed"))
         guessed.append(name)
 
 
 def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
 ) -> Trace:
-    # Neither routers' reports nor whoever watches operators may know of a forward that is only read.
-    with collect_nothing(), _torch.without_modes(), _torch.without_fake_errors():
+    # Neither routers' reports nor whoever watches operators or saves tensors may know of a forward that is only read.
+    unseen = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with collect_nothing(), _torch.without_modes(), _torch.without_fake_errors(), unseen:
         return _recorded(model, args, kwargs, closed, recorder)
 
 
@@ -212,6 +234,7 @@ def _recorded(
         recorder.name_inputs(str(index), value)
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
+    recorder.leave_out(copy)
     with recorder.watching(copy), fake, recorder, _Unfused():
         copy(*args, **kwargs)
     return recorder.trace()
@@ -240,8 +263,10 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
 class Recorder(TorchDispatchMode):
     """Records the operators that run inside, and the calls of the modules of `watching`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fold: Fold | None = None) -> None:
         super().__init__()
+        self._fold = fold or Fold()
+        self._returned: dict[str, Any] = {}  # by blocks that others are like
         self._operations: list[Operation] = []
         self._calls: list[ModuleCall] = []
         self._stack: list[int] = []
@@ -273,6 +298,11 @@ class Recorder(TorchDispatchMode):
     def failed(self) -> str:
         """The innermost module that raised."""
         return self._failed or ""
+
+    def leave_out(self, model: nn.Module) -> None:
+        """Let blocks return what others have returned."""
+        for name, like in self._fold.left_out.items():
+            model.get_submodule(name).__dict__["forward"] = lambda *args, _like=like, **kwargs: self._returned[_like]
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
@@ -311,6 +341,9 @@ class Recorder(TorchDispatchMode):
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
         call.output = self._refs(output, "constant")
+        if call.name in self._fold.kept:
+            self._returned[call.name] = output
+            self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
         if not self._stack:
             self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
@@ -367,6 +400,10 @@ class _NoGuess(Exception):
     """What a closed module returns is no tensor like its first."""
 
 
+# As it is before anything replaces it, as an estimate does.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
 class _Unfused(TorchFunctionMode):
     """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the
     bias; and attention with a key for each query head.
@@ -380,7 +417,7 @@ class _Unfused(TorchFunctionMode):
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             if given.get("bias") is not None:
                 return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
-        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+        if func is _ATTENTION and kwargs.get("enable_gqa"):
             query, key, value, *rest = args
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
             return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})

@@ -88,7 +88,7 @@ def forward(
         ) from error
     if model.run is None:
         raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
-    if any(_torch.is_fake(leaf) for leaf in _torch.tree_leaves(value)):
+    if staged.has_values and any(_torch.is_fake(leaf) for leaf in _torch.tree_leaves(value)):
         raise StepError(
             "pipeline: the loss function reads something of the model's output that has no values on the last stage: only "
             "logits are sure to, plain or as `.logits`. Return what it needs as the output, or use a mesh without pp."

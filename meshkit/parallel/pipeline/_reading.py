@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
-from meshkit.core.rng import using_keys
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of
@@ -37,13 +36,11 @@ class Reading:
         key = (_like(microbatch), _code(loss), torch.is_grad_enabled(), running.training)
         if key not in self._flows:
             self._set_training(running)
-            with using_keys(None):  # no dropout by keys
-                args, kwargs = call()
-                args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
-                try:
-                    read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
-                except ReadingError as error:
-                    raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+            args, kwargs = _torch.tree_map(_unmasked, call())
+            try:
+                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+            except ReadingError as error:
+                raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
             self._flows[key] = flow_of(read, self.model, self.stages)
         return self._flows[key]
 

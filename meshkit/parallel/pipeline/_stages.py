@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshkit.core import _torch
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError, StepError
 from meshkit.parallel.pipeline._flow import Flow, Value, data_flow, outermost, positions
 from meshkit.program import TensorRef, Trace, copied
@@ -336,6 +337,12 @@ class StagedModel:
     def runs(self) -> bool:
         return self._running is not None
 
+    @property
+    def has_values(self) -> bool:
+        """False in an estimate: there what other stages return cannot be told from the rest."""
+        param = next(self.model.parameters(), None)
+        return param is None or not _torch.is_fake(local_tensor(param))
+
     @contextmanager
     def running(self, stage: int, flow: Flow, received: Mapping[Value, Tensor]) -> Iterator[Running]:
         """Inside, the model is this stage."""
@@ -376,7 +383,7 @@ class StagedModel:
             raise StepError(f"pipeline: {name!r} returned another structure than when it was read.")
         for value in wanted:
             leaf, ref = leaves[value.leaf], run.flow.refs[value]
-            _refuse_unlike(leaf, ref, name)
+            _refuse_unlike(leaf, ref, name, self.has_values)
             run.handed[value] = leaf.detach().clone() if value in run.flow.written else leaf.detach()
             if leaf.requires_grad:
                 # The rest of the forward gets an alias: hooks on it, and writes to it, are the next stage's to do.
@@ -419,6 +426,9 @@ class StagedModel:
 
     def empty(self, ref: TensorRef) -> Tensor:
         """A tensor without values. What is computed of it has none either."""
+        if not self.has_values:  # an estimate counts memory, of which there is none: one element stands for all
+            one = torch.empty_strided(ref.shape, (0,) * len(ref.shape), dtype=ref.dtype, device=self.device)
+            return one.requires_grad_(ref.requires_grad and torch.is_grad_enabled())
         with self._fake:
             tensor = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=self.device)
         if ref.requires_grad and torch.is_grad_enabled():
@@ -441,8 +451,8 @@ class StagedModel:
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def _refuse_unlike(value: Any, ref: TensorRef, name: str) -> None:
-    if not isinstance(value, Tensor) or _torch.is_fake(value):
+def _refuse_unlike(value: Any, ref: TensorRef, name: str, has_values: bool) -> None:
+    if not isinstance(value, Tensor) or (_torch.is_fake(value) and has_values):
         raise StepError(
             f"pipeline: {name!r} returned what has no values on this rank, so it has read something of another stage that it "
             "did not when the model was read. Use a mesh without pp."

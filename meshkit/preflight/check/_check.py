@@ -121,6 +121,7 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
                     spec=mesh.spec, findings=(different,), parameters=len(list(plain.parameters())), collectives=0
                 )
             empty = any(param.is_meta for param in plain.parameters())
+            _without_dropout(plain)
             built = parallelize(plain, mesh, request.strategy)
             if empty:
                 init_weights(built.model, seed=0, plan=built.plan)

@@ -100,7 +100,7 @@ class Recorder:
             return
         self.order.append((name, True))
         tensor = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), None)
-        if tensor is None or isinstance(tensor, DTensor) or not tensor.is_floating_point():
+        if tensor is None or isinstance(tensor, DTensor) or not tensor.is_floating_point() or _torch.is_fake(tensor):
             return
         self.outputs[name] = tensor.detach().cpu().clone()  # clone: the module may change it in place later
         if tensor.requires_grad:

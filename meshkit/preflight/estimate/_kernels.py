@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshkit.core.noting import being_read
+
 _aten = torch.ops.aten
 
 
@@ -59,7 +61,8 @@ def _rms_norm_or(norm: Any) -> Any:
     def rms_norm(
         input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is not None and weight.dtype != input.dtype:  # CUDA has no kernel for that either
+        # CUDA has no kernel for two dtypes either. A reading of the program wants torch's operators.
+        if being_read() or (weight is not None and weight.dtype != input.dtype):
             return norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
         out: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
         return out
@@ -73,7 +76,7 @@ def _flash_or(attend: Any) -> Any:
         # It saves q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
         half = query.dtype in (torch.bfloat16, torch.float16)
         plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
-        if half and plain and query.shape[-1] == value.shape[-1]:
+        if half and plain and query.shape[-1] == value.shape[-1] and not being_read():
             is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
         return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
