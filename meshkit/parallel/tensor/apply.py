@@ -194,7 +194,9 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replic
             shard = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
             local = local.narrow(placement.dim, shard.start, shard.stop - shard.start)
     if any(isinstance(placement, Shard) for placement in placements):
-        local = local.clone()  # a view would keep the memory of the full parameter alive
+        # A view would keep the memory of the full parameter alive. In the order of the DTensor, whatever the parameter's was.
+        local = local.clone(memory_format=torch.contiguous_format)
+    local = local.contiguous()
     # Shape and stride are given, since DTensor would take all shards to be as large as this one. A check would be a message.
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
