@@ -9,6 +9,7 @@ from functools import partial
 from torch import nn
 
 from meshkit.errors import PlanError
+from meshkit.plan.declared_experts import declared_experts
 from meshkit.plan.match import match_table
 from meshkit.plan.styles import Plan, Style, attention, column, enter, per_head, replicate, row, sequence, split, vocab
 
@@ -108,7 +109,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
-    if _is_attention(module):
+    if (stacked := declared_experts(module)) is not None:
+        yield "", stacked
+    elif _is_attention(module):
         yield "", attention()
         norms = {"q_norm": per_head(), "k_norm": per_head()}
         yield from ((child, style) for child in children if (style := (ATTENTION | norms).get(child)) is not None)
