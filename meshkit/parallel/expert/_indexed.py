@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -29,8 +30,9 @@ def add_compute(module: nn.Module) -> None:
         stand_in.__dict__ = {**self.__dict__, "_parameters": parameters, "num_experts": len(counts)}
         if _torch.is_fake(rows_MC):
             _compute_without_values(stand_in)
-        # A row of zeros where there is none, so that gradients of zeros reach the experts: their reduction waits for all.
-        padded_MC = rows_MC if len(rows_MC) else rows_MC.new_zeros(1, rows_MC.shape[1])
+        # A row of zeros where there is none. By padding: then gradients of no rows reach the all-to-all before it, and those
+        # of zeros the experts, and other ranks wait for both.
+        padded_MC = rows_MC if len(rows_MC) else F.pad(rows_MC, (0, 0, 0, 1))
         lengths = torch.tensor(counts if len(rows_MC) else [1], dtype=torch.int64)
         ids_M = torch.arange(len(lengths)).repeat_interleave(lengths).to(rows_MC.device, non_blocking=True)
         ones_M1 = padded_MC.new_ones(len(padded_MC), 1)
