@@ -50,9 +50,13 @@ def auto_plan(model: nn.Module) -> Plan:
         for key, style in _split_styles(child) if pattern(name) not in whole else ():
             _add(tensor, pattern(_join(name, key) if key else name), style)
     # After the splits, and only where they left a module out.
+    around_experts = tuple(_parent(name) for name, child in modules.items() if declared_experts(child) is not None)
     for name, child in modules.items():
         if any(True for _ in child.parameters(recurse=False)):
-            tensor.setdefault(pattern(name), _other_style(name, child, decoder=decoder))
+            style = _other_style(name, child, decoder=decoder)
+            # Beside experts stand the router and the gate of a shared expert, which see each token alone.
+            beside = decoder and any(name.startswith(f"{block}.") for block in around_experts)
+            tensor.setdefault(pattern(name), sequence() if beside and style == replicate() else style)
     layers = _layers(modules)
     if decoder and layers:
         tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
@@ -194,6 +198,10 @@ def _general(name: str, modules: dict[str, nn.Module]) -> str:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _join(prefix: str, name: str) -> str:

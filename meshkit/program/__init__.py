@@ -10,6 +10,7 @@ from ._proof import Held as Held
 from ._proof import Unproved as Unproved
 from ._proof import draws as draws
 from ._proof import prove as prove
+from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS
 from ._trace import ModuleCall as ModuleCall
 from ._trace import Operation as Operation
 from ._trace import ReadingError as ReadingError

@@ -12,12 +12,13 @@ from meshkit.core import _torch
 from meshkit.core.sharding import chunk
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout
-from meshkit.program import Example, Held, Program, ReadingError, Trace, Unproved, prove, trace, without_values
+from meshkit.program import EXPERTS_OF_PARTS, Example, Held, Program, ReadingError, Trace, Unproved, prove, trace, without_values
 
 
 def prove_layout(program: Program, layout: TensorLayout, example: Example) -> None:
     """Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`."""
-    closed = {name: "experts" for name, style in layout.styles.items() if style.kind == "experts"}
+    experts = EXPERTS_OF_PARTS if layout.sequence else "experts"
+    closed = {name: experts for name, style in layout.styles.items() if style.kind == "experts"}
     full = program.read(example, closed)
     ranks: list[Trace] = []
     for rank in range(layout.size):
