@@ -82,7 +82,8 @@ def leave_whole(plan: Plan, module: str, modules: Mapping[str, nn.Module]) -> Pl
     tensor = dict(plan.tensor)
     for pattern in plan.tensor:
         matched = set(match_table({pattern: plan.tensor[pattern]}, modules, what="module"))
-        if matched & inside:
+        # Experts stay shared over axes of their own: a region that is whole hands them its tokens whole.
+        if matched & inside and plan.tensor[pattern].kind != "experts":
             del tensor[pattern]
             if plan.tensor[pattern].kind not in ("enter", "attention"):
                 tensor[pattern] = replicate()

@@ -27,9 +27,7 @@ def declared_experts(module: nn.Module) -> Style | None:
     if set(params) != {*columns, *rows} or {len(param) for param in params.values()} != {_count(module)}:
         return None
     packed = ("halves" if told["is_concatenated"] else "pairs") if told["has_gate"] else ""
-    return experts(
-        columns=columns, rows=rows, packed=packed, transposed=bool(told["is_transposed"]), takes="indices"
-    )
+    return experts(columns=columns, rows=rows, packed=packed, transposed=bool(told["is_transposed"]), takes="indices")
 
 
 def _count(module: nn.Module) -> object:

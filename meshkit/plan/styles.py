@@ -155,9 +155,7 @@ def experts(
     `expert_parallel`).
     The module's inputs are all tokens with sequence=False, and this rank's with sequence=True.
     """
-    return Style(
-        "experts", optional, columns=columns, rows=rows, packed=packed, transposed=transposed, takes=takes
-    )
+    return Style("experts", optional, columns=columns, rows=rows, packed=packed, transposed=transposed, takes=takes)
 
 
 @dataclass(frozen=True)

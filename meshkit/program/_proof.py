@@ -220,7 +220,9 @@ class _Proof:
             return "distributed", None, nothing
         split = [index for index, part in enumerate(slices) if part.indices is not None]
         if not split and full.op == EXPERTS_OF_PARTS:
-            raise unproved("it would run every token on each rank, and add up their gradients: it takes a rank's own tokens")
+            raise unproved(
+                "it would run every token on each rank, and add up their gradients: it takes a rank's own tokens"
+            )
         if not split:
             return self._joined(rank, local, rule, unproved), None, nothing
         if rule is None:

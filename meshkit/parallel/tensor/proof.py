@@ -12,7 +12,18 @@ from meshkit.core import _torch
 from meshkit.core.sharding import chunk
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout
-from meshkit.program import EXPERTS_OF_PARTS, Example, Held, Program, ReadingError, Trace, Unproved, prove, trace, without_values
+from meshkit.program import (
+    EXPERTS_OF_PARTS,
+    Example,
+    Held,
+    Program,
+    ReadingError,
+    Trace,
+    Unproved,
+    prove,
+    trace,
+    without_values,
+)
 
 
 def prove_layout(program: Program, layout: TensorLayout, example: Example) -> None:
