@@ -18,7 +18,7 @@ from meshkit.errors import PlanError
 
 
 class Part(NamedTuple):
-    """A part of a tensor of the model. index: of its first dim, None for all. rows: of the next. transposed: of what is left."""
+    """A part of a tensor of the model. index: of its first dim, None for all. rows: of the next. transposed: what is left."""
 
     name: str
     index: int | None = None
@@ -43,8 +43,8 @@ def file_parts(model: nn.Module, tensors: Mapping[str, Tensor], verb: str) -> di
             )
     except Exception as error:
         raise PlanError(
-            f"{verb}: transformers does not say how it writes a {type(model).__name__} ({type(error).__name__}: {error}). Use "
-            "its own from_pretrained and save_pretrained, on the model before parallelize."
+            f"{verb}: transformers does not say how it writes a {type(model).__name__} ({type(error).__name__}: {error}). "
+            "Use its own from_pretrained and save_pretrained, on the model before parallelize."
         ) from error
     # Several names of one tied tensor are one storage: a key that is the tensor's own name belongs to that name.
     names: dict[int, list[str]] = {}

@@ -51,7 +51,8 @@ def expert_parallel(
     each dispatches an equal share of them.
     policy: capacity of experts, copies of busy experts, another dispatcher.
     Gradients are sums over all tokens, as everywhere: those of an expert's replicas on edp add up, nothing is divided.
-    Wire: see `AllToAll`; gate and up in one parameter also travel over etp, see `_stacks.py`; with tp and without sequence, also an all-gather over tp in each direction.
+    Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction; with etp, where gate
+    and up are halves of one parameter, an all-to-all over etp of the rows of it that other ranks need, in each direction.
     Raises: PlanError if ep or etp > 1 but the plan names no experts, or if a rank of ep would hold none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """

@@ -56,8 +56,8 @@ def _layout(name: str, module: nn.Module, style: Style) -> ExpertLayout:
     params = dict(module.named_parameters(recurse=False))
     if set(params) != {*style.columns, *style.rows}:
         raise PlanError(
-            f"plan: experts() on {name!r} names the parameters {', '.join((*style.columns, *style.rows))}, but the module has "
-            f"{', '.join(params)}. Give their names as experts(columns=..., rows=...)."
+            f"plan: experts() on {name!r} names the parameters {', '.join((*style.columns, *style.rows))}, but the module "
+            f"has {', '.join(params)}. Give their names as experts(columns=..., rows=...)."
         )
     if len({len(param) for param in params.values()}) > 1:
         shapes = ", ".join(f"{key} {list(param.shape)}" for key, param in params.items())
