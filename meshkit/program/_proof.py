@@ -282,6 +282,8 @@ class _Proof:
                 and (name != "div" or partial[0])
                 and all(rank.kind(ref) == "replicated" or not rank.needs_gradient(ref) for ref in others)
             )
+        if name == "index":
+            return partial[0] and not any(partial[1:])
         return name in ("neg", "_to_copy", "clone", "sum", "alias") and all(partial)
 
     # ---------------------------------------------------------------------------------------------------- parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.models import load_pretrained, save_pretrained
+from meshkit.preflight.explain import Message
+from meshkit.preflight.observe import observe
 from tests.compare_shards import difference, same_bits
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.world import pool
 from tests.zoo import causal
-from tests.zoo.case import Cell, tokens
+from tests.zoo.case import TOKENS, Cell, tokens
 from tests.zoo.exact import exact
 from tests.zoo.judge import EPS, LR, quiet
 from tests.zoo.sweep import verdict
@@ -183,3 +186,32 @@ def test_a_model_that_transformers_cannot_write_is_refused(tmp_path: Path, monke
         pytest.raises(PlanError, match="transformers does not say how it writes a MixtralForCausalLM"),
     ):
         load_pretrained(causal.build("mixtral"), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def sent_over_etp(kind: str) -> tuple[Counter[Any], Counter[Any]]:
+    """All-to-alls over etp of one step, as they were observed and as `explain` says."""
+    with quiet(), exact():
+        mesh = mesh_for("dp_shard=2 etp=2")
+        run = mk.parallelize(causal.build(kind), mesh)
+        run.forward_backward(own_rows(tokens(0), mesh))
+        with observe(mesh) as seen:
+            run.forward_backward(own_rows(tokens(0), mesh))
+        place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
+        said = mk.explain(run, rows=2, seq_len=TOKENS, coordinate=place)
+    return _all_to_alls(seen), _all_to_alls(said.messages)
+
+
+def _all_to_alls(messages: Counter[Message]) -> Counter[Any]:
+    # Without the axis: in the dense view the same ranks are those of dp_shard.
+    return Counter({(each.op, each.size): times for each, times in messages.items() if each.op == "all_to_all"})
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_rows_of_gate_and_up_that_travel_over_etp_are_explained(kind: str) -> None:
+    """Halves travel; pairs are where they are computed with."""
+    for seen, said in pool(2).run(sent_over_etp, kind):
+        assert seen == said
+        assert bool(seen) == (kind == "mixtral")

@@ -22,9 +22,10 @@ from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, local_rows
 from meshkit.parallel.expert._hot_experts import HotExperts, hot_experts_of, set_hot_experts
 from meshkit.parallel.expert._indexed import add_compute, by_indices
+from meshkit.parallel.expert._proof import prove_experts
 from meshkit.parallel.expert._stacks import ExpertLayout, expert_layouts, local_views
 from meshkit.parallel.tensor.apply import compute_with, shard_parameter
-from meshkit.plan import Style
+from meshkit.plan import Style, match_table
 from meshkit.plan.styles import style_table
 from meshkit.strategy import ExpertPolicy
 
@@ -89,6 +90,9 @@ def plan_experts(
         )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
+    if ep * etp > 1:
+        modules = dict(module.named_modules())
+        prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
     return layouts
 
 

@@ -147,21 +147,27 @@ def _bias_view(outputs: int, etp: ProcessGroup) -> View:
 
 def _packed_view(rows: int, dim: int, packed: Packed, etp: ProcessGroup) -> View:
     """Wire: an all-to-all over etp of what others need, in forward and in backward; nothing where all have their own."""
-    ranks, rank = etp.size(), etp.rank()
-    held = [range(each.start, each.stop) for each in (chunk(rows, ranks, other) for other in range(ranks))]
-    needed = [packed_rows(rows, packed, ranks, other) for other in range(ranks)]
-    if all(list(run) == rows_of for run, rows_of in zip(held, needed, strict=True)):
+    moved, rank = packed_moves(rows, packed, etp.size()), etp.rank()
+    if not any(rows_of for source, to in enumerate(moved) for other, rows_of in enumerate(to) if source != other):
         return _local
-    sent = [[row for row in rows_of if row in held[rank]] for rows_of in needed]
-    order = torch.tensor([row - held[rank].start for to_rank in sent for row in to_rank], dtype=torch.int64)
-    received = [sum(row in run for row in needed[rank]) for run in held]
+    held = chunk(rows, etp.size(), rank)
+    order = torch.tensor([row - held.start for to_rank in moved[rank] for row in to_rank], dtype=torch.int64)
+    sent, received = [len(to_rank) for to_rank in moved[rank]], [len(source[rank]) for source in moved]
 
     def view(param: nn.Parameter | None) -> Tensor:
-        local = _local(param).movedim(dim, 0).index_select(0, order.to(_local(param).device))
-        # From rank to rank and within a rank, rows come in their order, which is that of `needed`.
-        return exchange(local, [len(to_rank) for to_rank in sent], received, etp).movedim(0, dim).contiguous()
+        local = _local(param)
+        leaving = local.movedim(dim, 0).index_select(0, order.to(local.device))
+        # From rank to rank and within a rank, rows come in their order, which is that in which they are computed with.
+        return exchange(leaving, sent, received, etp).movedim(0, dim).contiguous()
 
     return view
+
+
+def packed_moves(rows: int, packed: Packed, ranks: int) -> list[list[list[int]]]:
+    """For each rank of etp and each rank that it sends to, itself too: the rows of gate and up, in ascending order."""
+    held = [chunk(rows, ranks, rank) for rank in range(ranks)]
+    needed = [packed_rows(rows, packed, ranks, rank) for rank in range(ranks)]
+    return [[[row for row in rows_of if run.start <= row < run.stop] for rows_of in needed] for run in held]
 
 
 def packed_rows(rows: int, packed: Packed, ranks: int, rank: int) -> Sequence[int]:

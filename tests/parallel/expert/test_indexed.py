@@ -165,6 +165,95 @@ def test_what_is_not_as_it_declares_stays_whole() -> None:
         assert declared_experts(module) is None
 
 
+def changed(change: str) -> nn.Module:
+    """mixtral's experts with a fault planted in what they do with rows or with features."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    def gate(self: Any, both: Tensor) -> Tensor:
+        first, second = both.chunk(2, dim=-1)
+        if change == "features":
+            return first.softmax(-1) * second
+        if change == "rows":
+            return (first - first.mean(0)) * second
+        if change == "pairs":
+            return both[..., ::2] * both[..., 1::2]
+        if change == "another expert":
+            return first * second * self.gate_up_proj[0, 0, 0]
+        return nn.functional.silu(first) * second
+
+    module = module_of(KINDS[0])
+    module.__class__ = type("Changed", (MixtralExperts,), {"_apply_gate": gate})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("change", "on_ep", "on_etp"),
+    [
+        ("nothing", "", ""),
+        ("features", "", "_softmax.default at .*: it needs all of a dim"),
+        ("pairs", "", "with another part of another tensor"),
+        ("rows", "mean.dim at .*: it needs all of a dim", "mean.dim at .*: it needs all of a dim"),
+        (
+            "another expert",
+            "reads 'gate_up_proj' not by the indices alone",
+            "reads 'gate_up_proj' not by the indices alone",
+        ),
+    ],
+)
+def test_experts_whose_program_is_another_on_parts_are_refused(change: str, on_ep: str, on_etp: str) -> None:
+    from meshkit.parallel.expert import plan_experts
+
+    module = changed(change)
+    plan = auto_plan(module).tensor
+    for text, ep, etp in ((on_ep, 2, 1), (on_etp, 1, 2)):
+        if not text:
+            plan_experts(module, plan, ExpertPolicy(), ep=ep, etp=etp)
+            continue
+        with pytest.raises(PlanError, match=f"is not shown to be the same on {'ep' if ep > 1 else 'etp'}: .*{text}"):
+            plan_experts(module, plan, ExpertPolicy(), ep=ep, etp=etp)
+
+
+class ByHand(nn.Module):
+    """Experts of nobody's interface, whose loop depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.rand(EXPERTS, FEATURES, WIDTH))
+        self.down = nn.Parameter(torch.rand(EXPERTS, WIDTH, FEATURES))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            row, choice = torch.where(chosen == expert)
+            result = torch.relu(x[row] @ self.up[expert].T) @ self.down[expert].T
+            out = out.index_add(0, row, result * weights[row, choice, None])
+        return out
+
+
+def test_a_loop_over_values_is_taken_at_its_word_on_ep_and_refused_on_etp() -> None:
+    from meshkit.parallel.expert import plan_experts
+
+    plan = {"": experts(columns=("up",), rows=("down",), takes="indices")}
+    assert plan_experts(ByHand(), plan, ExpertPolicy(), ep=2, etp=1)
+    with pytest.raises(PlanError, match="its forward depends on values, so what it does with features cannot be read"):
+        plan_experts(ByHand(), plan, ExpertPolicy(), ep=1, etp=2)
+
+
+def by_hand() -> float:
+    mesh = mesh_for("dp_shard=2 ep=2")
+    torch.manual_seed(2)
+    plain = ByHand().double()
+    torch.manual_seed(2)
+    module = ByHand().double()
+    mk.expert_parallel(module, mesh["ep", "etp"], plan={"": experts(columns=("up",), rows=("down",), takes="indices")})
+    x, index, weights = tokens(dist.get_rank(), "even", KINDS[0])
+    return difference(module(x, index, weights), plain(x, index, weights))
+
+
+def test_experts_by_hand_with_a_plan_by_hand_equal_one_device() -> None:
+    assert max(pool(2).run(by_hand)) <= TOL_FP64
+
+
 def test_ranks_without_an_expert_or_a_feature_are_refused() -> None:
     from meshkit.parallel.expert import expert_layouts
 
