@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshkit.plan.styles import Style, experts
+from meshkit.plan.styles import Packed, Style, experts
 
 # What `use_experts_implementation` of transformers writes on every module whose class it decorates.
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
@@ -26,7 +26,8 @@ def declared_experts(module: nn.Module) -> Style | None:
     params = dict(module.named_parameters())  # those of children too: a learned activation is no slice of a stack
     if set(params) != {*columns, *rows} or {len(param) for param in params.values()} != {_count(module)}:
         return None
-    packed = ("halves" if told["is_concatenated"] else "pairs") if told["has_gate"] else ""
+    together: Packed = "halves" if told["is_concatenated"] else "pairs"
+    packed: Packed = together if told["has_gate"] else ""
     return experts(columns=columns, rows=rows, packed=packed, transposed=bool(told["is_transposed"]), takes="indices")
 
 

@@ -18,10 +18,10 @@ from meshkit.errors import PlanError
 
 
 class Part(NamedTuple):
-    """A part of a tensor of the model. index: of its first dim, None for all. rows: of the next. transposed: what is left."""
+    """A part of a tensor of the model. at: index of its first dim, None for all. rows: of the next. transposed: the rest."""
 
     name: str
-    index: int | None = None
+    at: int | None = None
     rows: slice | None = None
     transposed: bool = False
 
@@ -37,9 +37,10 @@ def file_parts(model: nn.Module, tensors: Mapping[str, Tensor], verb: str) -> di
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
+        foreign: Any = model
         with _ViewsOnly():
             inside: dict[str, Tensor] = revert_weight_conversion(
-                model, {name: empty[id(tensor)] for name, tensor in tensors.items()}
+                foreign, {name: empty[id(tensor)] for name, tensor in tensors.items()}
             )
     except Exception as error:
         raise PlanError(
@@ -74,18 +75,18 @@ def _part(name: str, view: Tensor, tensors: Mapping[str, Tensor]) -> Part | None
     """What a view of the tensor of that name looks at; None for what is no `Part`."""
     full = torch.empty(tuple(tensors[name].shape), device="meta")
     offset = int(view.storage_offset())
-    candidates = [(None, full)]
+    at: int | None = None
+    whole = full
     if view.ndim == full.ndim - 1 and full.numel():
-        index, offset = divmod(offset, full.stride(0))
-        candidates = [(index, full[index])]
-    for index, whole in candidates:
-        for transposed in (False, True) if whole.ndim == 2 else (False,):
-            shown = view.mT if transposed else view
-            if not whole.ndim:
-                return Part(name, index)
-            first, rest = divmod(offset, whole.stride(0)) if whole.numel() else (0, 0)
-            same = shown.stride() == whole.stride() and shown.shape[1:] == whole.shape[1:] and not rest
-            if same and first + len(shown) <= len(whole):
-                rows = None if len(shown) == len(whole) else slice(first, first + len(shown))
-                return Part(name, index, rows, transposed)
+        at, offset = divmod(offset, full.stride(0))
+        whole = full[at]
+    if not whole.ndim:
+        return Part(name, at)
+    for transposed in (False, True) if whole.ndim == 2 else (False,):
+        shown = view.mT if transposed else view
+        first, rest = divmod(offset, whole.stride(0)) if whole.numel() else (0, 0)
+        same = shown.stride() == whole.stride() and shown.shape[1:] == whole.shape[1:] and not rest
+        if same and first + len(shown) <= len(whole):
+            rows = None if len(shown) == len(whole) else slice(first, first + len(shown))
+            return Part(name, at, rows, transposed)
     return None

@@ -131,7 +131,7 @@ def _pieces(model: nn.Module, tensors: dict[str, Tensor], verb: str, *, adapters
         return {name: Piece(tensor) for name, tensor in tensors.items()}
     if foreign:
         return {
-            key: Piece(tensors[part.name], part.index, rows=part.rows, transposed=part.transposed)
+            key: Piece(tensors[part.name], part.at, rows=part.rows, transposed=part.transposed)
             for key, part in file_parts(model, tensors, verb).items()
         }
     pieces = {

@@ -14,11 +14,10 @@ from ._dispatch import Compute as Compute
 from ._dispatch import Dispatcher as Dispatcher
 from ._dispatch import DispatchPlan as DispatchPlan
 from ._dispatch import OneRank as OneRank
-from ._dispatch import experts_of as experts_of
 from ._hot_experts import HotExperts as HotExperts
 from ._hot_experts import note_counts as note_counts
 from ._stacks import ExpertLayout as ExpertLayout
 from ._stacks import expert_layouts as expert_layouts
-from ._stacks import packed_moves as packed_moves
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing
+from ._traffic import packed_traffic as packed_traffic

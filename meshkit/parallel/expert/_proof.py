@@ -157,7 +157,7 @@ def _prove_slices(full: Trace) -> None:
             source = full.storages[ref.storage].source
             if not source.startswith("parameter "):
                 continue
-            indices = operation.args[1] if len(operation.args) > 1 else None
+            indices: Any = operation.args[1] if len(operation.args) > 1 else None
             by_index = (
                 operation.name == "aten.index.Tensor" and ref is operation.args[0] and isinstance(indices, list | tuple)
             )

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshkit.core.sharding import even_part
 from meshkit.models.experts import MoE
-from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, experts_of, packed_moves
+from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, packed_traffic
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel
 from meshkit.strategy import ExpertPolicy
@@ -48,19 +48,20 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
 
 def _add_packed(log: TrafficLog, rank_model: RankModel, name: str, layout: ExpertLayout, again: bool) -> None:
     """Gate and up in one parameter: rows that other ranks of etp compute with."""
-    spec, (i, j) = rank_model.spec, rank_model.expert_coordinate
-    local = experts_of(layout.experts, spec.ep, i)
-    for key, packed in layout.packed.items():
-        param = rank_model.model.get_submodule(name).get_parameter(key)
-        rows = param.shape[layout.dims[key]]
-        moves = packed_moves(rows, packed, spec.etp)
-        width = param.numel() // (layout.experts * rows) * len(local) * rank_model.compute.itemsize
-        sent = sum(len(to_rank) for rank, to_rank in enumerate(moves[j]) if rank != j) * width
-        received = sum(len(source[j]) for rank, source in enumerate(moves) if rank != j) * width
-        if any(to_rank for rank, to in enumerate(moves) for other, to_rank in enumerate(to) if rank != other):
-            log.add("etp", "all_to_all", sent, "gate and up of experts, forward")
-            log.add("etp", "all_to_all", sent, "gate and up of experts, recompute", int(again))
-            log.add("etp", "all_to_all", received, "gate and up of experts, backward", int(param.requires_grad))
+    module = rank_model.model.get_submodule(name)
+    moved = packed_traffic(
+        layout,
+        {key: param.shape for key, param in module.named_parameters(recurse=False)},
+        ep=rank_model.spec.ep,
+        etp=rank_model.spec.etp,
+        coordinate=rank_model.expert_coordinate,
+        itemsize=rank_model.compute.itemsize,
+    )
+    trains = any(param.requires_grad for param in module.parameters(recurse=False))
+    for forward, backward in moved:
+        log.add("etp", "all_to_all", forward, "gate and up of experts, forward")
+        log.add("etp", "all_to_all", forward, "gate and up of experts, recompute", int(again))
+        log.add("etp", "all_to_all", backward, "gate and up of experts, backward", int(trains))
 
 
 def _add_token_split(
