@@ -16,7 +16,7 @@ An operator that follows its rule on parts gives parts. Anything else is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map
 from meshkit.errors import PlanError
-from meshkit.program._elements import Numbers, Part, Replay, TooLarge
+from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
-from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+from meshkit.program._trace import RETURNED, Operation, TensorRef, Trace, tensors
 
 Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
@@ -58,15 +58,22 @@ class Slice:
     indices: Tensor | None = None
 
 
+class Uneven(Unproved):
+    """Blocks return tensors in different states, so that those that were left out (`fold`) may not be like those kept."""
+
+
 def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> list[Kind]:
     """Walk the traces of all ranks of an axis beside the single-device model's. Returns the kind of each output.
 
     held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks.
-    Raises: Unproved, at the first operation that does not follow.
+    Raises: Unproved, at the first operation that does not follow; Uneven, for folded traces whose blocks are not alike.
     """
     proof = _Proof(full, ranks, held)
     try:
-        return proof.run()
+        kinds = proof.run()
+        if len(set(proof.returned)) > 1:
+            raise Uneven("the model's blocks return tensors in different states.")
+        return kinds
     except TooLarge:
         raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.", proof.module) from None
     except Unproved as error:
@@ -132,6 +139,7 @@ class _Proof:
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
         self.at, self.module = "the model", ""  # what is followed now
+        self.returned: list[Hashable] = []  # the states of what folded blocks return
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -235,7 +243,12 @@ class _Proof:
         indices = max((slices[index].indices for index in split), key=lambda found: found.unique().numel())  # type: ignore[union-attr]
         assert indices is not None
         for index, of_input in enumerate(rule.inputs):
-            if name in of_input and not self._fits(rank, theirs[index], mine[index], of_input.index(name), indices):
+            if name not in of_input:
+                continue
+            part, dim = slices[index], of_input.index(name)
+            if part.indices is not None and part.dim == dim and equal(part.indices, indices):
+                continue
+            if not self._fits(rank, theirs[index], mine[index], dim, indices):
                 raise unproved(f"it meets {mine[index]} with another part of another tensor")
         for ref in mine:
             kind = rank.kind(ref)
@@ -288,13 +301,19 @@ class _Proof:
 
     # ---------------------------------------------------------------------------------------------------- parts
 
+    def state(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Hashable:
+        """What the rank has of a tensor."""
+        part = self._slice(rank, full, local, where)
+        constant = rank.replay.constant(local) is not None
+        return constant or rank.kind(local), part.dim, None if part.indices is None else tuple(part.indices.tolist())
+
     def _slice(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Slice:
         if len(full.shape) != len(local.shape):
             raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
         if (fast := self._slice_of_parts(rank, full, local)) is not None:
             return fast
         a, b = self.full.elements(full), rank.replay.elements(local)
-        if a.shape == b.shape and torch.equal(a, b):
+        if equal(a, b):
             return Slice()
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
@@ -338,7 +357,7 @@ class _Proof:
     def require_same(self, operations: Sequence[Operation]) -> None:
         """All ranks give the same elements."""
         elements = [rank.replay.elements(source) for rank, _, source, _ in self.each(operations)]
-        if any(other.shape != elements[0].shape or not torch.equal(other, elements[0]) for other in elements):
+        if any(not equal(other, elements[0]) for other in elements):
             raise Unproved(f"{self.ranks[0].where(operations[0])}: the ranks give different tensors.")
 
 
@@ -419,6 +438,15 @@ def _logits(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(out, joined, "distributed")
 
 
+def _returned(proof: _Proof, operations: Sequence[Operation]) -> None:
+    full = tensors(proof.next(operations[0]).args)
+    states: list[Hashable] = []
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own, where = tensors(operation.args), rank.where(operation)
+        states += [proof.state(rank, a, b, where) for a, b in zip(full, own, strict=True)]
+    proof.returned.append(tuple(states))
+
+
 _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "copy_to_axis": _replace("invariant", "replicated", keep="all"),
     "reduce_from_axis": _replace("partial", "invariant", keep="all"),
@@ -429,20 +457,22 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
     "meshkit.decode_few_bits.default": _decode,
+    RETURNED: _returned,
 }
 
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (full, local))
-    if a.shape[1] != b.shape[1] or not a.shape[1]:
+    if any(size != local.shape[other] for other, size in enumerate(full.shape) if other != dim) or not local.numel():
         return None
-    first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}
-    found = [first.get(number, -1) for number in b[:, 0].tolist()]
+    # One line along the dim tells which they are, if any.
+    a, b = (each[tuple(slice(None) if other == dim else 0 for other in range(each.ndim))] for each in (full, local))
+    first = {number: index for index, number in reversed(list(enumerate(a.tolist())))}
+    found = [first.get(number, -1) for number in b.tolist()]
     if -1 in found:
         return None
     indices = torch.tensor(found, dtype=torch.int64)
-    return indices if torch.equal(a.index_select(0, indices), b) else None
+    return indices if torch.equal(full.index_select(dim, indices), local) else None
 
 
 def _order(ref: TensorRef, shape: Sequence[int]) -> list[int] | None:
