@@ -66,15 +66,16 @@ def expert_parallel(
     ep, etp = mesh.size(0), mesh.size(1) if mesh.ndim == 2 else 1
     policy = policy or ExpertPolicy()
     # A module is left as it is on one rank under a plain policy: its own forward then computes all experts.
-    for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp).items():
-        if ep * etp > 1 or (tp is not None and tp.size() > 1) or policy != ExpertPolicy():
+    shared = 1 if tp is None else tp.size()
+    for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp, tp=shared).items():
+        if ep * etp * shared > 1 or policy != ExpertPolicy():
             split = tp if tp is not None and tp.size() > 1 and not sequence else None
             _share(module.get_submodule(name), layout, mesh, split, policy)
     return module
 
 
 def plan_experts(
-    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int
+    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int, tp: int = 1
 ) -> dict[str, ExpertLayout]:
     """The layout of each `experts()` module of the plan. Changes nothing. Raises: PlanError as `expert_parallel` does."""
     layouts = expert_layouts(module, plan, ep=ep, etp=etp)
@@ -90,7 +91,7 @@ def plan_experts(
         )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
-    if ep * etp > 1:
+    if ep * etp * tp > 1:
         modules = dict(module.named_modules())
         prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
     return layouts

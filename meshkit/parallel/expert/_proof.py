@@ -52,7 +52,7 @@ def prove_experts(
         except Unproved as error:
             raise PlanError(
                 f"expert_parallel: {name!r} ({type(modules[name]).__name__}) is not shown to be the same on "
-                f"{'etp' if etp > 1 else 'ep'}: {str(error).rstrip('.')}. Leave the module whole: replicate()."
+                f"{'etp' if etp > 1 else 'ep or tp'}: {str(error).rstrip('.')}. Leave the module whole: replicate()."
             ) from error
 
 

@@ -209,8 +209,14 @@ def test_experts_whose_program_is_another_on_parts_are_refused(change: str, on_e
         if not text:
             plan_experts(module, plan, ExpertPolicy(), ep=ep, etp=etp)
             continue
-        with pytest.raises(PlanError, match=f"is not shown to be the same on {'ep' if ep > 1 else 'etp'}: .*{text}"):
+        with pytest.raises(
+            PlanError, match=f"is not shown to be the same on {'ep or tp' if ep > 1 else 'etp'}: .*{text}"
+        ):
             plan_experts(module, plan, ExpertPolicy(), ep=ep, etp=etp)
+    assert plan_experts(module, plan, ExpertPolicy(), ep=1, etp=1)  # on one rank it is as it is
+    if on_ep:
+        with pytest.raises(PlanError, match=on_ep):  # ranks of tp share tokens
+            plan_experts(module, plan, ExpertPolicy(), ep=1, etp=1, tp=2)
 
 
 class ByHand(nn.Module):
