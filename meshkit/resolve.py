@@ -176,7 +176,7 @@ def resolve(
     cut = _plan_cut(program, strategy, spec, names, example)
     layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
     plan_context(program.model, strategy.context, size=spec.cp, attention=names.plan.attention)
-    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
+    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     refuse_sequence_balance(program.model, cp=spec.cp)
 
     choices = _choose(

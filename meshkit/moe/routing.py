@@ -45,6 +45,7 @@ class Overlapped:
 def count_experts(experts: Tensor, num_experts: int) -> Tensor:
     """How often each expert occurs in the last dim: [..., n] -> [..., E] int64. The host does not wait for the device.
 
+    An index of E is no expert (transformers' sentinel), and is not counted.
     For choices without values (fake tensors) the counts have values, as even as can be.
     """
     # `estimate` runs on fake tensors, and sizes of messages and of grouped products are read from the counts.
@@ -52,14 +53,15 @@ def count_experts(experts: Tensor, num_experts: int) -> Tensor:
         least, rest = divmod(experts.shape[-1], num_experts)
         even = torch.tensor([least + (expert < rest) for expert in range(num_experts)])
         return even.expand(*experts.shape[:-1], num_experts).contiguous()
-    counts = experts.new_zeros((*experts.shape[:-1], num_experts))
-    return counts.scatter_add_(-1, experts, torch.ones_like(experts))
+    counts = experts.new_zeros((*experts.shape[:-1], num_experts + 1))
+    return counts.scatter_add_(-1, experts, torch.ones_like(experts))[..., :-1]
 
 
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """([N * K]: the (token, choice) pairs sorted by expert; [E]: the number of pairs of each expert), both int64.
 
-    Pair n * K + k is choice k of token n. The sort is stable: an expert gets its tokens in their order.
+    Pair n * K + k is choice k of token n. The sort is stable: an expert gets its tokens in their order. Pairs of no expert,
+    whose number is E, are last, and are not counted.
     """
     expert_of_pair = rearrange(experts_NK, "n k -> (n k)")
     return expert_of_pair.argsort(stable=True), count_experts(expert_of_pair, num_experts)

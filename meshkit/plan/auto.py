@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshkit.errors import PlanError
+from meshkit.plan.declared_experts import declared_experts
 from meshkit.plan.styles import Plan, Style, attention, column, enter, per_head, replicate, row, sequence, split, vocab
 
 # Names used by transformers' decoders of the Llama, Qwen2, Qwen3 and Mistral families, and by meshkit's own.
@@ -44,9 +45,13 @@ def auto_plan(model: nn.Module) -> Plan:
             tensor |= {join(name, key): style for key, style in _split_styles(child)}
     # After the splits, and only where they left a module out.
     head = _head(model) if decoder else None
+    around_experts = tuple(_parent(name) for name, child in modules.items() if declared_experts(child) is not None)
     for name, child in modules.items():
         if any(True for _ in child.parameters(recurse=False)):
-            tensor.setdefault(name, _other_style(name, child, decoder=decoder, head=child is head))
+            style = _other_style(name, child, decoder=decoder, head=child is head)
+            # Beside experts stand the router and the gate of a shared expert, which see each token alone.
+            beside = decoder and any(name.startswith(f"{block}.") for block in around_experts)
+            tensor.setdefault(name, sequence() if beside and style == replicate() else style)
     layers = _layers(modules)
     if decoder and layers:
         tensor[layers[0]] = split()  # transformers computes positions and masks from the embedding's output
@@ -112,7 +117,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _split_styles(module: nn.Module) -> Iterator[tuple[str, Style]]:
     """(child, style) of what is split by heads or by features; the child is "" for the module itself."""
     children = dict(module.named_children())
-    if _is_attention(module):
+    if (stacked := declared_experts(module)) is not None:
+        yield "", stacked
+    elif _is_attention(module):
         yield "", attention(split=tuple(key for key, _ in module.named_parameters(recurse=False)))
         norms = {"q_norm": per_head(), "k_norm": per_head()}
         yield from ((child, style) for child in children if (style := (ATTENTION | norms).get(child)) is not None)
@@ -191,3 +198,7 @@ def _last(name: str) -> str:
 
 def join(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

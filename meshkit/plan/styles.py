@@ -18,6 +18,8 @@ Kind = Literal[
     "column", "row", "vocab", "sequence", "per_head", "replicate", "enter", "attention", "split", "experts", "head"
 ]
 InitKind = Literal["normal", "uniform", "constant"]
+Packed = Literal["", "halves", "pairs"]
+Takes = Literal["routing", "indices"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Style:
     query: str = ""
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    packed: Packed = ""
+    transposed: bool = False
+    takes: Takes = "routing"
     group: int = 1
     gather: bool = False
     parts: tuple[int, ...] = ()
@@ -44,6 +49,10 @@ class Style:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise PlanError(f"Style({self.kind!r}): choose one of {', '.join(get_args(Kind))}.")
+        for name, known in (("packed", Packed), ("takes", Takes)):
+            if getattr(self, name) not in get_args(known):
+                choices = ", ".join(map(repr, get_args(known)))
+                raise PlanError(f"{self.kind}({name}={getattr(self, name)!r}): choose one of {choices}.")
         for name in ("projections", "columns", "rows", "local"):
             object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
@@ -159,14 +168,22 @@ def experts(
     *,
     columns: tuple[str, ...] = ("gate_proj", "up_proj"),
     rows: tuple[str, ...] = ("down_proj",),
+    packed: Packed = "",
+    transposed: bool = False,
+    takes: Takes = "routing",
     optional: bool = False,
 ) -> Style:
     """A module of stacked experts, sharded over the axes ep and etp of the expert view; see `expert_parallel`.
 
-    columns: its parameters [experts, features, inputs]; rows: those [experts, outputs, features]. etp splits the features.
+    columns: its parameters [experts, features, inputs]; rows: those [experts, outputs, features]; biases are among them:
+    [experts, features] and [experts, outputs]. transposed: [experts, inputs, features] and [experts, features, outputs].
+    etp splits the features. packed: each of `columns` holds two projections, gate and up: "halves", all features of one
+    before those of the other; "pairs", feature by feature in turn.
+    takes: what the module's forward is called with: "routing", as meshkit's own; "indices", as transformers' (see
+    `expert_parallel`).
     The module's inputs are all tokens with sequence=False, and this rank's with sequence=True.
     """
-    return Style("experts", optional, columns=columns, rows=rows)
+    return Style("experts", optional, columns=columns, rows=rows, packed=packed, transposed=transposed, takes=takes)
 
 
 @dataclass(frozen=True)

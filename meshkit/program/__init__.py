@@ -12,6 +12,7 @@ from ._proof import Uneven as Uneven
 from ._proof import Unproved as Unproved
 from ._proof import draws as draws
 from ._proof import prove as prove
+from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS
 from ._trace import Fold as Fold
 from ._trace import ModuleCall as ModuleCall
 from ._trace import Operation as Operation

@@ -27,7 +27,7 @@ from torch import Tensor
 from meshkit.core._torch import tree_map, without_modes
 from meshkit.errors import PlanError
 from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
-from meshkit.program._rules import Dims, dims
+from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
 from meshkit.program._trace import RETURNED, Operation, TensorRef, Trace, tensors
 
 Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
@@ -232,6 +232,10 @@ class _Proof:
                 raise unproved("it mixes a DTensor with plain tensors")
             return "distributed", None, nothing
         split = [index for index, part in enumerate(slices) if part.indices is not None]
+        if not split and full.op == EXPERTS_OF_PARTS:
+            raise unproved(
+                "it would run every token on each rank, and add up their gradients: it takes a rank's own tokens"
+            )
         if not split:
             return self._joined(rank, local, rule, unproved), None, nothing
         if rule is None:
@@ -296,6 +300,8 @@ class _Proof:
                 and (name != "div" or partial[0])
                 and all(rank.kind(ref) == "replicated" or not rank.needs_gradient(ref) for ref in others)
             )
+        if name == "index":
+            return partial[0] and not any(partial[1:])
         return name in ("neg", "_to_copy", "clone", "sum", "alias") and all(partial)
 
     # ---------------------------------------------------------------------------------------------------- parts

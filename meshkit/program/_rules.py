@@ -14,6 +14,7 @@ import torch
 
 from meshkit.program._trace import Operation, TensorRef, tensors
 
+EXPERTS_OF_PARTS = "experts of parts"  # each rank has tokens of its own for them
 Name = str
 Names = tuple[Name | None, ...]  # None: a dim of size 1 that is broadcast
 
@@ -266,6 +267,7 @@ _MIXING = (
 )
 _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     "experts": _by_token,
+    EXPERTS_OF_PARTS: _by_token,
     "mm": _mm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,

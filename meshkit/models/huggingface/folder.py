@@ -61,8 +61,9 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
 
     They may be plain tensors or DTensors on any mesh: each rank reads only the regions it holds, one tensor at a time,
     and converts them to the parameter's dtype and device. Nothing is communicated, and nothing is changed if names or
-    shapes do not fit. `model` is one of `meshkit.models` or a dense transformers model; a tied parameter may be in the
-    folder under one of its names or under all. Stacked experts are read expert by expert, those that the rank holds.
+    shapes do not fit. `model` is one of `meshkit.models` or transformers', whose folder has the names that transformers'
+    save_pretrained writes; a tied parameter may be in the folder under one of its names or under all. Stacked experts are
+    read expert by expert, those that the rank holds.
     fresh: names of parameters that keep their values if the folder has none, such as the score of a reward model that
     begins as a language model.
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
@@ -76,7 +77,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
         with open_safetensors(file) as reader:
             for key in keys:  # headers only; all files are checked before the first tensor is changed
                 _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
-    loaded: dict[tuple[int, int | None], str] = {}
+    loaded: dict[object, str] = {}
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
             for key in keys:
@@ -255,7 +256,7 @@ def _tensors_on_rank_zero(
     for key, full in islice(full_tensors, len(pieces)):
         if is_rank_zero(model):
             # A copy, for safetensors takes no two tensors in one storage.
-            copy = pieces[key].expert is not None
+            copy = pieces[key].expert is not None or pieces[key].rows is not None
             tensors[key] = full.to("cpu", _saved_dtype(full, dtype), copy=copy).contiguous()
     return tensors
 

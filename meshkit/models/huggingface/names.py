@@ -15,6 +15,7 @@ from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import PlanError
 from meshkit.lora import is_adapter, lora_of
 from meshkit.models.deepseek import DeepseekV3
+from meshkit.models.huggingface.converted import file_parts
 from meshkit.models.moe import MixtralConfig
 from meshkit.models.reward import RewardModel
 
@@ -27,30 +28,38 @@ TRAINING_STATE = (".last_counts", ".e_score_correction_bias")
 class Piece(NamedTuple):
     """One tensor of a file: a full tensor of the model, or one expert of stacked ones.
 
+    rows: of what it is a part of, None for all: gate or up of a fused projection. transposed: the file has it so.
     packed: for a low-bit weight of the model, its codes and the number of values in a row.
     """
 
     tensor: Tensor
     expert: int | None = None
     packed: tuple[BlockCodes, int] | None = None
+    rows: slice | None = None
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.packed is not None:
             return (*self.tensor.shape[:-1], self.packed[1])
-        return tuple(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
+        shape = tuple(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
+        if self.rows is not None:
+            shape = (self.rows.stop - self.rows.start, *shape[1:])
+        return shape[::-1] if self.transposed else shape
 
     @property
-    def identity(self) -> tuple[int, int | None]:
+    def identity(self) -> tuple[int, int | None, int | None]:
         """Equal for all names of one tied parameter."""
-        return id(self.tensor), self.expert
+        return id(self.tensor), self.expert, None if self.rows is None else self.rows.start
 
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def of(self, full: Tensor) -> Tensor:
         """This piece of the full tensor of the model."""
-        return full if self.expert is None else full[self.expert]
+        part = full if self.expert is None else full[self.expert]
+        part = part if self.rows is None else part[self.rows]
+        return part.mT if self.transposed else part
 
     def local(self) -> tuple[tuple[slice, ...], Tensor] | None:
         """(region of the piece that this rank holds, its memory here), or None if the rank holds nothing of it."""
@@ -62,6 +71,14 @@ class Piece(NamedTuple):
             if not experts.start <= self.expert < experts.stop:
                 return None
             region, local = region[1:], local[self.expert - experts.start]
+        if self.rows is not None:
+            first, last = max(region[0].start, self.rows.start), min(region[0].stop, self.rows.stop)
+            if first >= last:
+                return None
+            local = local[first - region[0].start : last - region[0].start]
+            region = (slice(first - self.rows.start, last - self.rows.start), *region[1:])
+        if self.transposed:
+            region, local = region[::-1], local.mT
         if self.packed is not None:
             codes, columns = self.packed
             # Bytes to columns. The last block of a row may be padded, so its end in columns is beyond the row's.
@@ -109,14 +126,14 @@ def _pieces(model: nn.Module, tensors: dict[str, Tensor], verb: str, *, adapters
     for name, tensor in tensors.items():
         if tensor.is_meta and not elsewhere:
             raise PlanError(f"{verb}: {name!r} is still on meta. Call parallelize() or model.to_empty() first.")
-    if any(name.startswith("model.") for name in tensors):  # a transformers model
-        fused = next((name for name in tensors if name.endswith(".experts.gate_up_proj")), None)
-        if fused:
-            raise PlanError(
-                f"{verb}: {fused!r} has two projections in one, and files have them apart. Use meshkit.models' own model, "
-                "or transformers' from_pretrained and save_pretrained."
-            )
+    foreign = hasattr(model, "save_pretrained")  # a transformers model
+    if any(name.startswith("model.") for name in tensors) and (adapters or not foreign):
         return {name: Piece(tensor) for name, tensor in tensors.items()}
+    if foreign:
+        return {
+            key: Piece(tensors[part.name], part.at, rows=part.rows, transposed=part.transposed)
+            for key, part in file_parts(model, tensors, verb).items()
+        }
     pieces = {
         key: piece
         for name, tensor in tensors.items()

@@ -1,7 +1,5 @@
 """Expert parallelism (EP) for mixture-of-experts models: experts over ranks, tokens sent to them by all-to-all."""
 
-from ._apply import ExpertLayout as ExpertLayout
-from ._apply import expert_layouts as expert_layouts
 from ._apply import expert_parallel as expert_parallel
 from ._apply import in_expert_view as in_expert_view
 from ._apply import plan_experts as plan_experts
@@ -18,5 +16,8 @@ from ._dispatch import DispatchPlan as DispatchPlan
 from ._dispatch import OneRank as OneRank
 from ._hot_experts import HotExperts as HotExperts
 from ._hot_experts import note_counts as note_counts
+from ._stacks import ExpertLayout as ExpertLayout
+from ._stacks import expert_layouts as expert_layouts
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing
+from ._traffic import packed_traffic as packed_traffic

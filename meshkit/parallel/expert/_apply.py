@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.patch_class import patch_class
 from meshkit.core.sharding import even_part
@@ -23,57 +21,13 @@ from meshkit.moe.routing import Overlapped, Routing
 from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, local_rows
 from meshkit.parallel.expert._hot_experts import HotExperts, hot_experts_of, set_hot_experts
+from meshkit.parallel.expert._indexed import add_compute, by_indices
+from meshkit.parallel.expert._proof import prove_experts
+from meshkit.parallel.expert._stacks import ExpertLayout, expert_layouts, local_views
 from meshkit.parallel.tensor.apply import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
 from meshkit.plan.styles import style_table
 from meshkit.strategy import ExpertPolicy
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """One `experts()` module: the number of experts, the features of a row, and each parameter's dim that etp splits."""
-
-    experts: int
-    width: int
-    dims: dict[str, int]
-
-
-def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int, etp: int) -> dict[str, ExpertLayout]:
-    """The `experts()` modules by name.
-
-    Raises: PlanError for parameters that the style does not name, and for a rank that would hold no expert or feature.
-    """
-    modules = dict(module.named_modules())
-    layouts = {}
-    for name, style in match_table(plan, modules, what="module").items():
-        if style.kind != "experts":
-            continue
-        dims = {**dict.fromkeys(style.columns, 1), **dict.fromkeys(style.rows, 2)}
-        params = dict(modules[name].named_parameters(recurse=False))
-        if set(params) != set(dims):
-            raise PlanError(
-                f"plan: experts() on {name!r} names the parameters {', '.join(dims)}, but the module has "
-                f"{', '.join(params)}. Give their names as experts(columns=..., rows=...)."
-            )
-        shape = params[style.columns[0]].shape
-        if not _serves(shape[0], ep):
-            fit = ", ".join(str(ranks) for ranks in range(1, shape[0] + 1) if _serves(shape[0], ranks))
-            raise PlanError(
-                f"expert_parallel: {name!r} has {shape[0]} experts, and ep={ep} ranks with up to {-(-shape[0] // ep)} each "
-                f"leave one without. Choose ep of {fit}; etp splits each expert further."
-            )
-        if not _serves(shape[1], etp):
-            raise PlanError(
-                f"expert_parallel: the experts of {name!r} have {shape[1]} hidden features, and etp={etp} ranks with up to "
-                f"{-(-shape[1] // etp)} each leave one without. Choose a smaller etp; ep deals out whole experts."
-            )
-        layouts[name] = ExpertLayout(shape[0], shape[2], dims)
-    return layouts
-
-
-def _serves(count: int, ranks: int) -> bool:
-    """Whether every rank gets at least one, in equal shares of which only the last may be smaller."""
-    return -(-count // ranks) * (ranks - 1) < count
 
 
 def expert_parallel(
@@ -91,11 +45,15 @@ def expert_parallel(
     Such a module's forward is (x [N, C], routing, meanwhile=None) -> [N, C]. `meanwhile` is work that runs while rows travel
     (shared experts); it may be omitted. The module has stacked parameters [E, ...] and a method
     compute(rows [M, C], counts: list[int]) that runs its local experts on rows sorted by expert.
+    With takes="indices" its forward is transformers' (x [N, C], index [N, K], weights [N, K]) -> [N, C]: for each token, the
+    sum over its choices of weights times what the expert makes of x; an index of E is no expert. It is called on a rank's
+    experts as it is, with `num_experts` their number: that each expert reads its own slice of the stacks is the contract.
     tp: the axis of tensor parallelism of the rest of the model. Without sequence=True its ranks have the same tokens, and
     each dispatches an equal share of them.
     policy: capacity of experts, copies of busy experts, another dispatcher.
     Gradients are sums over all tokens, as everywhere: those of an expert's replicas on edp add up, nothing is divided.
-    Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction.
+    Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction; with etp, where gate
+    and up are halves of one parameter, an all-to-all over etp of the rows of it that other ranks need, in each direction.
     Raises: PlanError if ep or etp > 1 but the plan names no experts, or if a rank of ep would hold none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
@@ -108,15 +66,16 @@ def expert_parallel(
     ep, etp = mesh.size(0), mesh.size(1) if mesh.ndim == 2 else 1
     policy = policy or ExpertPolicy()
     # A module is left as it is on one rank under a plain policy: its own forward then computes all experts.
-    for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp).items():
-        if ep * etp > 1 or (tp is not None and tp.size() > 1) or policy != ExpertPolicy():
+    shared = 1 if tp is None else tp.size()
+    for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp, tp=shared).items():
+        if ep * etp * shared > 1 or policy != ExpertPolicy():
             split = tp if tp is not None and tp.size() > 1 and not sequence else None
             _share(module.get_submodule(name), layout, mesh, split, policy)
     return module
 
 
 def plan_experts(
-    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int
+    module: nn.Module, plan: Mapping[str, Style], policy: ExpertPolicy, *, ep: int, etp: int, tp: int = 1
 ) -> dict[str, ExpertLayout]:
     """The layout of each `experts()` module of the plan. Changes nothing. Raises: PlanError as `expert_parallel` does."""
     layouts = expert_layouts(module, plan, ep=ep, etp=etp)
@@ -132,6 +91,9 @@ def plan_experts(
         )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
+    if ep * etp * tp > 1:
+        modules = dict(module.named_modules())
+        prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
     return layouts
 
 
@@ -144,11 +106,14 @@ def _share(
     module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh, split: DeviceMesh | None, policy: ExpertPolicy
 ) -> None:
     """Shard one module's experts and dispatch its tokens. split: the axis whose ranks have the same tokens, if any."""
+    if layout.indexed:
+        add_compute(module)
     # Hot experts go first: they remember the module's class before it is patched, and compute their copies with it.
     dispatcher = _dispatcher(layout.experts, mesh, policy)
     if policy.hot and isinstance(dispatcher, AllToAll):
         set_hot_experts(module, HotExperts(module, dispatcher, policy.hot, policy.history))
     params = dict(module.named_parameters(recurse=False))
+    views = local_views(module, layout, mesh) if mesh.size() > 1 else {}
     dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if dims:
         axes = mesh if len(dims) == mesh.ndim else mesh[(mesh.mesh_dim_names or ())[dims[0]]]
@@ -156,8 +121,9 @@ def _share(
             # ep shards the stack of experts (dim 0), etp the hidden features of each.
             placements = [Shard(0 if dim == 0 else layout.dims[key]) for dim in dims]
             module._parameters[key] = nn.Parameter(shard_parameter(param, axes, *placements), param.requires_grad)
-    # Inside of forward, parameters are plain local tensors: grouped matmuls know no DTensor.
-    compute_with(module, dict.fromkeys(params, _local) if dims else {}, _forward(dispatcher, split))
+    forward = _forward(dispatcher, split)
+    forward = by_indices(module, forward) if layout.indexed else forward
+    compute_with(module, views, forward)
     # The host reads row counts in every forward, and sizes depend on them: such code stays outside of compiled graphs.
     patch_class(module, forward=torch.compiler.disable(type(module).forward))
 
@@ -169,11 +135,6 @@ def _dispatcher(experts: int, mesh: DeviceMesh, policy: ExpertPolicy) -> Dispatc
     if mesh.size() == 1:
         return OneRank(experts, policy.capacity)
     return AllToAll.on(experts, mesh, policy.capacity)
-
-
-def _local(param: nn.Parameter | None) -> Tensor:
-    assert isinstance(param, DTensor)
-    return _torch.local_shard(param)
 
 
 def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:

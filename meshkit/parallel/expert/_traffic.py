@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from meshkit.core.sharding import even_part
-from meshkit.parallel.expert._dispatch import DispatchPlan
+from meshkit.parallel.expert._dispatch import DispatchPlan, experts_of
+from meshkit.parallel.expert._stacks import ExpertLayout, packed_moves
 
 Sizes = Counter[tuple[str, str, int]]
 """(axis, operation, bytes) -> how often. The axis is ep, etp or ep_etp."""
@@ -41,6 +44,32 @@ def dispatch_traffic(plan: DispatchPlan, *, width: int, itemsize: int) -> Dispat
         rows["etp", "all_gather", longest] += 1
         rows["etp", "reduce_scatter", longest] += 1
     return DispatchTraffic(counts, _without_empty(rows))
+
+
+def packed_traffic(
+    layout: ExpertLayout,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    ep: int,
+    etp: int,
+    coordinate: tuple[int, int],
+    itemsize: int,
+) -> list[tuple[int, int]]:
+    """(bytes sent in forward, bytes sent in backward) of each parameter with gate and up whose rows travel over etp.
+
+    shapes: of the full parameters. See [Note: gate and up in one parameter].
+    """
+    i, j = coordinate
+    found = []
+    for key, packed in layout.packed.items():
+        rows = shapes[key][layout.dims[key]]
+        moves = packed_moves(rows, packed, etp)
+        if any(to for source, others in enumerate(moves) for rank, to in enumerate(others) if rank != source):
+            size = prod(shapes[key]) // (layout.experts * rows) * len(experts_of(layout.experts, ep, i)) * itemsize
+            sent = sum(len(to) for rank, to in enumerate(moves[j]) if rank != j)
+            received = sum(len(source[j]) for rank, source in enumerate(moves) if rank != j)
+            found.append((sent * size, received * size))
+    return found
 
 
 def _without_empty(sizes: Sizes) -> Sizes:

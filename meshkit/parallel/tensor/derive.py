@@ -61,11 +61,18 @@ class _Tree:
         blocks = match_names(self.plan.blocks, self.modules, what="module") or _longest_list(self.modules)
         # What the residual stream runs through: the model, blocks, and what is around them.
         self.frames = {"", *(around for name in blocks for around in _around(name))}
+        # Experts are shared over axes of their own. What is around them hands each token on, as a block does.
+        self.experts = {name for name, style in self.named.items() if style.kind == "experts"}
+        self.frames |= {around for name in self.experts for around in _around(name) if around != name}
         self.first_block = blocks[0] if blocks else ""
         first = {id(module): name for name, module in self.program.modules.items()}
         # Further names of modules that stand in several places, which the program knows by their first.
         self.again = {name: first[id(child)] for name, child in self.modules.items() if first[id(child)] != name}
         self._options: dict[str, list[Names]] = {}
+
+    @cached_property
+    def _beside_experts(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.experts}
 
     @cached_property
     def _candidates(self) -> Candidates:
@@ -120,6 +127,9 @@ class _Tree:
         """whole: inside of a container that is computed whole."""
         if name in self.again:
             return
+        if name in self.experts:
+            styles[name] = self.named[name]
+            return
         module, frame = self.modules[name], name in self.frames
         options, tried = self.options(name), self.tried.get(self.kind(name), 0)
         if tried < len(options):
@@ -148,6 +158,8 @@ class _Tree:
         by_name = self.named.get(name, replicate())
         is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters and name in self._candidates.called
         leaf: list[Style] = []
+        if name.rpartition(".")[0] in self._beside_experts:
+            leaf.append(by_name)  # a router, which sees each token alone
         if isinstance(module, nn.Embedding) and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
             leaf.append(vocab())
         elif by_name.kind == "vocab":

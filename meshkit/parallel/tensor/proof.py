@@ -13,6 +13,7 @@ from meshkit.core.sharding import chunk
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.program import (
+    EXPERTS_OF_PARTS,
     Example,
     Fold,
     Held,
@@ -33,7 +34,8 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
 
     Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
     """
-    closed = {name: "experts" for name, style in layout.styles.items() if style.kind == "experts"}
+    experts = EXPERTS_OF_PARTS if layout.sequence else "experts"
+    closed = {name: experts for name, style in layout.styles.items() if style.kind == "experts"}
     full = program.read(example, closed)
     alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands
     foldable = [block for block in blocks if block not in alone]

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshkit.core.sharding import even_part
 from meshkit.models.experts import MoE
-from meshkit.parallel.expert import dispatch_traffic, even_routing
+from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, packed_traffic
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel
 from meshkit.strategy import ExpertPolicy
@@ -43,6 +43,25 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
             log.add(axis, op, size, "tokens to experts, forward", times)
             log.add(axis, op, size, "tokens to experts, recompute", times * again)
             log.add(axis, op, size, "tokens to experts, backward", times * flows)
+        _add_packed(log, rank_model, name, layout, again)
+
+
+def _add_packed(log: TrafficLog, rank_model: RankModel, name: str, layout: ExpertLayout, again: bool) -> None:
+    """Gate and up in one parameter: rows that other ranks of etp compute with."""
+    module = rank_model.model.get_submodule(name)
+    moved = packed_traffic(
+        layout,
+        {key: param.shape for key, param in module.named_parameters(recurse=False)},
+        ep=rank_model.spec.ep,
+        etp=rank_model.spec.etp,
+        coordinate=rank_model.expert_coordinate,
+        itemsize=rank_model.compute.itemsize,
+    )
+    trains = any(param.requires_grad for param in module.parameters(recurse=False))
+    for forward, backward in moved:
+        log.add("etp", "all_to_all", forward, "gate and up of experts, forward")
+        log.add("etp", "all_to_all", forward, "gate and up of experts, recompute", int(again))
+        log.add("etp", "all_to_all", backward, "gate and up of experts, backward", int(trains))
 
 
 def _add_token_split(
