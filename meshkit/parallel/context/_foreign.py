@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -140,6 +141,7 @@ def with_mask_set(forward: Callable[..., Any], *, hand_on: bool = False) -> Call
     takes_mask = hand_on or "mask" in parameters
     takes_positions = "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
+    @functools.wraps(forward)
     def forward_with_mask(self: nn.Module, *args: Any, mask: Attending, **kwargs: Any) -> Any:
         token = _running.set(mask)
         if not takes_positions:

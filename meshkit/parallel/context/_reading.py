@@ -56,8 +56,10 @@ class Doors:
         if self.registry:
             use_registry(module)
             follow_patterns(module, self.patterns)
-        hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
-        patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
+        parameters = inspect.signature(module.forward).parameters
+        if self.registry or self.intercepted or "position_ids" not in parameters:
+            hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
+            patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
 
 
 @dataclass(frozen=True)
