@@ -55,7 +55,9 @@ def attend_gathered_backward(
     dqs, dkvs = [], []
     for heads, (k_BNKD, v_BNKD) in _gathered_kv(torch.stack((k, v)), layout, ring):
         q_heads = _query_heads(heads, q, k)
-        running = Backward(dout[:, :, q_heads], q[:, :, q_heads], out[:, :, q_heads], lse[:, :, q_heads], scale, softcap)
+        running = Backward(
+            dout[:, :, q_heads], q[:, :, q_heads], out[:, :, q_heads], lse[:, :, q_heads], scale, softcap
+        )
         dkv = torch.zeros((2, *k_BNKD.shape), dtype=dtype, device=q.device)
         running.add(k_BNKD, v_BNKD, tiles, dkv[0], dkv[1])
         dqs.append(running.dq)

@@ -106,13 +106,7 @@ def plan_context(
     _refuse_dropout(model)
     call = _call(program)
     if call is not None:
-        try:
-            return reader, reader.doors(call)
-        except PlanError as error:
-            raise type(error)(
-                f"context parallelism: {type(model).__name__} cannot be split by its tokens. {error} Use cp=1, or leave it "
-                "to the other axes."
-            ) from error
+        return reader, reader.doors(call)
     if named or reader.takes_mask:
         return reader, Doors(intercepted=named)
     raise PlanError(

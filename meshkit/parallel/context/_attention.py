@@ -90,7 +90,9 @@ def context_attention_backward(
     """(dq, d(k, v)); the latter as one tensor [2, ...], since outputs of an operator may not share memory."""
     layout = layout_of(table)
     # Kernels and messages take contiguous memory, and autograd may hand us an expanded or transposed gradient.
-    dq, dkv = attend_backward(dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale, softcap)
+    dq, dkv = attend_backward(
+        dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale, softcap
+    )
     return dq.to(q.dtype), dkv.to(k.dtype)
 
 

@@ -51,9 +51,7 @@ def is_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
-def use_registry(
-    module: nn.Module, name: str = TRANSFORMERS_NAME, attention: Callable[..., Any] | None = None
-) -> None:
+def use_registry(module: nn.Module, name: str = TRANSFORMERS_NAME, attention: Callable[..., Any] | None = None) -> None:
     """Select our attention function by the module's config. The config is copied: other models may share the object.
 
     For a name that no mask function is registered for, transformers makes no masks.
@@ -113,7 +111,7 @@ def _transformers_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q, k, v [B, heads, T, D] in, [B, T, heads, D] out."""
     who = type(module).__name__
-    refuse_unknown(who, {**kwargs, "attention_mask": attention_mask})
+    refuse_unknown(who, kwargs)
     if attention_mask is not None:
         raise PlanError(
             f"context parallelism: {who} makes an attention mask of its own, which is about this rank's tokens only."

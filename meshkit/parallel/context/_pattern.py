@@ -63,7 +63,9 @@ def pattern_of(function: Callable[..., Any], *, padded: bool, packed: bool) -> P
         return Pattern(causal=False, window=int(closed["sliding_window"]))
     if kind == "chunk":
         if padded:
-            raise PlanError("chunked attention counts from the first token that is no padding. Leave attention_mask away.")
+            raise PlanError(
+                "chunked attention counts from the first token that is no padding. Leave attention_mask away."
+            )
         return Pattern(causal=False, chunk=int(closed["chunk_size"]))
     if kind is None:
         raise PlanError(f"its mask is made by {function.__module__}.{name}, which is no pattern that ranks can follow.")

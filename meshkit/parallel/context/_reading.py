@@ -7,7 +7,8 @@ through us. In both, attention is one operation. The rest must treat each token 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -56,8 +57,8 @@ class Doors:
         if self.registry:
             use_registry(module)
             follow_patterns(module, self.patterns)
-        parameters = inspect.signature(module.forward).parameters
-        if self.registry or self.intercepted or "position_ids" not in parameters:
+        takes = {"mask", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
+        if self.registry or self.intercepted or not takes:
             hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
             patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
 
@@ -224,6 +225,10 @@ class Reader:
 
         Raises: PlanError for a model that cannot be split by its tokens.
         """
+        with self._explained():
+            return self._doors(call)
+
+    def _doors(self, call: Call) -> Doors:
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
             try:
                 full = self._alone(call, sum(map(len, _TOKENS)), registry=registry)
@@ -246,12 +251,26 @@ class Reader:
 
     def prove(self, doors: Doors, call: Call) -> None:
         """Raises: PlanError unless the model follows its split on another call too."""
+        with self._explained():
+            self._prove_again(doors, call)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except PlanError as error:
+            raise PlanError(
+                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {error} Use cp=1, or "
+                "leave it to the other axes."
+            ) from error
+
+    def _prove_again(self, doors: Doors, call: Call) -> None:
         full = self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry)
         if doors.registry and (found := _patterns(full)) != doors.patterns:
             name = next(each for each in {**found, **doors.patterns} if found.get(each) != doors.patterns.get(each))
             raise PlanError(
-                f"context parallelism: on this batch {name} attends by {found.get(name)}, and on the example by "
-                f"{doors.patterns.get(name)}. Give parallelize(example=...) that has the arguments of the batch."
+                f"{name} attends by {found.get(name)} on this batch, and by {doors.patterns.get(name)} on the example by which "
+                "it was read. Give parallelize(example=...) with the arguments of the batch."
             )
         self._prove(full, doors, call, _TOKENS)
 
@@ -264,8 +283,9 @@ class Reader:
             for a, b in zip_longest(_computing(read(proved)), _computing(read(count))):
                 if a is None or b is None or a.name != b.name:
                     raise PlanError(
-                        f"context parallelism: {b or a}: the model runs it on {count if b else proved} tokens and not on "
-                        f"{proved if b else count}, so what it does depends on how many tokens a rank has. Use cp=1."
+                        f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {b or a}: it is "
+                        f"run on {count if b else proved} tokens and not on {proved if b else count}, so what runs depends on how "
+                        "many tokens there are. Use cp=1, or leave it to the other axes."
                     )
 
     def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:

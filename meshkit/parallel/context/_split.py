@@ -136,7 +136,9 @@ def _without_padding(mask: Mask, batch: dict[str, Tensor], rows: int, tokens: in
         )
     if shown.all():
         return mask
-    before = shown.cumsum(1) == 0  # rows of attention that see no key: there transformers computes something of all tokens
+    before = (
+        shown.cumsum(1) == 0
+    )  # rows of attention that see no key: there transformers computes something of all tokens
     for name, labels in batch.items():
         if name.startswith("labels") and bool((labels.cpu()[before] != IGNORED).any()):
             raise DataError(
@@ -165,9 +167,7 @@ class SplitMask:
     of dataclasses among a module's inputs.
     """
 
-    def __init__(
-        self, layout: Layout, axis: DeviceMesh, *, rows: int = 0, given: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, layout: Layout, axis: DeviceMesh, *, rows: int = 0, given: frozenset[str] = frozenset()) -> None:
         self.layout, self.axis, self.rows, self.given = layout, axis, rows, given
         self.rank = axis.get_local_rank()
         self.group = axis.get_group().group_name
@@ -250,9 +250,7 @@ class SplitMask:
                 f"{tuple(v_BTKD.shape)} do not fit. Query heads are a multiple of key/value heads, and all have one head_dim."
             )
         if self.ulysses == 1:
-            output: Tensor = context_attention(
-                q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale, softcap, sinks
-            )[0]
+            output: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale, softcap, sinks)[0]
             return output
         q_heads = len(even_part(heads, self.ulysses, self.part))
         k_heads = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))
