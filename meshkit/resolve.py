@@ -42,10 +42,10 @@ class Resolved:
     program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
     from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
     sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
-    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how attention reaches over
-    the ranks of cp. experts: modules of
-    routed experts. cut: the pipeline stages; None without pp. treatments: for each block, what it keeps for backward and
-    where. choices: what a `Budget` chose, on each rank of pp; empty without one.
+    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
+    attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
+    treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
+    empty without one.
     """
 
     program: Program

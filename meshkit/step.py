@@ -47,8 +47,8 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
 
     batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, attention_mask [B, T] where some
-    tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as `.logits`.
-    Raises: DataError for an attention_mask that the model does not take.
+    tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as
+    `.logits`. Raises: DataError for an attention_mask that the model does not take.
     """
     extra = {name: batch[name] for name in ("position_ids", "attention_mask", "mask") if name in batch}
     if "attention_mask" in extra and "attention_mask" not in inspect.signature(model.forward).parameters:

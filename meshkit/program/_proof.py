@@ -320,9 +320,8 @@ class _Proof:
         if self.tokens is not None:  # of values that repeat, other tokens would fit too
             own = self.tokens[self.ranks.index(rank)]
             for dim in range(a.ndim):
-                if a.shape[dim] == self.all_tokens and b.shape == (*a.shape[:dim], len(own), *a.shape[dim + 1 :]):
-                    if torch.equal(a.index_select(dim, own), b):
-                        return Slice(dim, own)
+                if a.shape[dim] == self.all_tokens and torch.equal(a.index_select(dim, own), b):
+                    return Slice(dim, own)
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
             if (indices := _indices(a, b, dim)) is not None:

@@ -110,8 +110,8 @@ def plan_context(
     if named or reader.takes_mask:
         return reader, Doors(intercepted=named)
     raise PlanError(
-        f"context_parallel: {type(model).__name__}.forward takes no `mask` and no token ids by which it could be read, so its "
-        "attention would see this rank's tokens only. Give parallelize(example=...), take a `mask` and call "
+        f"context_parallel: {type(model).__name__}.forward takes no `mask` and no token ids by which it could be read, so "
+        "its attention would see this rank's tokens only. Give parallelize(example=...), take a `mask` and call "
         'mask.attend(q, k, v), or name the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
     )
 

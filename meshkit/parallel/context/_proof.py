@@ -13,8 +13,8 @@ from meshkit.parallel.context._split import SplitMask
 
 
 class Proofs:
-    """A hook before a split model's forward: proves it once for each kind of call, and looks at numbers of tokens beyond those
-    that are known. Every rank proves for itself, and all come to the same end, for they have the same batch.
+    """A hook before a split model's forward: proves it once for each kind of call, and reads it again on more tokens, or
+    fewer, than it was read on. Every rank proves for itself, and all come to the same end, for they have the same batch.
 
     Wire: nothing.
     """

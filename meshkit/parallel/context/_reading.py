@@ -1,4 +1,4 @@
-"""Reading a model for context parallelism: where it attends and what each layer sees; the proof that nothing else mixes tokens.
+"""Reading a model for context parallelism: where it attends, what each layer sees, and that nothing else mixes tokens.
 
 Two programs are read on a row of few tokens: the model's own, and that of a rank, which holds some of the tokens and attends
 through us. In both, attention is one operation. The rest must treat each token by itself, with its own position.
@@ -10,33 +10,29 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshkit.core import _torch, noting
+from meshkit.core import _torch
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.parallel.context._foreign import (
-    Interception,
     follow_patterns,
-    is_causal_by,
     is_transformers,
-    refuse_unknown,
     use_registry,
     with_attention_intercepted,
     with_mask_set,
 )
-from meshkit.parallel.context._pattern import CAUSAL, FULL, Pattern, pattern_of
+from meshkit.parallel.context._pattern import Pattern
+from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
 from meshkit.program import Held, Operation, Program, ReadingError, Trace, live, prove, tensors, trace, without_values
 
-_READ_NAME = "meshkit_read"
-_ATTEND = "context_attend"
-# The tokens of two ranks, none of which are in a row with the others: a position that a rank counts for itself is another.
-_TOKENS = ((0, 1, 2, 3, 12, 13, 14, 15), (4, 5, 6, 7, 8, 9, 10, 11))
+# The tokens of two ranks, in no order that something else could follow too: zigzag is the same from both ends, and with whole
+# runs of tokens, pairs of neighbours stay together.
+_TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
 
 
 @dataclass(frozen=True)
@@ -96,116 +92,6 @@ class Call:
         return args, kwargs
 
 
-class ReadMask:
-    """Stands for a split mask while a program is read: its attention is one operation."""
-
-    def __init__(self, pattern: Pattern | None = None) -> None:
-        self.pattern = pattern
-
-    def windowed(self, window: int | None) -> ReadMask:
-        return self if window is None else ReadMask(Pattern(causal=False, window=window))
-
-    def following(self, pattern: Pattern, who: str) -> ReadMask:
-        return ReadMask(pattern)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        note = noting.reader.get()
-        out = _like_attention(q, k, v, sinks)
-        if note is None:  # inside of another operation
-            return out
-        choices = {"scale": scale or q.shape[3] ** -0.5, "softcap": softcap or 0.0, "pattern": self.pattern}
-        return note(_ATTEND, _like_attention, (q, k, v, sinks), choices)
-
-
-def _like_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **choices: Any) -> Tensor:
-    """[B, T, H, E], with a gradient where attention's result has one."""
-    out = q[..., :1] * v.repeat_interleave(q.shape[2] // v.shape[2], 2) * k.sum()
-    return out if sinks is None else out * sinks.sum()
-
-
-# ------------------------------------------------------------------------------------------- the single-device model
-
-
-def _describe(
-    mask_function: Callable[..., Any], attention_mask: Tensor | None = None, *, packed: bool, **kwargs: Any
-) -> _Described:
-    """In place of transformers' own, which make the mask's tensor."""
-    return _Described(pattern_of(mask_function, padded=attention_mask is not None, packed=packed))
-
-
-@dataclass(frozen=True)
-class _Described:
-    """Stands for an attention mask."""
-
-    pattern: Pattern
-
-    def to(self, *args: Any, **kwargs: Any) -> _Described:
-        return self
-
-
-def _read_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: _Described | Tensor | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    refuse_unknown(type(module).__name__, kwargs)
-    if attention_mask is None:
-        pattern = CAUSAL if is_causal_by(module, is_causal) else FULL
-    elif isinstance(attention_mask, _Described):
-        pattern = attention_mask.pattern
-    else:
-        raise PlanError(f"{type(module).__name__} makes an attention mask of its own. Describe it as a meshkit.Mask.")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sinks = s_aux if sinks is None else sinks
-    return ReadMask(pattern).attend(q, k, v, scale=scaling, softcap=softcap, sinks=sinks), None
-
-
-def _read_dot_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if attn_mask is not None or dropout_p or query.ndim != 4:
-        what = "attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}" if dropout_p else f"{query.ndim} dims"
-        raise PlanError(
-            f"scaled_dot_product_attention with {what} cannot be split. Use is_causal, no dropout, and "
-            "[rows, heads, tokens, head_dim]; or take a `mask` and call mask.attend(q, k, v)."
-        )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return ReadMask(CAUSAL if is_causal else FULL).attend(q, k, v, scale=scale).transpose(1, 2)
-
-
-def _with_calls_read(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Interception(_read_dot_products):
-            return forward(self, *args, **kwargs)
-
-    return read
-
-
 @dataclass(frozen=True)
 class Reader:
     """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`."""
@@ -260,8 +146,8 @@ class Reader:
             yield
         except PlanError as error:
             raise PlanError(
-                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {error} Use cp=1, or "
-                "leave it to the other axes."
+                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {error} "
+                "Use cp=1, or leave it to the other axes."
             ) from error
 
     def _prove_again(self, doors: Doors, call: Call) -> None:
@@ -269,24 +155,26 @@ class Reader:
         if doors.registry and (found := _patterns(full)) != doors.patterns:
             name = next(each for each in {**found, **doors.patterns} if found.get(each) != doors.patterns.get(each))
             raise PlanError(
-                f"{name} attends by {found.get(name)} on this batch, and by {doors.patterns.get(name)} on the example by which "
-                "it was read. Give parallelize(example=...) with the arguments of the batch."
+                f"{name} attends by {found.get(name)} on this batch, and by {doors.patterns.get(name)} on the example by "
+                "which it was read. Give parallelize(example=...) with the arguments of the batch."
             )
         self._prove(full, doors, call, _TOKENS)
 
     def refuse_other_programs(self, doors: Doors, call: Call, *, tokens: int, lengths: Iterable[int]) -> None:
-        """Raises: PlanError if the model runs other operations on so many tokens than on the few that it was proved on."""
-        few = sum(map(len, _TOKENS))
-        pairs = [(lambda count: self._alone(call, count, registry=doors.registry), few, tokens)]
-        pairs += [(lambda count: self._on_rank(doors, call, count), len(_TOKENS[0]), length) for length in lengths]
-        for read, proved, count in pairs:
-            for a, b in zip_longest(_computing(read(proved)), _computing(read(count))):
-                if a is None or b is None or a.name != b.name:
-                    raise PlanError(
-                        f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {b or a}: it is "
-                        f"run on {count if b else proved} tokens and not on {proved if b else count}, so what runs depends on how "
-                        "many tokens there are. Use cp=1, or leave it to the other axes."
-                    )
+        """Raises: PlanError if the model runs other operations on so many tokens than on the few that it was proved on.
+
+        tokens: of the single-device model. lengths: of ranks.
+        """
+
+        def alone(count: int) -> Trace:
+            return self._alone(call, count, registry=doors.registry)
+
+        def on_rank(count: int) -> Trace:
+            return self._on_rank(doors, call, count)
+
+        with self._explained():
+            _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens])
+            _refuse_difference(on_rank, len(_TOKENS[0]), lengths)
 
     def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:
         """The single-device model's program."""
@@ -295,14 +183,10 @@ class Reader:
         if self.takes_mask:
             kwargs["mask"] = ReadMask()
         elif registry:
-            from transformers import AttentionMaskInterface
-
-            AttentionMaskInterface.register(_READ_NAME, partial(_describe, packed="position_ids" in call.given))
-            use_registry(model, _READ_NAME, _read_attention)
+            read_registry(model, packed="position_ids" in call.given)
         else:
-            modules = dict(model.named_modules())
             for name in self.named or ("",):
-                patch_class(modules[name], forward=_with_calls_read(type(modules[name]).forward))
+                read_calls(model.get_submodule(name))
         return self._with_values(live(trace(model, args, kwargs, closed=self.closed)))
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
@@ -350,6 +234,17 @@ def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:
     return replace(trace, storages=tuple(storages))
 
 
+def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterable[int]) -> None:
+    expected = _computing(read(proved))
+    for count in counts:
+        for a, b in zip_longest(expected, _computing(read(count))):
+            if a is None or b is None or a.name != b.name:
+                runs, runs_not = (count, proved) if b is not None else (proved, count)
+                raise PlanError(
+                    f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
+                )
+
+
 def _computing(trace: Trace) -> list[Operation]:
     """Less those that only look at memory in another way, or copy it, which may depend on strides."""
     kept = []
@@ -363,7 +258,7 @@ def _computing(trace: Trace) -> list[Operation]:
 
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
     """(module that runs it, attention) of each."""
-    return [(trace.calls[each.call].name, each) for each in trace.operations if each.name == _ATTEND]
+    return [(trace.calls[each.call].name, each) for each in trace.operations if each.name == ATTEND]
 
 
 def _patterns(trace: Trace) -> dict[str, Pattern]:

@@ -131,8 +131,8 @@ def _without_padding(mask: Mask, batch: dict[str, Tensor], rows: int, tokens: in
     shown = batch["attention_mask"].bool().cpu()
     if shown.shape != (rows, tokens):
         raise DataError(
-            f"split_batch: attention_mask has shape {tuple(shown.shape)}. One of [rows, tokens] says which tokens are padding; "
-            "describe any other as a meshkit.Mask."
+            f"split_batch: attention_mask has shape {tuple(shown.shape)}. One of [rows, tokens] says which tokens are "
+            "padding; describe any other as a meshkit.Mask."
         )
     if shown.all():
         return mask
@@ -193,9 +193,9 @@ class SplitMask:
         # Where every token sees itself alone, which is an empty microbatch, both directions are the same.
         if len(whole.components) != whole.tokens and pattern.causal == whole.sees_ahead:
             raise PlanError(
-                f"context parallelism: {who} attends with is_causal={pattern.causal}, but the batch was split for a mask that "
-                f"is {'not causal' if whole.sees_ahead else 'causal'}. Give split_batch the mask that the module means, for "
-                "example mask=Mask.full(tokens)."
+                f"context parallelism: {who} attends with is_causal={pattern.causal}, but the batch was split for a mask "
+                f"that is {'not causal' if whole.sees_ahead else 'causal'}. Give split_batch the mask that the module means, "
+                "for example mask=Mask.full(tokens)."
             )
         return self._cut(pattern)
 

@@ -193,8 +193,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a module that attends by itself": (
         lambda: mk.context_parallel(Model(WrittenOut()), axis()),
-        r"PlanError: context parallelism: Model cannot be split by its tokens. attn: aten.bmm.default at test_refusals.py:\d+: "
-        "it runs on parts along different dims. Use cp=1, or leave it to the other axes.",
+        r"PlanError: context parallelism: Model cannot be split by its tokens. attn: aten.bmm.default at "
+        r"test_refusals.py:\d+: it runs on parts along different dims. Use cp=1, or leave it to the other axes.",
     ),
     "a module that nothing is known of": (
         lambda: mk.context_parallel(Attention(), axis()),
