@@ -112,7 +112,7 @@ class Reader:
         Raises: PlanError for a model that cannot be split by its tokens.
         """
         with self._explained():
-            return self._doors(call)
+            return self._doors(self._complete(call))
 
     def _doors(self, call: Call) -> Doors:
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
@@ -138,7 +138,14 @@ class Reader:
     def prove(self, doors: Doors, call: Call) -> None:
         """Raises: PlanError unless the model follows its split on another call too."""
         with self._explained():
-            self._prove_again(doors, call)
+            self._prove_again(doors, self._complete(call))
+
+    def _complete(self, call: Call) -> Call:
+        """With position_ids in the batch, where the model cannot run without."""
+        asked = inspect.signature(self.program.model.forward).parameters.get("position_ids")
+        if asked is None or asked.default is not asked.empty:
+            return call
+        return replace(call, given=call.given | {"position_ids"})
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -172,6 +179,7 @@ class Reader:
         def on_rank(count: int) -> Trace:
             return self._on_rank(doors, call, count)
 
+        call = self._complete(call)
         with self._explained():
             _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens])
             _refuse_difference(on_rank, len(_TOKENS[0]), lengths)
