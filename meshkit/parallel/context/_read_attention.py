@@ -46,7 +46,8 @@ class ReadMask:
         if note is None:  # inside of another operation
             return out
         choices = {"scale": scale or q.shape[3] ** -0.5, "softcap": softcap or 0.0, "pattern": self.pattern}
-        return note(ATTEND, _like_attention, (q, k, v, sinks), choices)
+        noted: Tensor = note(ATTEND, _like_attention, (q, k, v, sinks), choices)
+        return noted
 
 
 def _like_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **choices: Any) -> Tensor:
