@@ -11,30 +11,26 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshkit.core import _torch
+from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
 from meshkit.faults.location import register_modules
-from meshkit.loss.linear_logits import chunk_head
-from meshkit.memory import chunk_mlp, fp8_linears, treat
-from meshkit.memory.offload import offload_activations, offload_of
+from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
-from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.context import context_parallel
-from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
 from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.parameter_hooks import take_hooks
-from meshkit.parallel.pipeline import cut_stages, pipeline_of, split_linears
+from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.proof import prove_at_first_call
 from meshkit.parallel.tensor.regather import regions
 from meshkit.program import Example, read_program, without_values
-from meshkit.resolve import Resolved, resolve_together
+from meshkit.resolve import resolve_together
 from meshkit.step import Run
-from meshkit.strategy import Budget, Strategy
+from meshkit.strategy import Strategy
 
 
 def parallelize(
@@ -60,7 +56,7 @@ def parallelize(
     hooks = take_hooks(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
-    _change_linears(model, resolved)
+    change_linears(model, resolved)
 
     plan, sequence = resolved.plan, resolved.sequence
     names = dict(model.named_modules())
@@ -102,80 +98,18 @@ def parallelize(
             closed=resolved.experts,
         )
     blocks = resolved.blocks_of(stage)
-    _keep_less(model, resolved, blocks, mesh)
+    keep_less(model, resolved, blocks, mesh)
     if resolved.strategy.compile:
         breaks = {name for name in blocks if any(other.startswith(f"{name}.") for other in resolved.experts)}
         compile_blocks({name: names[name] for name in blocks}, backend=resolved.strategy.compile, with_breaks=breaks)
-    _shard(model, mesh, resolved, names, blocks, resolved.units_of(stage))
+    shard_units(model, mesh, resolved, names, blocks, resolved.units_of(stage))
     # Last: what was on meta is allocated as shards, so no rank ever holds the full model.
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
     if resolved.layout is not None and resolved.cut is None:
-        prove_at_first_call(model, program, resolved.layout, resolved.example)
+        prove_at_first_call(model, program, resolved.layout, resolved.example, blocks=resolved.blocks)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
-    run.hooks, run.agreement = hooks, _agreement(model, mesh, resolved, blocks)
+    run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
     return run
-
-
-def _agreement(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> Agreement | None:
-    """None where no rows are split over ranks, and with pp, whose stages gather once a step."""
-    group = mesh.tokens.get_group()
-    if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
-        return None
-    repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
-    experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
-
-
-def _change_linears(model: nn.Module, resolved: Resolved) -> None:
-    """Linear layers with another forward or backward: fp8, the head of a chunked loss, separate weight gradients."""
-    precision, loss = resolved.memory.precision, resolved.memory.loss
-    if precision is not None and precision.fp8 is not None:
-        fp8_linears(model, linears=resolved.fp8, policy=precision.fp8)
-    if loss is not None and resolved.head is not None:
-        chunk_head(model.get_submodule(resolved.head), loss)
-    # The backward of a compiled block is one graph, which cannot be split.
-    if resolved.splits_backward and not resolved.strategy.compile:
-        split_linears(model)
-
-
-def _keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Mesh) -> None:
-    """Activation checkpointing, chunked feed-forwards, and offload of what this rank's blocks still keep."""
-    present = dict(model.named_modules())  # with pp, those of this rank's stages
-    memory, treated = resolved.memory, resolved.treatments
-    for name in blocks:
-        treat(present[name], treated[name], compiled=bool(resolved.strategy.compile))
-    chunk_mlp(model, mlps=[name for name in resolved.mlps if name in present], chunks=memory.mlp_chunks)
-    not_offloaded = [name for name in blocks if not treated[name].offload]
-    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and not_offloaded == blocks):
-        # All blocks, those that are not offloaded too: their order tells when to fetch the others ahead of backward.
-        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=not_offloaded)
-
-
-def _shard(
-    model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
-) -> None:
-    """ZeRO: experts over their own ranks, then the rest."""
-    zero, precision = resolved.zero, resolved.memory.precision
-    keep_gathered = kept_units(blocks, units, resolved.head)
-    experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    for name in experts:
-        # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
-        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False)
-        for block in blocks:
-            if name.startswith(f"{block}."):
-                gather_around(
-                    names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep_gathered
-                )
-    fully_shard(
-        model,
-        mesh.data,
-        units=[*blocks, *units],
-        keep_gathered=keep_gathered,
-        ignored=experts,
-        whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
-        zero=zero,
-        precision=precision,
-    )

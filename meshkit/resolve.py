@@ -167,11 +167,12 @@ def resolve(
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
     if proved is None and example is not None:
-        plan = _prove(program, names.plan, spec, example, sequence=sequence, auto=strategy.plan is None)
-        names = replace(names, plan=plan)
+        names = replace(
+            names, plan=_prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
+        )
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
-    cut = _plan_cut(program, strategy, spec, names)
+    cut = _plan_cut(program, strategy, spec, names, example)
     layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp)
     reading = plan_context(
@@ -261,7 +262,9 @@ def _plan_head(
     return plan_head(program.model, names.plan, loss, tp=spec.tp, sequence=sequence, device_type=device_type)
 
 
-def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Names) -> Cut | None:
+def _plan_cut(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: _Names, example: Example | None
+) -> Cut | None:
     """The pipeline stages. With the number of microbatches known, its table is checked too: else the first step does it."""
     if spec.pp == 1:
         return None
@@ -273,6 +276,7 @@ def _plan_cut(program: Program, strategy: Strategy, spec: MeshSpec, names: _Name
         schedule=policy.schedule,
         split=policy.stages,
         example=program.example,
+        read=program.read(example, {}) if example is not None else None,
     )
     _refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
@@ -307,12 +311,13 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     return example
 
 
-def _prove(program: Program, plan: Plan, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
+def _prove(program: Program, names: _Names, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
     """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is left whole."""
+    plan = names.plan
     while True:
         layout = tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
         try:
-            prove_layout(program, layout, example)
+            prove_layout(program, layout, example, blocks=names.blocks)
             return plan
         except Unproved as error:
             narrower = leave_whole(plan, error.module, program.modules) if auto else None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def without_values(model: nn.Module) -> nn.Module:
+def without_values(model: nn.Module, *, emptied: Collection[str] = ()) -> nn.Module:
     """A copy of the modules with parameters on meta. Tied parameters stay tied; all else is shared with the model.
 
-    Parameters that are no plain tensors (quantized ones) are shared too. Its hooks are its own: those put on the
-    model later are not on the copy, nor the other way.
+    emptied: modules that are copied without the parameters and modules inside. Parameters that are no plain tensors
+    (quantized ones) are shared too. Its hooks are its own: those put on the model later are not on the copy, nor the other
+    way.
     """
     # No deep copy: it fails on what a user's module may hold beside tensors, such as a lock, a file or a generator.
+    copies = {id(module): _emptied(module) for module in map(model.get_submodule, emptied)}
     params: dict[int, nn.Parameter] = {}
     for param in model.parameters():
         params[id(param)] = param
@@ -25,7 +28,14 @@ def without_values(model: nn.Module) -> nn.Module:
             params[id(param)] = nn.Parameter(empty, param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
             _share_hooks(param, params[id(param)])
-    return copied(model, params, {})
+    return copied(model, params, copies)
+
+
+def _emptied(module: nn.Module) -> nn.Module:
+    twin: nn.Module = object.__new__(type(module))
+    vars(twin).update({name: _owned(name, value) for name, value in vars(module).items()})
+    vars(twin).update(_parameters={}, _buffers={}, _modules={})
+    return twin
 
 
 def _share_hooks(param: nn.Parameter, copy: nn.Parameter) -> None:

@@ -21,6 +21,13 @@ _LARGEST = 1 << 24  # elements of a tensor that are followed one by one; 128 MiB
 _FOLDED = 1 << 22  # elements of a constant that is computed
 
 
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of numbers are the same; at once for two views of one memory, as most are."""
+    if a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr():
+        return True
+    return torch.equal(a, b)
+
+
 class TooLarge(Exception):
     """A tensor that would have to be followed element by element, and is too large for it."""
 
@@ -126,7 +133,12 @@ class Replay:
             base = self._numbers.fresh(count)
             numbers = torch.arange(base, base + count).view(ref.shape)
         known = ref.storage in self._values or ref.storage in self._elements
-        flat = self._flat(ref.storage).clone() if known else torch.zeros(self._size(ref.storage), dtype=torch.int64)
+        size = self._size(ref.storage)
+        if not known and numbers.numel() == size and numbers.stride() == ref.stride and not ref.offset:
+            # Shared with whoever gave them: numbers are never written to.
+            self._elements[ref.storage] = torch.as_strided(numbers, (size,), (1,), numbers.storage_offset())
+            return
+        flat = self._flat(ref.storage).clone() if known else torch.zeros(size, dtype=torch.int64)
         self._values.pop(ref.storage, None)
         torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(numbers)
         self._elements[ref.storage] = flat

@@ -52,8 +52,15 @@ class Program:
         return next(self.model.parameters()).dtype
 
     def read(self, example: Example, closed: Mapping[str, str]) -> Trace:
-        """The trace of the forward on an example. Raises as `trace` does."""
-        return trace(self.model, example.args, example.kwargs, closed=closed)
+        """The trace of the forward on an example; read once. Raises as `trace` does."""
+        key = (example, frozenset(closed.items()), self.model.training)
+        if key not in self._readings:
+            self._readings[key] = trace(self.model, example.args, example.kwargs, closed=closed)
+        return self._readings[key]
+
+    @cached_property
+    def _readings(self) -> dict[tuple[Example, frozenset[tuple[str, str]], bool], Trace]:
+        return {}
 
     def frozen(self) -> Program:
         """The same program of a copy without values, which does not change when the model does."""

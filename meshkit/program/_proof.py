@@ -16,7 +16,7 @@ An operator that follows its rule on parts gives parts. Anything else is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map
 from meshkit.errors import PlanError
-from meshkit.program._elements import Numbers, Part, Replay, TooLarge
+from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import Dims, dims
-from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+from meshkit.program._trace import RETURNED, Operation, TensorRef, Trace, tensors
 
 Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
@@ -58,6 +58,10 @@ class Slice:
     indices: Tensor | None = None
 
 
+class Uneven(Unproved):
+    """Blocks return tensors in different states, so that those that were left out (`fold`) may not be like those kept."""
+
+
 def prove(
     full: Trace,
     ranks: Sequence[Trace],
@@ -69,11 +73,14 @@ def prove(
 
     held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks. tokens: those of each
     rank, on an axis that splits the tokens: outputs are then of the rank's.
-    Raises: Unproved, at the first operation that does not follow.
+    Raises: Unproved, at the first operation that does not follow; Uneven, for folded traces whose blocks are not alike.
     """
     proof = _Proof(full, ranks, held, tokens)
     try:
-        return proof.run()
+        kinds = proof.run()
+        if len(set(proof.returned)) > 1:
+            raise Uneven("the model's blocks return tensors in different states.")
+        return kinds
     except TooLarge:
         raise Unproved(f"{proof.at}: it rearranges a tensor that is too large to follow.", proof.module) from None
     except Unproved as error:
@@ -151,6 +158,7 @@ class _Proof:
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
         self._model = iter(self.full.operations())
         self.at, self.module = "the model", ""  # what is followed now
+        self.returned: list[Hashable] = []  # the states of what folded blocks return
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -257,7 +265,12 @@ class _Proof:
         indices = max((slices[index].indices for index in split), key=lambda found: found.unique().numel())  # type: ignore[union-attr]
         assert indices is not None
         for index, of_input in enumerate(rule.inputs):
-            if name in of_input and not self._fits(rank, theirs[index], mine[index], of_input.index(name), indices):
+            if name not in of_input:
+                continue
+            part, dim = slices[index], of_input.index(name)
+            if part.indices is not None and part.dim == dim and equal(part.indices, indices):
+                continue
+            if not self._fits(rank, theirs[index], mine[index], dim, indices):
                 raise unproved(f"it meets {mine[index]} with another part of another tensor")
         for ref in mine:
             kind = rank.kind(ref)
@@ -308,6 +321,12 @@ class _Proof:
 
     # ---------------------------------------------------------------------------------------------------- parts
 
+    def state(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Hashable:
+        """What the rank has of a tensor."""
+        part = self._slice(rank, full, local, where)
+        constant = rank.replay.constant(local) is not None
+        return constant or rank.kind(local), part.dim, None if part.indices is None else tuple(part.indices.tolist())
+
     def _slice(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Slice:
         if len(full.shape) == len(local.shape) and (fast := self._slice_of_parts(rank, full, local)) is not None:
             return fast
@@ -315,7 +334,7 @@ class _Proof:
         b = self._aligned(rank.replay.elements(local), a.ndim)
         if a.ndim != b.ndim:
             raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
-        if a.shape == b.shape and torch.equal(a, b):
+        if equal(a, b):
             return Slice()
         if self.tokens is not None:  # of values that repeat, other tokens would fit too
             own = self.tokens[self.ranks.index(rank)]
@@ -381,7 +400,7 @@ class _Proof:
     def require_same(self, operations: Sequence[Operation]) -> None:
         """All ranks give the same elements."""
         elements = [rank.replay.elements(source) for rank, _, source, _ in self.each(operations)]
-        if any(other.shape != elements[0].shape or not torch.equal(other, elements[0]) for other in elements):
+        if any(not equal(other, elements[0]) for other in elements):
             raise Unproved(f"{self.ranks[0].where(operations[0])}: the ranks give different tensors.")
 
 
@@ -490,6 +509,15 @@ def _attend(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
 
 
+def _returned(proof: _Proof, operations: Sequence[Operation]) -> None:
+    full = tensors(proof.next(operations[0]).args)
+    states: list[Hashable] = []
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own, where = tensors(operation.args), rank.where(operation)
+        states += [proof.state(rank, a, b, where) for a, b in zip(full, own, strict=True)]
+    proof.returned.append(tuple(states))
+
+
 _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "copy_to_axis": _replace("invariant", "replicated", keep="all"),
     "reduce_from_axis": _replace("partial", "invariant", keep="all"),
@@ -501,20 +529,22 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "sharded_logits": _logits,
     "context_attend": _attend,
     "meshkit.decode_few_bits.default": _decode,
+    RETURNED: _returned,
 }
 
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    a, b = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (full, local))
-    if a.shape[1] != b.shape[1] or not a.shape[1]:
+    if any(size != local.shape[other] for other, size in enumerate(full.shape) if other != dim) or not local.numel():
         return None
-    first = {number: index for index, number in reversed(list(enumerate(a[:, 0].tolist())))}
-    found = [first.get(number, -1) for number in b[:, 0].tolist()]
+    # One line along the dim tells which they are, if any.
+    a, b = (each[tuple(slice(None) if other == dim else 0 for other in range(each.ndim))] for each in (full, local))
+    first = {number: index for index, number in reversed(list(enumerate(a.tolist())))}
+    found = [first.get(number, -1) for number in b.tolist()]
     if -1 in found:
         return None
     indices = torch.tensor(found, dtype=torch.int64)
-    return indices if torch.equal(a.index_select(0, indices), b) else None
+    return indices if torch.equal(full.index_select(dim, indices), local) else None
 
 
 def _order(ref: TensorRef, shape: Sequence[int]) -> list[int] | None:

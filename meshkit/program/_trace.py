@@ -129,6 +129,18 @@ class Trace:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Fold:
+    """Blocks that need not be read. kept: those that are; what each returns is noted as an operation, RETURNED. left_out:
+    others -> the kept one, called before, whose output they return."""
+
+    kept: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+RETURNED = "returned"
+
+
 def tensors(tree: Any) -> list[TensorRef]:
     """The tensors of a tree of arguments, in order."""
     return [leaf for leaf in _torch.tree_leaves(tree) if isinstance(leaf, TensorRef)]
@@ -152,19 +164,20 @@ def trace(
     kwargs: Mapping[str, Any],
     *,
     closed: Mapping[str, str] = MappingProxyType({}),
+    fold: Fold | None = None,
 ) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
     operation, by name -> the operation's name; each returns a tensor like its first. So is a module that reads values of
-    tensors, or makes tensors whose sizes depend on values: "closed".
+    tensors, or makes tensors whose sizes depend on values: "closed". fold: blocks that are left out.
     Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
     whatever else the forward raises.
     """
     closed = dict(closed)
     guessed: list[str] = []
     while True:
-        recorder = Recorder()
+        recorder = Recorder(fold)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder)
@@ -185,7 +198,14 @@ def trace(
                 ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error
-        closed[name] = "closed"
+        # All of its class at once: a reading for each layer of a deep model would take as many times as long.
+        alike = type(model.get_submodule(name))
+        named = (
+            [name]
+            if alike.__module__.startswith("torch.")
+            else [n for n, m in model.named_modules() if type(m) is alike]
+        )
+        closed.update(dict.fromkeys((each for each in named if each), "closed"))
         guessed.append(name)
 
 
@@ -212,6 +232,7 @@ def _recorded(
         recorder.name_inputs(str(index), value)
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
+    recorder.leave_out(copy)
     with recorder.watching(copy), fake, recorder, _Unfused():
         copy(*args, **kwargs)
     return recorder.trace()
@@ -240,8 +261,10 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
 class Recorder(TorchDispatchMode):
     """Records the operators that run inside, and the calls of the modules of `watching`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fold: Fold | None = None) -> None:
         super().__init__()
+        self._fold = fold or Fold()
+        self._returned: dict[str, Any] = {}  # by blocks that others are like
         self._operations: list[Operation] = []
         self._calls: list[ModuleCall] = []
         self._stack: list[int] = []
@@ -273,6 +296,11 @@ class Recorder(TorchDispatchMode):
     def failed(self) -> str:
         """The innermost module that raised."""
         return self._failed or ""
+
+    def leave_out(self, model: nn.Module) -> None:
+        """Let blocks return what others have returned."""
+        for name, like in self._fold.left_out.items():
+            model.get_submodule(name).__dict__["forward"] = lambda *args, _like=like, **kwargs: self._returned[_like]
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
@@ -311,6 +339,9 @@ class Recorder(TorchDispatchMode):
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
         call.output = self._refs(output, "constant")
+        if call.name in self._fold.kept:
+            self._returned[call.name] = output
+            self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
         if not self._stack:
             self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))

@@ -95,12 +95,14 @@ def plan_pipeline(
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
     example: Example | None = None,
+    read: Trace | None = None,
 ) -> Cut:
     """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
     stage; default: by parameters. example: by which the model's program is read; default: token ids, if it takes those.
-    Without one, one hidden state is taken to cross each cut until the first step shows what does.
+    read: the program, where it was read already. Without either, one hidden state is taken to cross each cut until the
+    first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
@@ -110,10 +112,11 @@ def plan_pipeline(
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    read = _read(model, example)
+    read = read or _read(model, example)
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
+    width: int | None
     if read is None:
-        flow, width = None, int(_hidden_width(model, stages))
+        flow, width = None, _hidden_width(model, stages)
     else:
         flow = flow_of(read, model, stages)
         width = flow.width(next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ()))

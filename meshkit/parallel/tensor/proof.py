@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,25 +12,68 @@ from meshkit.core import _torch
 from meshkit.core.sharding import chunk
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout
-from meshkit.program import Example, Held, Program, ReadingError, Trace, Unproved, prove, trace, without_values
+from meshkit.program import (
+    Example,
+    Fold,
+    Held,
+    Program,
+    ReadingError,
+    Trace,
+    Uneven,
+    Unproved,
+    fold,
+    prove,
+    trace,
+    without_values,
+)
 
 
-def prove_layout(program: Program, layout: TensorLayout, example: Example) -> None:
-    """Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`."""
+def prove_layout(program: Program, layout: TensorLayout, example: Example, *, blocks: Sequence[str] = ()) -> None:
+    """blocks: those of the model; of blocks that are alike one is read on each rank.
+
+    Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
+    """
     closed = {name: "experts" for name, style in layout.styles.items() if style.kind == "experts"}
     full = program.read(example, closed)
+    alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands
+    foldable = [block for block in blocks if block not in alone]
+    folded = fold(full, program.modules, foldable, lambda block: _styles_in(layout, block))
+    if folded.left_out:
+        try:
+            _prove(program, layout, example, closed, folded)
+            return
+        except (Uneven, ReadingError):
+            pass  # a model that cannot be told from one of fewer blocks is proved block by block
+    _prove(program, layout, example, closed, Fold())
+
+
+def _prove(program: Program, layout: TensorLayout, example: Example, closed: Mapping[str, str], folded: Fold) -> None:
+    full, whole = program.read(example, closed), program.model
+    if folded.left_out:
+        whole = without_values(program.model, emptied=folded.left_out)
+        present = dict(whole.named_modules())
+        closed = {name: operation for name, operation in closed.items() if name in present}
+        full = trace(whole, example.args, example.kwargs, closed=closed, fold=folded)
     ranks: list[Trace] = []
     for rank in range(layout.size):
-        model = without_values(program.model)
+        model = without_values(whole)
         shard_without_ranks(model, "", layout, rank=rank)
         try:
-            ranks.append(trace(model, example.args, example.kwargs, closed=closed))
+            ranks.append(trace(model, example.args, example.kwargs, closed=closed, fold=folded))
         except ReadingError as error:
             raise Unproved(f"on a rank of tp={layout.size}, {error}", error.module) from error
     prove(full, ranks, [_held(program, layout, rank) for rank in range(layout.size)])
 
 
-def prove_at_first_call(model: nn.Module, program: Program, layout: TensorLayout, example: Example | None) -> None:
+def _styles_in(layout: TensorLayout, block: str) -> Hashable:
+    """How a block is split."""
+    inside = {name: style for name, style in layout.styles.items() if name == block or name.startswith(f"{block}.")}
+    return tuple((name[len(block) :], style) for name, style in inside.items())
+
+
+def prove_at_first_call(
+    model: nn.Module, program: Program, layout: TensorLayout, example: Example | None, *, blocks: Sequence[str]
+) -> None:
     """Let a split model prove its layout when its forward is first called with other arguments than the example's, by which
     it was proved, or in another mode (train, eval); before it runs.
 
@@ -47,7 +90,7 @@ def prove_at_first_call(model: nn.Module, program: Program, layout: TensorLayout
             return
         known.add(signature)
         program.model.train(model.training)
-        prove_layout(program, layout, Example(args, kwargs))
+        prove_layout(program, layout, Example(args, kwargs), blocks=blocks)
 
     model.register_forward_pre_hook(prove, with_kwargs=True)
 

@@ -1,0 +1,81 @@
+"""What `parallelize` does to the blocks of a rank: their linears, what they keep, their shards, and who watches them.
+
+Each takes what was resolved and the modules, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshkit.core import _torch
+from meshkit.loss.linear_logits import chunk_head
+from meshkit.memory import chunk_mlp, fp8_linears, treat
+from meshkit.memory.offload import offload_activations
+from meshkit.mesh import Mesh
+from meshkit.parallel.agreement import Agreement
+from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
+from meshkit.parallel.pipeline import split_linears
+from meshkit.resolve import Resolved
+from meshkit.strategy import Budget
+
+
+def change_linears(model: nn.Module, resolved: Resolved) -> None:
+    """Linear layers with another forward or backward: fp8, the head of a chunked loss, separate weight gradients."""
+    precision, loss = resolved.memory.precision, resolved.memory.loss
+    if precision is not None and precision.fp8 is not None:
+        fp8_linears(model, linears=resolved.fp8, policy=precision.fp8)
+    if loss is not None and resolved.head is not None:
+        chunk_head(model.get_submodule(resolved.head), loss)
+    # The backward of a compiled block is one graph, which cannot be split.
+    if resolved.splits_backward and not resolved.strategy.compile:
+        split_linears(model)
+
+
+def keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Mesh) -> None:
+    """Activation checkpointing, chunked feed-forwards, and offload of what this rank's blocks still keep."""
+    present = dict(model.named_modules())  # with pp, those of this rank's stages
+    memory, treated = resolved.memory, resolved.treatments
+    for name in blocks:
+        treat(present[name], treated[name], compiled=bool(resolved.strategy.compile))
+    chunk_mlp(model, mlps=[name for name in resolved.mlps if name in present], chunks=memory.mlp_chunks)
+    not_offloaded = [name for name in blocks if not treated[name].offload]
+    if memory.offload is not None and not (isinstance(memory.recompute, Budget) and not_offloaded == blocks):
+        # All blocks, those that are not offloaded too: their order tells when to fetch the others ahead of backward.
+        offload_activations(model, mesh.dense, blocks=blocks, policy=memory.offload, keep=not_offloaded)
+
+
+def shard_units(
+    model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
+) -> None:
+    """ZeRO: experts over their own ranks, then the rest."""
+    zero, precision = resolved.zero, resolved.memory.precision
+    keep_gathered = kept_units(blocks, units, resolved.head)
+    experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    for name in experts:
+        # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
+        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False)
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                gather_around(
+                    names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep_gathered
+                )
+    fully_shard(
+        model,
+        mesh.data,
+        units=[*blocks, *units],
+        keep_gathered=keep_gathered,
+        ignored=experts,
+        whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
+        zero=zero,
+        precision=precision,
+    )
+
+
+def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> Agreement | None:
+    """None where no rows are split over ranks, and with pp, whose stages gather once a step."""
+    group = mesh.tokens.get_group()
+    if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
+        return None
+    repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
+    experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
