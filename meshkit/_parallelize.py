@@ -72,6 +72,7 @@ def parallelize(
         heads=resolved.heads,
         multiple=resolved.sequence_multiple,
         dtype=resolved.compute,
+        reading=resolved.reading,
     )
     expert_parallel(
         model,

@@ -177,6 +177,28 @@ class Mask:
         clipped = (band._replace(low=max(band.low, 1 - window)).clip(every, every) for band in self.bands)
         return Mask(self.tokens, tuple(band for band in clipped if band is not None))
 
+    def chunked(self, size: int | None, row: int | None = None) -> Mask:
+        """This mask less the pairs of different chunks of `size` tokens, counted from the start of each row of `row` tokens;
+        default: of one row. None changes nothing."""
+        if size is None:
+            return self
+        row = row or self.tokens
+        starts = [first + chunk for first in range(0, self.tokens, row) for chunk in range(0, row, size)]
+        chunks = [(first, after) for first, after in pairwise([*starts, self.tokens])]
+        return self._clipped([(chunk, chunk) for chunk in chunks])
+
+    def seeing(self, shown: Tensor) -> Mask:
+        """This mask less the keys that are not shown. shown: bool [tokens], on the host; they may begin and end anywhere."""
+        # 1 where a run of shown keys begins, -1 where it ends.
+        edges = torch.nn.functional.pad(shown.long(), (1, 1)).diff()
+        runs = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
+        return self._clipped([((0, self.tokens), run) for run in runs])
+
+    def _clipped(self, rectangles: Sequence[tuple[Interval, Interval]]) -> Mask:
+        """What lies in one of these rectangles (queries, keys), which do not overlap."""
+        clipped = (band.clip(queries, keys) for queries, keys in rectangles for band in self.bands)
+        return Mask(self.tokens, tuple(band for band in clipped if band is not None))
+
     @staticmethod
     def joined(masks: Iterable[Mask]) -> Mask:
         """The masks' tokens end to end; none sees another's."""

@@ -22,7 +22,7 @@ from meshkit.memory import Treatment, fp8_linears, may_move, plan_fp8, refuse_ml
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.budget.profile import choose_for_blocks
 from meshkit.mesh import Mesh, MeshSpec
-from meshkit.parallel.context import plan_context
+from meshkit.parallel.context import Doors, Reader, plan_context
 from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, whole_parameters, zero_stage
 from meshkit.parallel.expert import ExpertLayout, in_expert_view, plan_experts, refuse_sequence_balance
 from meshkit.parallel.parameter_hooks import refuse_hooks
@@ -44,9 +44,10 @@ class Resolved:
     program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
     from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
     sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
-    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. experts: modules of
-    routed experts. cut: the pipeline stages; None without pp. treatments: for each block, what it keeps for backward and
-    where. choices: what a `Budget` chose, on each rank of pp; empty without one.
+    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
+    attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
+    treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
+    empty without one.
     """
 
     program: Program
@@ -62,6 +63,7 @@ class Resolved:
     fp8: tuple[str, ...]
     head: str | None
     layout: TensorLayout | None
+    reading: tuple[Reader, Doors]
     experts: Mapping[str, ExpertLayout]
     cut: Cut | None
     treatments: Mapping[str, Treatment]
@@ -175,8 +177,14 @@ def resolve(
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names, example)
     layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
-    plan_context(program.model, strategy.context, size=spec.cp, attention=names.plan.attention)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
+    reading = plan_context(
+        program,
+        strategy.context,
+        size=spec.cp,
+        attention=names.plan.attention,
+        closed=dict.fromkeys(experts, "experts"),
+    )
     refuse_sequence_balance(program.model, cp=spec.cp)
 
     choices = _choose(
@@ -204,6 +212,7 @@ def resolve(
         fp8=tuple(fp8),
         head=head,
         layout=layout,
+        reading=reading,
         experts=experts,
         cut=cut,
         treatments=treated,

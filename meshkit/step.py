@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,10 +46,16 @@ Count = Callable[[Batch], Tensor]
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
 
-    batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, and `mask` where the run's
-    batches have one. The model returns logits [B, T, V], plain or as `.logits`.
+    batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, attention_mask [B, T] where some
+    tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as
+    `.logits`. Raises: DataError for an attention_mask that the model does not take.
     """
-    extra = {name: batch[name] for name in ("position_ids", "mask") if name in batch}
+    extra = {name: batch[name] for name in ("position_ids", "attention_mask", "mask") if name in batch}
+    if "attention_mask" in extra and "attention_mask" not in inspect.signature(model.forward).parameters:
+        raise DataError(
+            "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
+            f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
+        )
     output = model(batch["input_ids"], **extra)
     return cross_entropy(getattr(output, "logits", output), batch["labels"])
 
@@ -290,6 +297,8 @@ class Run:
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
                 part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
+                if "attention_mask" in part:  # attention to nothing would be NaN, and NaN times 0 is
+                    part["attention_mask"].fill_(1)
                 if not isinstance(mask, Mask | None):
                     ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.

@@ -5,6 +5,7 @@ from ._copy import without_values as without_values
 from ._example import Example as Example
 from ._example import example_of as example_of
 from ._fold import fold as fold
+from ._live import live as live
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._proof import Held as Held

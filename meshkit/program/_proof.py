@@ -63,13 +63,20 @@ class Uneven(Unproved):
     """Blocks return tensors in different states, so that those that were left out (`fold`) may not be like those kept."""
 
 
-def prove(full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> list[Kind]:
+def prove(
+    full: Trace,
+    ranks: Sequence[Trace],
+    held: Sequence[Mapping[str, Held]],
+    *,
+    tokens: Sequence[Sequence[int]] | None = None,
+) -> list[Kind]:
     """Walk the traces of all ranks of an axis beside the single-device model's. Returns the kind of each output.
 
-    held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks.
+    held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks. tokens: those of each
+    rank, on an axis that splits the tokens: outputs are then of the rank's.
     Raises: Unproved, at the first operation that does not follow; Uneven, for folded traces whose blocks are not alike.
     """
-    proof = _Proof(full, ranks, held)
+    proof = _Proof(full, ranks, held, tokens)
     try:
         with without_modes():  # numbers of elements are values, also where a model has none
             kinds = proof.run()
@@ -95,6 +102,10 @@ class _Rank:
     def kind(self, ref: TensorRef) -> Kind:
         found = self._kinds.get(ref.storage)
         return found or self.held.get(self.trace.storages[ref.storage].source, Held()).kind
+
+    def is_source(self, ref: TensorRef) -> bool:
+        """Whether it looks at memory that the trace did not make: of a parameter, buffer or input."""
+        return not self.trace.storages[ref.storage].source.startswith(("op ", "constant"))
 
     def define(self, ref: TensorRef, elements: Tensor, kind: Kind) -> None:
         if tuple(elements.shape) != ref.shape:
@@ -135,8 +146,16 @@ class _Rank:
 
 
 class _Proof:
-    def __init__(self, full: Trace, ranks: Sequence[Trace], held: Sequence[Mapping[str, Held]]) -> None:
+    def __init__(
+        self,
+        full: Trace,
+        ranks: Sequence[Trace],
+        held: Sequence[Mapping[str, Held]],
+        tokens: Sequence[Sequence[int]] | None,
+    ) -> None:
         self.trace, self.numbers = full, Numbers()
+        self.tokens = None if tokens is None else [torch.tensor(list(each), dtype=torch.int64) for each in tokens]
+        self.all_tokens = sum(map(len, self.tokens or ()))
         self._parts: dict[str, Part] = {}
         self.full = Replay(full, self.numbers, lambda storage: self.part(full.storages[storage].source))
         self.ranks = [_Rank(trace, had, self) for trace, had in zip(ranks, held, strict=True)]
@@ -183,7 +202,11 @@ class _Proof:
         kinds = {rank.kind(ref) for rank, ref in zip(self.ranks, refs, strict=True)}
         for rank, ref in zip(self.ranks, refs, strict=True):
             part = self._slice(rank, full, ref, "the output")
-            if part.indices is not None or rank.kind(ref) in ("varying", "partial"):
+            if self.tokens is not None:
+                # In whatever dim: of a cache, tokens come after heads.
+                if rank.kind(ref) != "varying" or not self._is_tokens(rank, part, part.dim):
+                    raise Unproved(f"the output {ref} is none with a place for each token of a rank.")
+            elif part.indices is not None or rank.kind(ref) in ("varying", "partial"):
                 raise Unproved(f"the output {ref} is only this rank's part; it must be gathered or summed.")
         (kind,) = kinds
         return kind
@@ -203,9 +226,12 @@ class _Proof:
                 if kind == "varying" and name is not None:
                     assert rule is not None
                     elements = elements.index_select(rule.outputs[position].index(name), indices)
+                elements = self._aligned(elements, len(own.shape))
                 if tuple(elements.shape) != own.shape:
                     raise Unproved(f"{rank.where(local)}: its output is {own}, and should be {list(elements.shape)}.")
-                rank.define(own, elements, kind)
+                # What is written into a parameter by hand leaves it one: its gradient is summed as before.
+                inside = rank.kind(own) if kind == "invariant" and rank.is_source(own) else kind
+                rank.define(own, elements, inside)
 
     def _on_rank(
         self, rank: _Rank, full: Operation, local: Operation, rule: Dims | None
@@ -313,13 +339,19 @@ class _Proof:
         return constant or rank.kind(local), part.dim, None if part.indices is None else tuple(part.indices.tolist())
 
     def _slice(self, rank: _Rank, full: TensorRef, local: TensorRef, where: str) -> Slice:
-        if len(full.shape) != len(local.shape):
-            raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
-        if (fast := self._slice_of_parts(rank, full, local)) is not None:
+        if len(full.shape) == len(local.shape) and (fast := self._slice_of_parts(rank, full, local)) is not None:
             return fast
-        a, b = self.full.elements(full), rank.replay.elements(local)
+        a = self.full.elements(full)
+        b = self._aligned(rank.replay.elements(local), a.ndim)
+        if a.ndim != b.ndim:
+            raise Unproved(f"{where}: it reads {local}, and the single-device model {full}.")
         if equal(a, b):
             return Slice()
+        if self.tokens is not None:  # of values that repeat, other tokens would fit too
+            own = self.tokens[self.ranks.index(rank)]
+            for dim in range(a.ndim):
+                if a.shape[dim] == self.all_tokens and torch.equal(a.index_select(dim, own), b):
+                    return Slice(dim, own)
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
             if (indices := _indices(a, b, dim)) is not None:
@@ -328,11 +360,22 @@ class _Proof:
 
     def _fits(self, rank: _Rank, full: TensorRef, local: TensorRef, dim: int, indices: Tensor) -> bool:
         """Whether the rank's tensor is those indices of the single-device model's."""
-        fast = self._slice_of_parts(rank, full, local)
+        fast = self._slice_of_parts(rank, full, local) if len(full.shape) == len(local.shape) else None
         if fast is not None:
             return fast.indices is not None and fast.dim == dim and torch.equal(fast.indices, indices)
-        a, b = self.full.elements(full), rank.replay.elements(local)
-        return torch.equal(a.index_select(dim, indices), b)
+        a = self.full.elements(full)
+        return torch.equal(a.index_select(dim, indices), self._aligned(rank.replay.elements(local), a.ndim))
+
+    def _aligned(self, elements: Tensor, ndim: int) -> Tensor:
+        """With as many dims, where the first ones are of size 1: positions that a batch has are those of a row, and positions
+        that a model counts are often of no row."""
+        if self.tokens is None:
+            return elements
+        while elements.ndim > ndim and elements.shape[0] == 1:
+            elements = elements[0]
+        while elements.ndim < ndim:
+            elements = elements[None]
+        return elements
 
     def _slice_of_parts(self, rank: _Rank, full: TensorRef, local: TensorRef) -> Slice | None:
         """Without looking at elements: views of one parameter with its dims in another order."""
@@ -343,6 +386,12 @@ class _Proof:
         if order is None or order != _order(local, b.local_shape):
             return None
         return Slice() if b.indices is None else Slice(order.index(b.dim), b.indices)
+
+    def _is_tokens(self, rank: _Rank, part: Slice, dim: int = 1) -> bool:
+        """Whether a part is the rank's tokens."""
+        assert self.tokens is not None
+        own = self.tokens[self.ranks.index(rank)]
+        return part.dim == dim and part.indices is not None and torch.equal(part.indices, own)
 
     # ---------------------------------------------------------------------------------------------- our own steps
 
@@ -443,6 +492,34 @@ def _logits(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(out, joined, "distributed")
 
 
+def _attend(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """Attention over all ranks: of this rank's queries, keys and values [B, T, H, D], and what all ranks have."""
+    full = proof.next(operations[0])
+    if full.name != operations[0].name:
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+    if proof.tokens is None:
+        raise Unproved(f"{full}: this axis does not split tokens.")
+    inputs, (result,) = tensors((full.args, full.kwargs)), tensors(full.outputs)
+    proof.full.define(result)
+    for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
+        where = rank.where(operation)
+        theirs, mine = {**full.kwargs}, {**operation.kwargs}
+        for name in theirs.keys() | mine.keys():
+            a, b = theirs.get(name), mine.get(name)
+            if not isinstance(a, TensorRef) and a != b:
+                raise Unproved(f"{where}: it attends with {name}={b}, and the single-device model with {a}.")
+        refs = tensors((operation.args, operation.kwargs))
+        if len(refs) != len(inputs):
+            raise Unproved(f"{where}: the single-device model attends with other tensors.")
+        for index, (a, b) in enumerate(zip(inputs, refs, strict=True)):
+            part = proof._slice(rank, a, b, where)
+            if rank.kind(b) == "partial":
+                raise Unproved(f"{where}: it reads {b}, summands that were not summed over the ranks yet.")
+            if part.indices is not None if index > 2 else not proof._is_tokens(rank, part):
+                raise Unproved(f"{where}: it attends with {b}, which is not of this rank's tokens.")
+        rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
+
+
 def _returned(proof: _Proof, operations: Sequence[Operation]) -> None:
     full = tensors(proof.next(operations[0]).args)
     states: list[Hashable] = []
@@ -461,6 +538,7 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "join_dim": _join("invariant"),
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
+    "context_attend": _attend,
     "meshkit.decode_few_bits.default": _decode,
     RETURNED: _returned,
 }

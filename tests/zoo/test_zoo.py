@@ -47,9 +47,9 @@ def test_a_tiny_model_is_made_by_the_names_of_its_fields(name: str) -> None:
 
 
 def test_a_refused_cell_leaves_the_ranks_usable() -> None:
-    refused = verdict(Cell.of("odd.Plain", "cp=2"))
+    refused = verdict(Cell.of("odd.TokenConvolution", "cp=2"))
     assert refused.outcome == "refused"
-    assert "mask" in refused.text
+    assert "convolution" in refused.text
     assert verdict(PLAIN).outcome == "equal"
 
 

@@ -11,6 +11,8 @@ from ._scheme import Choice as Choice
 from ._scheme import choose as choose
 from ._scheme import choose_for_rows as choose_for_rows
 from ._layout import Layout as Layout
+from ._reading import Doors as Doors
+from ._reading import Reader as Reader
 from ._split import Context as Context
 from ._split import SplitMask as SplitMask
 from ._traffic import Shape as Shape

@@ -19,7 +19,7 @@ from meshkit.parallel.context._ring_group import RingGroup
 
 
 def attend_gathered(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, ring: RingGroup, scale: float
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, ring: RingGroup, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Every group computes with all keys, `layout.kv_heads` key/value heads at a time.
 
@@ -29,7 +29,7 @@ def attend_gathered(
     tiles = gathered_tiles(layout, ring.group)
     outs, lses = [], []
     for heads, (k_BNKD, v_BNKD) in _gathered_kv(torch.stack((k, v)), layout, ring):
-        running = Forward(q[:, :, _query_heads(heads, q, k)], scale)
+        running = Forward(q[:, :, _query_heads(heads, q, k)], scale, softcap)
         running.add(k_BNKD, v_BNKD, tiles)
         outs.append(running.out)
         lses.append(running.lse)
@@ -46,6 +46,7 @@ def attend_gathered_backward(
     layout: Layout,
     ring: RingGroup,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Wire: the all-gathers again, and for each set of heads a reduce-scatter of d(k, v) in the accumulator's dtype."""
     tiles = gathered_tiles(layout, ring.group)
@@ -54,7 +55,9 @@ def attend_gathered_backward(
     dqs, dkvs = [], []
     for heads, (k_BNKD, v_BNKD) in _gathered_kv(torch.stack((k, v)), layout, ring):
         q_heads = _query_heads(heads, q, k)
-        running = Backward(dout[:, :, q_heads], q[:, :, q_heads], out[:, :, q_heads], lse[:, :, q_heads], scale)
+        running = Backward(
+            dout[:, :, q_heads], q[:, :, q_heads], out[:, :, q_heads], lse[:, :, q_heads], scale, softcap
+        )
         dkv = torch.zeros((2, *k_BNKD.shape), dtype=dtype, device=q.device)
         running.add(k_BNKD, v_BNKD, tiles, dkv[0], dkv[1])
         dqs.append(running.dq)

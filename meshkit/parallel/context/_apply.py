@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -11,20 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
-from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
-from meshkit.parallel.context._foreign import (
-    is_transformers,
-    use_registry,
-    with_attention_intercepted,
-    with_mask_set,
-)
+from meshkit.parallel.context._proof import Proofs
+from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import match_names
 from meshkit.plan.match import listed
+from meshkit.program import Program, example_of, without_values
 from meshkit.strategy import ContextPolicy
 
 
@@ -38,6 +35,7 @@ def context_parallel(
     window: int | None = None,
     multiple: int = 1,
     dtype: torch.dtype | None = None,
+    reading: tuple[Reader, Doors] | None = None,
 ) -> nn.Module:
     """Let the module's attention reach over the tokens of all ranks of one mesh axis, in place.
 
@@ -45,15 +43,19 @@ def context_parallel(
     and a `mask`. Three kinds of modules understand it:
     - a module whose forward takes `mask` and calls `mask.attend(q, k, v)` with it, as `meshkit.models` do;
     - a transformers model, through its registry of attention functions;
-    - any other, if `attention` names the modules (patterns as in a plan) that call F.scaled_dot_product_attention.
+    - any other whose attention is F.scaled_dot_product_attention, of all tokens or causal. `attention` names the modules
+      (patterns as in a plan) that call it; default: those that are found.
     Its forward must take `position_ids` where it uses positions: a rank's tokens are not 0, 1, 2, ...
+    The model's program is read, and its first forward proves that nothing else mixes tokens.
 
+    reading: of the model before other axes split it, as `parallelize` has it; default: it is read here.
     policy: the scheme (ring, Ulysses, ...) and the order of tokens over ranks. heads: (query heads, key/value heads,
     head_dim) of one rank, from which "auto" computes what each scheme sends; default: the module's config. window: the
     module's own sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of
     activations.
     Wire: each attention sends the scheme's messages; `explain` prints them.
-    Raises: PlanError for a module that takes no mask, and for attention dropout, which would depend on the split.
+    Raises: PlanError for a module whose tokens cannot be split, with the operation that mixes them, and for attention
+    dropout, which would depend on the split.
     """
     require("context_parallel", "module", module, nn.Module)
     require("context_parallel", "mesh", mesh, DeviceMesh)
@@ -67,51 +69,64 @@ def context_parallel(
             "once for each module."
         )
     policy = policy or ContextPolicy()
-    named = plan_context(module, policy, size=mesh.size(), attention=attention)
+    reading = reading or plan_context(
+        Program(without_values(module)), policy, size=mesh.size(), attention=attention, closed={}
+    )
+    reader, doors = reading
     config = getattr(module, "config", None)
     # Of one rank, nothing asks for the shape; and a config may have none that is all layers'.
     config = config if mesh.size() > 1 else None
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     window = window if window is not None else model_window(config)
-    # Named modules never read positions, so position_ids cannot mark documents for them: causal over the whole row.
-    module.__dict__["_context"] = Context(mesh, policy, shape, window, multiple, documents=not named)
+    # Calls of scaled_dot_product_attention never read positions, so position_ids cannot mark documents for them: causal over
+    # the whole row.
+    module.__dict__["_context"] = Context(mesh, policy, shape, window, multiple, documents=not doors.intercepted)
     if mesh.size() == 1:
         return module
-    if named:
-        modules = dict(module.named_modules())
-        for name in named:
-            patch_class(modules[name], forward=with_attention_intercepted(type(modules[name]).forward))
-        patch_class(module, forward=with_mask_set(type(module).forward))
-    elif is_transformers(module):
-        use_registry(module)
+    doors.open(module)
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
+    module.register_forward_pre_hook(Proofs(reader, doors, _call(reader.program)), with_kwargs=True)
     return module
 
 
-def plan_context(module: nn.Module, policy: ContextPolicy, *, size: int, attention: Iterable[str]) -> list[str]:
-    """Names of the modules that `attention` matches. Changes nothing. Raises: PlanError as `context_parallel` does."""
+def plan_context(
+    program: Program, policy: ContextPolicy, *, size: int, attention: Iterable[str], closed: Mapping[str, str]
+) -> tuple[Reader, Doors]:
+    """How the model's attention is reached, proved where it is known what its forward takes. Changes nothing.
+
+    closed: modules that are read as one operation. Raises: PlanError as `context_parallel` does.
+    """
     policy.refuse_misfit(size)
-    named = match_names(attention, dict(module.named_modules()), what="module")
+    model = program.model
+    named = tuple(match_names(attention, program.modules, what="module"))
+    reader = Reader(program, named, closed)
     if size == 1:
-        return named
-    _refuse_dropout(module)
-    if named:
-        return named
-    if is_transformers(module):
-        if not getattr(module, "_supports_attention_backend", False):
-            raise PlanError(
-                f"context parallelism: {type(module).__name__} computes attention by itself and not through transformers' "
-                "registry, so it would see this rank's tokens only. Use a model with `_supports_attention_backend`, or name "
-                'the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
-            )
-    elif "mask" not in inspect.signature(module.forward).parameters:
-        raise PlanError(
-            f"context_parallel: {type(module).__name__}.forward takes no `mask`, so its attention would see this rank's "
-            "tokens only. Take a `mask` and call mask.attend(q, k, v), or name the modules that call "
-            'F.scaled_dot_product_attention: attention=["layers.*.attn"].'
-        )
-    return named
+        return reader, Doors(intercepted=named)
+    _refuse_dropout(model)
+    call = _call(program)
+    if call is not None:
+        return reader, reader.doors(call)
+    if named or reader.takes_mask:
+        return reader, Doors(intercepted=named)
+    raise PlanError(
+        f"context_parallel: {type(model).__name__}.forward takes no `mask` and no token ids by which it could be read, so "
+        "its attention would see this rank's tokens only. Give parallelize(example=...), take a `mask` and call "
+        'mask.attend(q, k, v), or name the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
+    )
+
+
+def _call(program: Program) -> Call | None:
+    """How a rank calls the model, as the program's example shows it; None for a model that takes no token ids."""
+    example = program.example or example_of(program.model)
+    if example is None:
+        return None
+    ids = next((leaf for leaf in tree_leaves((example.args, example.kwargs)) if getattr(leaf, "ndim", 0) > 1), None)
+    if ids is None:
+        return None
+    kwargs = {name: value for name, value in example.kwargs.items() if name not in ("mask", "attention_mask")}
+    kwargs.setdefault("position_ids", torch.empty(ids.shape[:2], dtype=torch.int64, device="meta"))
+    return Call(example.args, kwargs, ids.shape[1], frozenset({"input_ids", *example.kwargs}))
 
 
 def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshkit.core.custom_op import custom_op
-from meshkit.parallel.context._kernels import accumulator_dtype
+from meshkit.parallel.context._kernels import accumulator_dtype, sinks_gradient, with_sinks
 from meshkit.parallel.context._kv_exchange import attend, attend_backward
 from meshkit.parallel.context._layout import layout_of
 from meshkit.parallel.context._ring_group import ring_group_of
@@ -26,7 +26,16 @@ from meshkit.parallel.context._ulysses import to_heads, to_tokens
 # -------------------------------------------------------------------------------------- the attention of one group
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, group: str, scale: float) -> tuple[Tensor, Tensor]:
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    group: str,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         q.shape[:-1], dtype=accumulator_dtype(q.dtype)
     )
@@ -34,42 +43,72 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, group: str, 
 
 @custom_op("context_attention", fake=_fake_attention)
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, group: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    group: str,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(table)
-    out, lse = attend(q, k, v, layout, ring_group_of(layout, group), scale)
+    out, lse = attend(q, k, v, layout, ring_group_of(layout, group), scale, softcap)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
 def _fake_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, group: str, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    group: str,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty((2, *k.shape))
 
 
 @custom_op("context_attention_backward", fake=_fake_attention_backward)
 def context_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, group: str, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    group: str,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(dq, d(k, v)); the latter as one tensor [2, ...], since outputs of an operator may not share memory."""
     layout = layout_of(table)
     # Kernels and messages take contiguous memory, and autograd may hand us an expanded or transposed gradient.
-    dq, dkv = attend_backward(dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale)
+    dq, dkv = attend_backward(
+        dout.contiguous(), q, k, v, out, lse, layout, ring_group_of(layout, group), scale, softcap
+    )
     return dq.to(q.dtype), dkv.to(k.dtype)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, table, ctx.group, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, table)
+    q, k, v, table, ctx.group, ctx.scale, ctx.softcap, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, table, sinks)
 
 
 def _attention_gradient(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     """dlse is ignored: lse is an output only so that autograd saves it for backward."""
     # out is saved rounded to the compute dtype and lse in the accumulator's: backward takes exp(score - lse), where an error
     # of lse would be one of every probability.
-    q, k, v, out, lse, table = ctx.saved_tensors
-    dq, dkv = context_attention_backward(dout, q, k, v, out, lse, table, ctx.group, ctx.scale)
-    return dq, dkv[0], dkv[1], None, None, None
+    q, k, v, out, lse, table, sinks = ctx.saved_tensors
+    dq, dkv = context_attention_backward(dout, q, k, v, out, lse, table, ctx.group, ctx.scale, ctx.softcap)
+    dsinks = sinks_gradient(dout, out, lse, sinks) if sinks is not None else None
+    return dq, dkv[0], dkv[1], None, None, None, None, dsinks
 
 
 context_attention.register_autograd(_attention_gradient, setup_context=_save_attention)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange, reduce, repeat
@@ -36,8 +37,13 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel for tensors of this device and dtype. Raises: PlanError if there is none for the head_dim."""
+def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int, softcap: float = 0.0) -> Kernel:
+    """The kernel for tensors of this device and dtype. Raises: PlanError if there is none for the head_dim.
+
+    softcap: scores are softcap * tanh(score / softcap), as Gemma 2 has it; 0 leaves them.
+    """
+    if softcap:  # no flash kernel of torch caps scores
+        return Kernel("math", partial(_math_forward, softcap=softcap), partial(_math_backward, softcap=softcap))
     if device_type == "cpu":
         return CPU_FLASH
     # CUDA's flash kernel takes half precision alone; fp32 and fp64 are computed by plain operators.
@@ -85,19 +91,29 @@ def _cuda_backward(
 MATH_ROWS = 512  # queries at a time: their scores are written out, [B, H, 512, S]
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _math_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (repeat(x, "b k s d -> b (k group) s d", group=groups) for x in (k, v))
     outs, lses = [], []
     for first in range(0, q.shape[2], MATH_ROWS):
-        scores = _scores(q, k, first, causal, scale)
+        scores = _masked(_scores(q, k, first, scale, softcap), first, causal)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ v)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (repeat(x, "b k s d -> b (k group) s d", group=groups) for x in (k, v))
@@ -106,9 +122,12 @@ def _math_backward(
         rows = slice(first, first + MATH_ROWS)
         # The softmax of the whole row, since lse is: see `Kernel`. delta = sum(dout * out) stands for the sum of p * dp over
         # all keys, of which the tile has only some (Dao et al. 2022, section 3.1).
-        p = (_scores(q, k, first, causal, scale) - lse[:, :, rows].unsqueeze(-1)).exp()
+        scores = _scores(q, k, first, scale, softcap)
+        p = (_masked(scores, first, causal) - lse[:, :, rows].unsqueeze(-1)).exp()
         delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
         ds = p * (dout[:, :, rows] @ v.mT - delta) * scale
+        if softcap:
+            ds = ds * (1 - (scores / softcap).square())  # of tanh
         dqs.append(ds @ k)
         dk += ds.mT @ q[:, :, rows]
         dv += p.mT @ dout[:, :, rows]
@@ -117,11 +136,15 @@ def _math_backward(
     return torch.cat(dqs, 2), dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, first: int, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, first: int, scale: float, softcap: float) -> Tensor:
     scores = (q[:, :, first : first + MATH_ROWS] @ k.mT) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _masked(scores: Tensor, first: int, causal: bool) -> Tensor:
     if causal:
-        row = torch.arange(first, first + scores.shape[2], device=q.device).unsqueeze(-1)
-        scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > row, float("-inf"))
+        row = torch.arange(first, first + scores.shape[2], device=scores.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(scores.shape[3], device=scores.device) > row, float("-inf"))
     return scores
 
 
@@ -138,9 +161,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 class Forward:
     """Attention of q [B, T, H, D] over keys that arrive in pieces: the running out [B, T, H, D] and lse [B, T, H]."""
 
-    def __init__(self, q: Tensor, scale: float) -> None:
+    def __init__(self, q: Tensor, scale: float, softcap: float = 0.0) -> None:
         self.q, self.scale = q, scale
-        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
+        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1], softcap)
         dtype = accumulator_dtype(q.dtype)
         self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
@@ -170,9 +193,9 @@ def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 class Backward:
     """The mirror of `Forward`: dq is summed here, (dk, dv) of each piece into tensors that the caller gives."""
 
-    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float, softcap: float = 0.0) -> None:
         self.dout, self.q, self.out, self.lse, self.scale = dout, q, out, lse, scale
-        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
+        self.kernel = kernel_for(q.device.type, q.dtype, q.shape[-1], softcap)
         self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], dk: Tensor, dv: Tensor) -> None:
@@ -197,6 +220,22 @@ class Backward:
             # In place into the caller's sums: a tile touches only its own rows and keys.
             for total, grad in zip((self.dq[:, q_rows], dk[:, k_rows], dv[:, k_rows]), grads, strict=True):
                 total += grad
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax that has one more score in each row, the head's sink, whose value is zero (gpt-oss).
+
+    out: [B, T, H, D]; lse: [B, T, H]; sinks: [H]. With this lse and out, kernels' backward is right as it is: a sink adds
+    nothing to sum(dout * out).
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * (lse - total).exp().unsqueeze(-1), total
+
+
+def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The mirror of `with_sinks`: -sum over rows of p sum(dout * out), where p is the sink's share of the row."""
+    delta = (dout.to(lse.dtype) * out).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

@@ -26,12 +26,14 @@ from meshkit.parallel.context._ring_group import RingGroup
 # follows the communicator's.
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, ring: RingGroup, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, ring: RingGroup, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """q [B, T, H, D], k and v [B, T, K, D] of this group -> (out [B, T, H, D], lse [B, T, H]), out not yet rounded."""
     if layout.exchange == "all_gather":
-        return attend_gathered(q, k, v, layout, ring, scale)
+        return attend_gathered(q, k, v, layout, ring, scale, softcap)
     steps = plan(layout, ring.group)
-    running = Forward(q, scale)
+    running = Forward(q, scale, softcap)
     for step, (k_BSKD, v_BSKD) in zip(steps.steps, _kv_blocks(torch.stack((k, v)), steps, ring), strict=True):
         running.add(k_BSKD, v_BSKD, step.tiles)
     return running.out, running.lse
@@ -47,12 +49,13 @@ def attend_backward(
     layout: Layout,
     ring: RingGroup,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(dq, d(k, v)) in the accumulator's dtype."""
     if layout.exchange == "all_gather":
-        return attend_gathered_backward(dout, q, k, v, out, lse, layout, ring, scale)
+        return attend_gathered_backward(dout, q, k, v, out, lse, layout, ring, scale, softcap)
     steps = plan(layout, ring.group)
-    running = Backward(dout, q, out, lse, scale)
+    running = Backward(dout, q, out, lse, scale, softcap)
     # Other groups' blocks travel a second time: kept from forward, they would be all keys of the sequence on every rank.
     kv = torch.stack((k, v))
     gradients = ring_gradients if layout.exchange == "ring" else cast_gradients

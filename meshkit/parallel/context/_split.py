@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from meshkit.loss import IGNORED
 from meshkit.mask import Mask
 from meshkit.parallel.context._attention import context_attention, ulysses_to_heads, ulysses_to_tokens
 from meshkit.parallel.context._layout import Layout
+from meshkit.parallel.context._pattern import Pattern
 from meshkit.parallel.context._scheme import Choice, choose_for_rows
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
@@ -47,6 +49,10 @@ class Context:
         """See `split_batch`."""
         rows, tokens = _refuse_odd_shapes(batch)
         mask = _mask_of(batch, rows, tokens, mask, documents=self.documents)
+        given = frozenset(batch)
+        if "attention_mask" in batch:
+            mask = _without_padding(mask, batch, rows, tokens)
+            batch = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         self.choice, alike = choose_for_rows(
             mask.windowed(self.window),
             rows,
@@ -70,7 +76,7 @@ class Context:
             # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
             shard[:, count:] = IGNORED if name.startswith("labels") else 0
             split[name] = shard
-        split["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0)
+        split["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0, given=given)
         return split
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
@@ -120,11 +126,34 @@ def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None
     return Mask.causal(tokens) if mask == Mask.documents([tokens] * rows) else mask
 
 
+def _without_padding(mask: Mask, batch: dict[str, Tensor], rows: int, tokens: int) -> Mask:
+    """The mask less the keys that attention_mask [rows, tokens] hides; of all rows end to end, unless it hides none."""
+    shown = batch["attention_mask"].bool().cpu()
+    if shown.shape != (rows, tokens):
+        raise DataError(
+            f"split_batch: attention_mask has shape {tuple(shown.shape)}. One of [rows, tokens] says which tokens are "
+            "padding; describe any other as a meshkit.Mask."
+        )
+    if shown.all():
+        return mask
+    before = (
+        shown.cumsum(1) == 0
+    )  # rows of attention that see no key: there transformers computes something of all tokens
+    for name, labels in batch.items():
+        if name.startswith("labels") and bool((labels.cpu()[before] != IGNORED).any()):
+            raise DataError(
+                f"split_batch: {name!r} has labels at padding before the first token, of which no key is seen. Set them to "
+                f"{IGNORED} where attention_mask is 0."
+            )
+    every = mask if mask.tokens == rows * tokens else Mask.joined([mask] * rows)
+    return every.seeing(shown.flatten())
+
+
 def _token_index(layout: Layout, rank: int) -> tuple[Tensor, int]:
     """(global token of each local place, [L], where padding repeats token 0; how many places are no padding)."""
     pieces = [torch.arange(first, after) for first, after in layout.runs[rank]]
     real = torch.cat([*pieces, torch.empty(0, dtype=torch.int64)])
-    return torch.nn.functional.pad(real, (0, layout.lengths[rank] - len(real))), len(real)
+    return F.pad(real, (0, layout.lengths[rank] - len(real))), len(real)
 
 
 # A mask whose tokens are split over ranks: what a model hands to attention in place of a plain one.
@@ -134,12 +163,12 @@ class SplitMask:
     """Which tokens see which, and which rank holds them. One per batch, made by `split_batch`.
 
     tokens: this rank's, padding included. rows: how many rows the batch had before they were laid end to end, or 0 where
-    each row is split alike. Not a dataclass: FSDP casts and moves the fields of
-    dataclasses among a module's inputs.
+    each row is split alike. given: the names of the batch that was split. Not a dataclass: FSDP casts and moves the fields
+    of dataclasses among a module's inputs.
     """
 
-    def __init__(self, layout: Layout, axis: DeviceMesh, *, rows: int = 0) -> None:
-        self.layout, self.axis, self.rows = layout, axis, rows
+    def __init__(self, layout: Layout, axis: DeviceMesh, *, rows: int = 0, given: frozenset[str] = frozenset()) -> None:
+        self.layout, self.axis, self.rows, self.given = layout, axis, rows, given
         self.rank = axis.get_local_rank()
         self.group = axis.get_group().group_name
         self.table = layout.table()  # on the host, where the operators read it without a sync
@@ -147,24 +176,68 @@ class SplitMask:
         self.ulysses = layout.ulysses
         self.part = self.rank % self.ulysses  # among the ranks of the group, which trade heads for tokens
         self.group_tokens = layout.group_length(self.rank // self.ulysses)
-        self._windowed: dict[int, SplitMask] = {}
+        self._followed: dict[Pattern, SplitMask] = {}
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row of the batch, on all ranks together."""
+        return self.layout.mask.tokens // (self.rows or 1)
 
     def windowed(self, window: int | None) -> SplitMask:
         """The same split of the mask cut by a sliding window."""
-        if window is None:
+        return self._cut(Pattern(causal=False, window=window))
+
+    def following(self, pattern: Pattern, who: str) -> SplitMask:
+        """The same split of what a layer sees of the mask. Raises: PlanError for one of the other direction."""
+        whole = self.layout.mask
+        # Where every token sees itself alone, which is an empty microbatch, both directions are the same.
+        if len(whole.components) != whole.tokens and pattern.causal == whole.sees_ahead:
+            raise PlanError(
+                f"context parallelism: {who} attends with is_causal={pattern.causal}, but the batch was split for a mask "
+                f"that is {'not causal' if whole.sees_ahead else 'causal'}. Give split_batch the mask that the module means, "
+                "for example mask=Mask.full(tokens)."
+            )
+        return self._cut(pattern)
+
+    def _cut(self, pattern: Pattern) -> SplitMask:
+        if pattern.window is None and pattern.chunk is None:
             return self
         # Kept: a model of many layers asks in each, and a new table would be planned and copied anew.
-        if window not in self._windowed:
-            self._windowed[window] = SplitMask(self.layout.windowed(window), self.axis, rows=self.rows)
-        return self._windowed[window]
+        if pattern not in self._followed:
+            layout = replace(self.layout, mask=pattern.of(self.layout.mask, self.row_tokens))
+            self._followed[pattern] = SplitMask(layout, self.axis, rows=self.rows, given=self.given)
+        return self._followed[pattern]
 
-    def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, *, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """softmax(scale q k') v over the keys of all ranks that the mask shows; query head h reads key head h // (H/K).
 
-        q: [B, T, H, D]; k, v: [B, T, K, D]: this rank's tokens. Returns [B, T, H, D]; rows that see nothing are 0.
-        scale: default 1 / sqrt(D). Wire: what `explain` says for the layout's scheme.
+        q: [B, T, H, D]; k: [B, T, K, D]; v: [B, T, K, E]: this rank's tokens. Returns [B, T, H, E]; rows that see nothing
+        are 0. scale: default 1 / sqrt(D). softcap: scores become softcap * tanh(score / softcap). sinks: [H], one more
+        score of each row, whose value is zero. Wire: what `explain` says for the layout's scheme; where E is not D, the
+        narrower of them is sent as wide as the other.
         Raises: PlanError for shapes that do not fit the split.
         """
+        wide, narrow = q_BTHD.shape[3], v_BTKE.shape[3]
+        scale = wide**-0.5 if scale is None else scale
+        if wide != narrow and k_BTKD.shape[3] == wide:
+            # Keys and values travel in one message. The zeros change no score, and no value but those that are cut off.
+            width = max(wide, narrow)
+            q, k, v = (F.pad(each, (0, width - each.shape[3])) for each in (q_BTHD, k_BTKD, v_BTKE))
+            return self._attend(q, k, v, scale, softcap or 0.0, sinks)[..., :narrow]
+        return self._attend(q_BTHD, k_BTKD, v_BTKE, scale, softcap or 0.0, sinks)
+
+    def _attend(
+        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
         heads, kv_heads, head_dim = q_BTHD.shape[2], k_BTKD.shape[2], q_BTHD.shape[3]
         if q_BTHD.shape[1] != self.tokens or k_BTKD.shape[1] != self.tokens:
             raise PlanError(
@@ -176,9 +249,8 @@ class SplitMask:
                 f"context parallelism: queries {tuple(q_BTHD.shape)}, keys {tuple(k_BTKD.shape)} and values "
                 f"{tuple(v_BTKD.shape)} do not fit. Query heads are a multiple of key/value heads, and all have one head_dim."
             )
-        scale = head_dim**-0.5 if scale is None else scale
         if self.ulysses == 1:
-            output: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale)[0]
+            output: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale, softcap, sinks)[0]
             return output
         q_heads = len(even_part(heads, self.ulysses, self.part))
         k_heads = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))
@@ -191,7 +263,10 @@ class SplitMask:
         if read is not None:
             index = torch.tensor(read, device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
-        out, _ = context_attention(q, k, v, self.table, self.group, scale)
+        if sinks is not None:
+            own = even_part(heads, self.ulysses, self.part)
+            sinks = sinks[own.start : own.stop]
+        out, _ = context_attention(q, k, v, self.table, self.group, scale, softcap, sinks)
         output = ulysses_to_tokens(out, self.table, self.group, heads, 0, self.tokens, heads)
         return output
 
@@ -203,7 +278,7 @@ class SplitMask:
         """
         layout = self.layout
         longest = max(layout.lengths)
-        padded = torch.nn.functional.pad(values, (0, 0) * (values.ndim - 2) + (0, longest - self.tokens))
+        padded = F.pad(values, (0, 0) * (values.ndim - 2) + (0, longest - self.tokens))
         gathered = join_dim(padded, 1, self.axis)
         index = torch.empty(layout.mask.tokens, dtype=torch.int64)
         for rank, runs in enumerate(layout.runs):

@@ -18,7 +18,7 @@ import meshkit as mk
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.parallel.context import Shape, SplitMask, choose
-from meshkit.parallel.context._foreign import _dot_product_attention
+from meshkit.parallel.context._foreign import _attend_dot_products
 from meshkit.strategy import ContextPolicy
 from tests.laws.parity.cases import Cell, build, mesh_for
 from tests.recipes.launch import run as launch
@@ -124,9 +124,10 @@ def attend_other_tokens() -> None:
     mask.attend(q, q, q)
 
 
-def attend_heads(query: int, kv: int, value_dim: int) -> None:
+def attend_heads(query: int, kv: int, value_dim: int, value_heads: int | None = None) -> None:
     _, mask = ready()
-    q, k, v = (torch.zeros(2, mask.tokens, *shape) for shape in ((query, 4), (kv, 4), (kv, value_dim)))
+    shapes = ((query, 4), (kv, 4), (value_heads or kv, value_dim))
+    q, k, v = (torch.zeros(2, mask.tokens, *shape) for shape in shapes)
     mask.attend(q, k, v)
 
 
@@ -137,10 +138,6 @@ def attend_outside() -> None:
 
 def different_batches() -> None:
     call(parallel(Attention(is_causal=True)), {"input_ids": IDS + dist.get_rank()})
-
-
-def transformer_with_cut(**given: object) -> Callable[[], object]:
-    return lambda: call(split_transformer("Gemma2", **LLAMA, head_dim=8, **given))
 
 
 def transformer_with_dropout() -> None:
@@ -194,11 +191,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: parallel(Attention(), policy=mk.strategy.ContextPolicy(scheme="all_gather", kv_heads_per_gather=0)),
         "PlanError: context kv_heads_per_gather=0: at least 1 head is sent at a time.",
     ),
-    "a module without mask": (
-        lambda: mk.context_parallel(Model(Attention()), axis()),
-        "PlanError: context_parallel: Model.forward takes no `mask`, so its attention would see this rank's tokens only. "
-        r"Take a `mask` and call mask.attend\(q, k, v\), or name the modules that call F.scaled_dot_product_attention: "
-        r'attention=\["layers.*.attn"\].',
+    "a module that attends by itself": (
+        lambda: mk.context_parallel(Model(WrittenOut()), axis()),
+        r"PlanError: context parallelism: Model cannot be split by its tokens. attn: aten.bmm.default at "
+        r"test_refusals.py:\d+: it runs on parts along different dims. Use cp=1, or leave it to the other axes.",
+    ),
+    "a module that nothing is known of": (
+        lambda: mk.context_parallel(Attention(), axis()),
+        r"PlanError: context_parallel: Attention.forward takes no `mask` and no token ids by which it could be read, so its "
+        r"attention would see this rank's tokens only. Give parallelize\(example=...\), take a `mask` and call "
+        r"mask.attend\(q, k, v\), or name the modules",
     ),
     "a pattern that names nothing": (
         lambda: mk.context_parallel(Model(Attention()), axis(), attention=["atn"]),
@@ -243,12 +245,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "attn_mask": (
         attention_with(attn_mask=torch.ones(6, 6, dtype=torch.bool)),
-        "PlanError: context parallelism: the module calls scaled_dot_product_attention with attn_mask, which is about this "
-        "rank's tokens only. Describe the mask as a meshkit.Mask to split_batch, and use no dropout in attention.",
+        r"PlanError: context parallelism: Model cannot be split by its tokens. attn at test_refusals.py:\d+: PlanError: "
+        "scaled_dot_product_attention with attn_mask cannot be split. Use is_causal, no dropout, and",
     ),
     "dropout": (
         attention_with(is_causal=True, dropout_p=0.25),
-        "PlanError: context parallelism: the module calls scaled_dot_product_attention with dropout_p=0.25",
+        "PlanError: .* scaled_dot_product_attention with dropout_p=0.25 cannot be split.",
     ),
     "not causal": (
         attention_with(is_causal=False),
@@ -274,27 +276,23 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         r"PlanError: context parallelism: queries \(2, 6, 4, 4\), keys \(2, 6, 3, 4\) and values \(2, 6, 3, 4\) do not fit. "
         "Query heads are a multiple of key/value heads, and all have one head_dim.",
     ),
-    "values of another size": (lambda: attend_heads(4, 2, 8), r"PlanError: .* values \(2, 6, 2, 8\) do not fit."),
+    "values of other heads": (lambda: attend_heads(4, 2, 8, 4), r"PlanError: .* values \(2, 6, 4, 8\) do not fit."),
     "dropout of a config": (
         lambda: split_transformer("Llama", **LLAMA, attention_dropout=0.1),
         "PlanError: context parallelism: attention_dropout=0.1, but no kernel draws dropout by the place in the sequence, so "
         "it would depend on the split. Set attention_dropout=0.",
     ),
-    "softcap": (
-        transformer_with_cut(attn_logit_softcapping=30.0),
-        "PlanError: context parallelism: Gemma2Attention asks for softcap, which no scheme here computes.",
-    ),
     "dropout of a module": (
         transformer_with_dropout,
         "PlanError: context parallelism: LlamaAttention asks for dropout, which no scheme here computes.",
     ),
-    "sinks": (
-        lambda: transformer_attention(s_aux=torch.zeros(4)),
-        "PlanError: .* Linear asks for s_aux, which no scheme",
+    "a bias of positions": (
+        lambda: transformer_attention(position_bias=torch.zeros(4)),
+        "PlanError: .* Linear asks for position_bias, which no scheme",
     ),
     "attention_mask": (
         lambda: transformer_attention(attention_mask=torch.ones(2, 1, 6, 6)),
-        "PlanError: .* Linear asks for attention_mask, which no scheme here computes.",
+        "PlanError: .* Linear makes an attention mask of its own, which is about this rank's tokens only.",
     ),
 }
 
@@ -330,11 +328,19 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: call(split_transformer("Bert", "Model", intermediate_size=45)),
         "causal attention",
     ),
-    "padding told to transformers": (
+    "a label where no key is seen": (
         lambda: call(
-            split_transformer("Llama", **LLAMA), {**BATCH, "attention_mask": torch.ones(2, TOKENS).tril().long()}
+            split_transformer("Llama", **LLAMA),
+            {**BATCH, "labels": IDS, "attention_mask": torch.arange(TOKENS).expand(2, -1).ge(3).long()},
         ),
-        "padding is attended to",
+        "a token before the first one sees all tokens in transformers, and none here",
+    ),
+    "padding to a model that counts positions by it": (
+        lambda: call(
+            split_transformer("OPT", ffn_dim=40, word_embed_proj_dim=32),
+            {**BATCH, "attention_mask": torch.arange(TOKENS).expand(2, -1).ge(3).long()},
+        ),
+        "positions that count padding",
     ),
     "a mask that shows one row to another": (
         lambda: call(parallel(Attention(is_causal=True)), mask=Mask.causal(2 * TOKENS)),
@@ -420,7 +426,7 @@ def test_a_policy_is_checked_before_there_are_ranks() -> None:
 def test_attention_outside_of_a_model_is_refused() -> None:
     q = torch.zeros(1, 1, 4, 8)
     with pytest.raises(mk.errors.PlanError, match="attention ran outside of the model's forward"):
-        _dot_product_attention(None, q, q, q)
+        _attend_dot_products(q, q, q)
 
 
 def mismatched_masks() -> str:

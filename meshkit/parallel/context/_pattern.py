@@ -1,0 +1,86 @@
+"""Patterns of attention: what a layer sees of the batch's mask. Read from transformers' mask functions, by their parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.errors import PlanError
+from meshkit.mask import Mask
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """causal: no keys after the query. window: at most so many tokens, the query included. chunk: only keys of the same
+    chunk, of so many tokens."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def of(self, mask: Mask, row: int | None) -> Mask:
+        """What is left of the mask. row: tokens of a row, where rows are laid end to end."""
+        return mask.windowed(self.window).chunked(self.chunk, row)
+
+    def __str__(self) -> str:
+        parts = (f"window={self.window}" * bool(self.window), f"chunk={self.chunk}" * bool(self.chunk))
+        return " ".join(("causal" if self.causal else "full", *filter(None, parts)))
+
+
+CAUSAL, FULL = Pattern(), Pattern(causal=False)
+
+# A function made by one of these, by the names of what it closes over. "packed": documents, which the batch's mask has.
+_PARTS = {
+    "causal_mask_function": "causal",
+    "bidirectional_mask_function": "full",
+    "and_masks": "and",
+    "sliding_window_overlay": "window",
+    "chunked_overlay": "chunk",
+    "packed_sequence_mask_function": "packed",
+    "remap_positions_for_packed_sequence": "remapped",
+}
+
+
+def pattern_of(function: Callable[..., Any], *, padded: bool, packed: bool) -> Pattern:
+    """The pattern of a mask function of transformers' masking_utils. padded, packed: whether the batch has an attention_mask,
+    and position_ids by which documents may be packed.
+
+    Raises: PlanError for functions that are none of theirs, which nothing is known of.
+    """
+    name = function.__qualname__.partition(".")[0]
+    kind = _PARTS.get(name) if function.__module__ == "transformers.masking_utils" else None
+    closed = inspect.getclosurevars(function).nonlocals
+    if kind == "and":
+        return _joined([pattern_of(part, padded=padded, packed=packed) for part in closed["mask_functions"]])
+    if kind == "remapped":
+        inside = pattern_of(closed["mask_function"], padded=padded, packed=packed)
+        if inside.chunk and packed:
+            raise PlanError("chunked attention counts from the start of each document. Leave position_ids away.")
+        return inside
+    if kind == "window":
+        return Pattern(causal=False, window=int(closed["sliding_window"]))
+    if kind == "chunk":
+        if padded:
+            raise PlanError(
+                "chunked attention counts from the first token that is no padding. Leave attention_mask away."
+            )
+        return Pattern(causal=False, chunk=int(closed["chunk_size"]))
+    if kind is None:
+        raise PlanError(f"its mask is made by {function.__module__}.{name}, which is no pattern that ranks can follow.")
+    return CAUSAL if kind == "causal" else FULL
+
+
+def _joined(parts: list[Pattern]) -> Pattern:
+    joined = FULL
+    for part in parts:
+        windows = [each.window for each in (joined, part) if each.window]
+        chunks = [each.chunk for each in (joined, part) if each.chunk]
+        if len(chunks) == 2:
+            raise PlanError("its mask has chunks of two sizes.")
+        joined = Pattern(joined.causal or part.causal, min(windows, default=None), next(iter(chunks), None))
+    # A window that reaches to both sides is another one.
+    if joined.window and not joined.causal:
+        raise PlanError("its window is one to both sides.")
+    return joined

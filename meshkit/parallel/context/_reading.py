@@ -1,0 +1,281 @@
+"""Reading a model for context parallelism: where it attends, what each layer sees, and that nothing else mixes tokens.
+
+Two programs are read on a row of few tokens: the model's own, and that of a rank, which holds some of the tokens and attends
+through us. In both, attention is one operation. The rest must treat each token by itself, with its own position.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.core import _torch
+from meshkit.core.patch_class import patch_class
+from meshkit.errors import PlanError
+from meshkit.parallel.context._foreign import (
+    follow_patterns,
+    is_transformers,
+    use_registry,
+    with_attention_intercepted,
+    with_mask_set,
+)
+from meshkit.parallel.context._pattern import Pattern
+from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
+from meshkit.program import Held, Operation, Program, ReadingError, Trace, live, prove, tensors, trace, without_values
+
+# The tokens of two ranks, in no order that something else could follow too: zigzag is the same from both ends, and with whole
+# runs of tokens, pairs of neighbours stay together.
+_TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
+
+
+@dataclass(frozen=True)
+class Doors:
+    """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
+    scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. Neither: the forward
+    takes `mask`."""
+
+    registry: bool = False
+    intercepted: tuple[str, ...] = ()
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
+
+    def open(self, module: nn.Module) -> None:
+        """Let the module's attention follow the split mask that its forward is given."""
+        modules = dict(module.named_modules())
+        for name in self.intercepted:
+            patch_class(modules[name], forward=with_attention_intercepted(type(modules[name]).forward))
+        if self.registry:
+            use_registry(module)
+            follow_patterns(module, self.patterns)
+        takes = {"mask", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
+        if self.registry or self.intercepted or not takes:
+            hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
+            patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a rank's forward, less the mask; dim 1 of tensors that have `tokens` there is the tokens.
+
+    given: names of the batch before it was split. position_ids that it has not are those of the tokens.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tokens: int
+    given: frozenset[str] = frozenset({"input_ids"})
+
+    def of(self, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the same kind for one row of so many tokens."""
+
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[1] != self.tokens:
+                return leaf
+            return torch.empty((1, tokens, *leaf.shape[2:]), dtype=leaf.dtype, device="meta")
+
+        args, kwargs = _torch.tree_map(resized, (tuple(self.args), dict(self.kwargs)))
+        return args, kwargs
+
+    def alone(self, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the single-device model, of all tokens."""
+        args, kwargs = self.of(tokens)
+        if "position_ids" not in self.given:
+            kwargs.pop("position_ids", None)
+        if "attention_mask" in self.given:
+            kwargs["attention_mask"] = torch.empty((1, tokens), dtype=torch.int64, device="meta")
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`."""
+
+    program: Program
+    named: tuple[str, ...] = ()
+    closed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether the forward takes a `mask` to attend with, and no other way is asked for."""
+        model = self.program.model
+        return not is_transformers(model) and not self.named and "mask" in inspect.signature(model.forward).parameters
+
+    def doors(self, call: Call) -> Doors:
+        """How the model's attention is reached, proved on this call.
+
+        Raises: PlanError for a model that cannot be split by its tokens.
+        """
+        with self._explained():
+            return self._doors(self._complete(call))
+
+    def _doors(self, call: Call) -> Doors:
+        for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
+            try:
+                full = self._alone(call, sum(map(len, _TOKENS)), registry=registry)
+            except ReadingError as error:
+                # It adds the mask to scores that it computes itself.
+                if registry and not isinstance(error.__cause__, PlanError):
+                    continue
+                raise
+            places = tuple(dict.fromkeys(name for name, _ in _attentions(full)))
+            if self.takes_mask:
+                doors = Doors()
+            elif registry:
+                doors = Doors(registry=True, patterns=_patterns(full))
+            else:
+                doors = Doors(intercepted=self.named or places)
+            if places or not registry:
+                break
+        self._prove(full, doors, call, _TOKENS)
+        return doors
+
+    def prove(self, doors: Doors, call: Call) -> None:
+        """Raises: PlanError unless the model follows its split on another call too."""
+        with self._explained():
+            self._prove_again(doors, self._complete(call))
+
+    def _complete(self, call: Call) -> Call:
+        """With position_ids in the batch, where the model cannot run without."""
+        asked = inspect.signature(self.program.model.forward).parameters.get("position_ids")
+        if asked is None or asked.default is not asked.empty:
+            return call
+        return replace(call, given=call.given | {"position_ids"})
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except PlanError as error:
+            raise PlanError(
+                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {error} "
+                "Use cp=1, or leave it to the other axes."
+            ) from error
+
+    def _prove_again(self, doors: Doors, call: Call) -> None:
+        full = self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry)
+        if doors.registry and (found := _patterns(full)) != doors.patterns:
+            name = next(each for each in {**found, **doors.patterns} if found.get(each) != doors.patterns.get(each))
+            raise PlanError(
+                f"{name} attends by {found.get(name)} on this batch, and by {doors.patterns.get(name)} on the example by "
+                "which it was read. Give parallelize(example=...) with the arguments of the batch."
+            )
+        self._prove(full, doors, call, _TOKENS)
+
+    def refuse_other_programs(self, doors: Doors, call: Call, *, tokens: int, lengths: Iterable[int]) -> None:
+        """Raises: PlanError if the model runs other operations on so many tokens than on the few that it was proved on.
+
+        tokens: of the single-device model. lengths: of ranks.
+        """
+
+        def alone(count: int) -> Trace:
+            return self._alone(call, count, registry=doors.registry)
+
+        def on_rank(count: int) -> Trace:
+            return self._on_rank(doors, call, count)
+
+        call = self._complete(call)
+        with self._explained():
+            _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens])
+            _refuse_difference(on_rank, len(_TOKENS[0]), lengths)
+
+    def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:
+        """The single-device model's program."""
+        model = without_values(self.program.model)
+        args, kwargs = call.alone(tokens)
+        if self.takes_mask:
+            kwargs["mask"] = ReadMask()
+        elif registry:
+            read_registry(model, packed="position_ids" in call.given)
+        else:
+            for name in self.named or ("",):
+                read_calls(model.get_submodule(name))
+        return self._with_values(live(trace(model, args, kwargs, closed=self.closed)))
+
+    def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
+        model = without_values(self.program.model)
+        doors.open(model)
+        args, kwargs = call.of(tokens)
+        return self._with_values(live(trace(model, args, {**kwargs, "mask": ReadMask()}, closed=self.closed)))
+
+    def _with_values(self, trace: Trace) -> Trace:
+        """The trace with the values of whole numbers that the model keeps: positions, and kinds of tokens."""
+        values = {
+            f"buffer {name}": buffer
+            for name, buffer in self.program.model.named_buffers()
+            if not buffer.is_floating_point() and not buffer.is_complex() and not buffer.is_meta
+        }
+        storages = [
+            replace(kept, value=values[kept.source].detach().cpu().flatten())
+            if kept.source in values and values[kept.source].numel() == kept.size
+            else kept
+            for kept in trace.storages
+        ]
+        return replace(trace, storages=tuple(storages))
+
+    def _prove(self, full: Trace, doors: Doors, call: Call, tokens: tuple[tuple[int, ...], ...]) -> None:
+        # What was found to read values need not be found again, which takes a reading for each module.
+        guessed = {full.calls[each.call].name: each.name for each in full.operations if each.name == "closed"}
+        reader = replace(self, closed={**self.closed, **guessed})
+        ranks = [_with_positions(reader._on_rank(doors, call, len(own)), call, own) for own in tokens]
+        held = []
+        for trace_of_rank, own in zip(ranks, tokens, strict=True):
+            of_inputs = {
+                kept.source: Held("varying", 1, own)
+                for kept in trace_of_rank.storages
+                if kept.source.startswith("input ") and len(kept.shape) > 1 and kept.shape[1] == len(own)
+            }
+            # The gradients of parameters are summed over the axis, as over data ranks.
+            params = {f"parameter {name}": Held("replicated") for name in self.program.parameters}
+            held.append({**params, **of_inputs})
+        prove(full, ranks, held, tokens=tokens)
+
+
+def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:
+    """The trace with the values of positions that the batch did not have: they are the numbers of the tokens."""
+    if "position_ids" in call.given:
+        return trace
+    own = torch.tensor(tokens)
+    storages = [replace(kept, value=own) if kept.source == "input position_ids" else kept for kept in trace.storages]
+    return replace(trace, storages=tuple(storages))
+
+
+def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterable[int]) -> None:
+    expected = _computing(read(proved))
+    for count in counts:
+        for a, b in zip_longest(expected, _computing(read(count))):
+            if a is None or b is None or a.name != b.name:
+                runs, runs_not = (count, proved) if b is not None else (proved, count)
+                raise PlanError(
+                    f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
+                )
+
+
+def _computing(trace: Trace) -> list[Operation]:
+    """Less those that only look at memory in another way, or copy it, which may depend on strides."""
+    kept = []
+    for operation in trace.operations:
+        read = {ref.storage for ref in tensors((operation.args, operation.kwargs))}
+        if operation.name.startswith("aten.clone") or any(ref.storage in read for ref in tensors(operation.outputs)):
+            continue
+        kept.append(operation)
+    return kept
+
+
+def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
+    """(module that runs it, attention) of each."""
+    return [(trace.calls[each.call].name, each) for each in trace.operations if each.name == ATTEND]
+
+
+def _patterns(trace: Trace) -> dict[str, Pattern]:
+    patterns: dict[str, Pattern] = {}
+    for name, operation in _attentions(trace):
+        pattern = operation.kwargs["pattern"]
+        if patterns.setdefault(name, pattern) != pattern:
+            raise PlanError(f"{name}: it attends by {patterns[name]} and by {pattern}, so no pattern is the module's.")
+    return patterns

@@ -1,0 +1,19 @@
+"""Dead code: operations of a trace whose results nothing reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshkit.program._trace import Operation, Trace, tensors
+
+
+def live(trace: Trace) -> Trace:
+    """The trace less operations that the output does not depend on. What writes into memory is kept."""
+    read = {ref.storage for ref in tensors(trace.output)}
+    kept: list[Operation] = []
+    for operation in reversed(trace.operations):
+        writes = not isinstance(operation.op, str) and operation.op._schema.is_mutable
+        if writes or any(ref.storage in read for ref in tensors(operation.outputs)):
+            read |= {ref.storage for ref in tensors((operation.args, operation.kwargs))}
+            kept.append(operation)
+    return replace(trace, operations=tuple(reversed(kept)))

@@ -1,0 +1,190 @@
+"""What is read of a model for context parallelism: where it attends, and that nothing else mixes tokens; without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshkit.errors import PlanError
+from meshkit.parallel.context import Doors
+from meshkit.parallel.context._reading import Call, Reader
+from meshkit.program import Program, without_values
+
+IDS = torch.empty(1, 8, dtype=torch.int64, device="meta")
+CALL = Call((IDS,), {"position_ids": IDS}, 8)
+WIDTH, VOCABULARY = 8, 11
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Decoder(nn.Module):
+    """inside: a function of [rows, tokens, features] before attention."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        self.attn, self.head = Attention(), nn.Linear(WIDTH, VOCABULARY)
+        self.conv, self.inside = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH), inside
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])
+        x = self.embed(input_ids) + self.positions(position_ids)
+        return self.head(self.attn(self.inside(x)))
+
+
+def read(model: nn.Module, call: Call = CALL, named: tuple[str, ...] = ()) -> Doors:
+    return Reader(Program(without_values(model)), named).doors(call)
+
+
+def test_attention_is_found_where_it_is_called() -> None:
+    assert read(Decoder()) == Doors(intercepted=("attn",))
+
+
+ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a norm of features": lambda x: F.layer_norm(x, (WIDTH,)),
+    "a softmax of features": lambda x: x.softmax(-1),
+    "tokens before features and back": lambda x: x.mT.tanh().mT,
+    "tokens as rows": lambda x: x.flatten(0, 1).relu().view_as(x),
+    "the sum of features": lambda x: x * x.sum(-1, keepdim=True),
+}
+MIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a running sum": (lambda x: x + x.cumsum(1), "aten.cumsum.default"),
+    "the mean of tokens": (lambda x: x - x.mean(1, keepdim=True), "aten.mean.dim"),
+    "the sum of tokens": (lambda x: x * x.sum(1, keepdim=True), "aten.mul.Tensor"),
+    "a softmax of tokens": (lambda x: x * x.softmax(1), "_softmax"),
+    "the token before": (lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], "aten.add.Tensor"),
+    "the first token": (lambda x: x + x[:, :1], "aten.add.Tensor"),
+    "the last token": (lambda x: x + x[:, -1:], "aten.add.Tensor"),
+    "tokens turned": (lambda x: x + x.flip(1), "aten.add.Tensor"),
+    "tokens rolled": (lambda x: x + x.roll(1, 1), "aten.add.Tensor"),
+    "every other token": (lambda x: x + x[:, ::2].repeat_interleave(2, 1), "aten.add.Tensor"),
+    "counted positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "aten.add.Tensor"),
+    "the number of tokens": (lambda x: x / x.shape[1], "aten.div.Tensor"),
+    "products of tokens": (lambda x: (x @ x.mT).tril() @ x, "aten.bmm.default"),
+    "a part of the tokens": (lambda x: torch.cat([x[:, :4].tanh(), x[:, 4:]], 1), "aten.tanh.default"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_treats_each_token_by_itself_is_proved(name: str) -> None:
+    assert read(Decoder(ALONE[name])).intercepted == ("attn",)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_tokens_is_refused_with_its_place(name: str) -> None:
+    inside, operation = MIXED[name]
+    with pytest.raises(PlanError, match="Decoder cannot be split by its tokens") as refused:
+        read(Decoder(inside))
+    assert operation in str(refused.value)
+    assert "test_reading.py:" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_convolution_over_tokens_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"aten.convolution.default at .*: it needs all of a dim"):
+        read(Convolves())
+
+
+class Convolves(Decoder):
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        return self.head(self.attn(x + self.conv(F.pad(x.mT, (2, 0))).mT))
+
+
+class CountsItself(Decoder):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def test_positions_that_the_forward_counts_by_itself_are_refused() -> None:
+    with pytest.raises(PlanError, match="another part of another tensor"):
+        read(CountsItself())
+
+
+def test_attention_that_is_not_named_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be split by its tokens"):
+        read(AttendsTwice(), named=("attn",))
+    assert read(AttendsTwice()).intercepted == ("more", "attn")
+
+
+class AttendsTwice(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Attention()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.head(self.attn(self.more(self.embed(input_ids))))
+
+
+class OtherBelow(Decoder):
+    """Another program for few tokens than for many."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        out = super().forward(input_ids, position_ids)
+        return out if input_ids.shape[1] < self.limit else out * 2
+
+
+def test_a_program_that_depends_on_the_number_of_tokens_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be split by its tokens"):
+        read(OtherBelow(12))
+    model = OtherBelow(100)  # alike on the few tokens of the proof
+    reader = Reader(Program(without_values(model)))
+    doors = reader.doors(CALL)
+    reader.refuse_other_programs(doors, CALL, tokens=90, lengths=[45])
+    with pytest.raises(
+        PlanError, match=r"aten.mul.Tensor at test_reading.py:\d+: of 120 tokens it is run, and of 16 not"
+    ):
+        reader.refuse_other_programs(doors, CALL, tokens=120, lengths=[60])
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
+
+
+def tiny(kind: str) -> nn.Module:
+    from tests.zoo import causal, judge
+    from tests.zoo.exact import exact
+
+    with judge.quiet(), exact():
+        return causal.build(kind)
+
+
+def test_patterns_of_layers_are_read() -> None:
+    doors = read(tiny("llama4_text"))
+    assert doors.registry
+    assert sorted(set(map(str, doors.patterns.values()))) == ["causal", "causal chunk=4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [("lfm2", "aten.convolution.default"), ("roberta", "aten.ne.Scalar"), ("bloom", "aten.baddbmm.default")],
+)
+def test_a_model_of_transformers_that_mixes_tokens_is_refused(kind: str, operation: str) -> None:
+    with pytest.raises(PlanError, match=operation):
+        read(tiny(kind))
+
+
+def test_padding_is_proved_as_the_model_alone_takes_it() -> None:
+    padded = Call((IDS,), {"position_ids": IDS}, 8, frozenset({"input_ids", "attention_mask"}))
+    opt = Reader(Program(without_values(tiny("opt"))))
+    doors = opt.doors(CALL)
+    with pytest.raises(PlanError, match="aten.cumsum.default"):  # its positions count tokens that are no padding
+        opt.prove(doors, padded)
+    llama = Reader(Program(without_values(tiny("llama"))))
+    llama.prove(llama.doors(CALL), padded)
