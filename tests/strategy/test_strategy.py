@@ -461,18 +461,6 @@ REFUSED |= {
         {"memory": MemoryPolicy(offload=ActivationOffload(keep_last=2))},
         r"ActivationOffload\(keep_last=2\) keeps all of the 2 blocks",
     ),
-    "a scalar parameter": (
-        lambda: Own(torch.tensor(1.0)),
-        "dp_shard=2",
-        NO_BLOCKS,
-        "parameter 'given' is a scalar, and FSDP shards the first dim",
-    ),
-    "a scalar parameter, of replicas": (
-        lambda: Own(torch.tensor(1.0)),
-        "dp_replicate=2",
-        NO_BLOCKS,
-        "parameter 'given' is a scalar",
-    ),
     "a parameter that is a transposed view": (
         lambda: Own(torch.zeros(4, 6).t()),
         "dp_shard=2",
