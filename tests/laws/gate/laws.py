@@ -245,7 +245,9 @@ def _numbers(cell: Cell, step: int, loss: float, norm: float, expected: Alone, e
                 continue
             tolerance, wanted = max(BF16_RATIO * abs(wanted - truth), 0.02 * abs(truth)), truth
         elif cell.precision == "fp32" and step:
-            tolerance = 1e-3
+            # After Adam two experts may score alike to rounding for a token, which then chooses the other: 0.6 % of the norm
+            # was seen. What that hides, the cells in fp64 show.
+            tolerance = 2e-2 if cell.model in ROUTED else 1e-3
         if not abs(value - wanted) <= tolerance * max(1.0, abs(wanted)):
             found[f"parity of the {what} of step {step}"] = f"{value!r}, one device {wanted!r}"
     return found
