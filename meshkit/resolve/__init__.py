@@ -1,0 +1,10 @@
+"""Resolving a strategy: one place that decides and refuses.
+
+`parallelize` executes a `Resolved`, `explain` prints it, `estimate`, `check` and the page build on it. So all of them refuse
+the same strategies, with the same text.
+"""
+
+from meshkit.resolve._resolve import resolve, resolve_together
+from meshkit.resolve._resolved import Resolved
+
+__all__ = ["Resolved", "resolve", "resolve_together"]

@@ -1,0 +1,29 @@
+"""The modules of a model that its plan names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshkit.plan import Plan, match_names
+from meshkit.plan.auto import auto_plan
+from meshkit.program import Program
+from meshkit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Names:
+    """The plan, and the modules of the model that it names."""
+
+    plan: Plan
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    mlps: tuple[str, ...]
+
+
+def name_modules(program: Program, strategy: Strategy, proved: Plan | None) -> Names:
+    plan = proved or strategy.plan or auto_plan(program.model)
+    blocks, units, mlps = (
+        tuple(match_names(patterns, program.modules, what="module"))
+        for patterns in (plan.blocks, plan.units, plan.mlps)
+    )
+    return Names(plan, blocks, units, mlps)

@@ -1,0 +1,239 @@
+"""Resolving a strategy (planning, validation): all decisions that follow from a program, a strategy and a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from meshkit.core import _torch
+from meshkit.errors import MeshkitError, PlanError
+from meshkit.loss.linear_logits import plan_head
+from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
+from meshkit.mesh import Mesh, MeshSpec
+from meshkit.parallel.context import plan_context
+from meshkit.parallel.data import zero_stage
+from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
+from meshkit.parallel.parameter_hooks import refuse_hooks
+from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.tensor.derive import derive_plan
+from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
+from meshkit.parallel.tensor.proof import prove_layout
+from meshkit.parallel.tensor.regather import refuse_without_sequence
+from meshkit.plan import Plan, match_table
+from meshkit.program import Example, Program, ReadingError, example_of
+from meshkit.resolve._names import Names, name_modules
+from meshkit.resolve._refusals import (
+    refuse_backend,
+    refuse_batch_norm,
+    refuse_complex,
+    refuse_dropout,
+    refuse_fp8,
+    refuse_idle_ranks,
+    refuse_meta,
+    refuse_other_mesh,
+    refuse_units,
+    refuse_without_blocks,
+    refuse_without_pp,
+)
+from meshkit.resolve._resolved import Resolved
+from meshkit.resolve._treatments import choose, treat_blocks
+from meshkit.strategy import Strategy
+
+
+def resolve(
+    program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu", proved: Plan | None = None
+) -> Resolved:
+    """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
+
+    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels. proved: the plan,
+    where another rank has proved it already, which takes seconds.
+    Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change;
+    Unproved for a plan on tp that is not shown to compute what one device computes.
+    """
+    # The order of refusals: first those that read the strategy alone, then those that match names, then those that lay out
+    # tensors, and a `Budget`, which runs blocks on fake tensors for seconds, last. So what is wrong is told at once, and with
+    # several things wrong the text is about the simplest.
+    refuse_other_mesh(strategy, spec)
+    refuse_without_pp(strategy, spec)
+    names = name_modules(program, strategy, proved)
+    refuse_without_blocks(strategy, names.blocks)
+    refuse_meta(program)
+    refuse_complex(program)
+    refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
+    refuse_batch_norm(program, spec)
+    refuse_backend(strategy.compile)
+    refuse_dropout(program, strategy.memory, compiled=bool(strategy.compile))
+    strategy.memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
+
+    compute, fp8 = _plan_products(program, strategy, spec, names, device_type)
+    refuse_without_sequence(regather=strategy.memory.regather, sequence=strategy.sequence)
+    sequence = strategy.sequence and spec.tp > 1
+    if sequence and strategy.plan is not None:
+        refuse_whole_stream(program.model, names.plan.tensor)
+    example = _example(program, spec) if spec.tp > 1 else None
+    if proved is None and example is not None:
+        plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
+        names = replace(names, plan=plan)
+    if sequence:  # of a derived plan
+        refuse_whole_stream(program.model, names.plan.tensor)
+    zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
+    head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
+    cut = _plan_cut(program, strategy, spec, names, example)
+    layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
+    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
+    reading = plan_context(
+        program,
+        strategy.context,
+        size=spec.cp,
+        attention=names.plan.attention,
+        closed=dict.fromkeys(experts, "experts"),
+    )
+    refuse_sequence_balance(program.model, cp=spec.cp)
+
+    choices = choose(
+        program, strategy, spec, names, fp8=fp8, sequence=sequence, compute=compute, device=device_type, cut=cut
+    )
+    treated = treat_blocks(strategy, names, choices)
+    refuse_treatments(treated, program.modules)
+    refuse_mlp_chunks(
+        strategy.memory,
+        mlps=names.mlps,
+        experts=experts,
+        units=[*names.blocks, *names.units],
+        treated=treated,
+        compiled=bool(strategy.compile),
+        splits_backward=cut is not None and cut.splits_backward,
+    )
+    resolved = Resolved(
+        program=program,
+        strategy=strategy,
+        spec=spec,
+        **vars(names),
+        zero=zero,
+        sequence=sequence,
+        compute=compute,
+        fp8=tuple(fp8),
+        head=head,
+        layout=layout,
+        reading=reading,
+        experts=experts,
+        cut=cut,
+        treatments=treated,
+        choices=tuple(choices),
+        example=example,
+    )
+    refuse_units(resolved)
+    return resolved
+
+
+def _plan_products(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: Names, device_type: str
+) -> tuple[torch.dtype, Sequence[str]]:
+    """The dtype of matrix products, and the linear layers that multiply in fp8."""
+    precision = strategy.memory.precision
+    if precision is None:
+        return program.dtype, []
+    if precision.fp8 is None:
+        return precision.compute, []
+    refuse_fp8(precision.fp8, program, strategy.memory, spec)
+    fp8 = plan_fp8(program.model, blocks=names.blocks, policy=precision.fp8, device_type=device_type, tp=spec.tp)
+    return precision.compute, fp8
+
+
+def _plan_head(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: Names, *, sequence: bool, device_type: str
+) -> str | None:
+    loss = strategy.memory.loss
+    if loss is None:
+        return None
+    return plan_head(program.model, names.plan, loss, tp=spec.tp, sequence=sequence, device_type=device_type)
+
+
+def _plan_cut(
+    program: Program, strategy: Strategy, spec: MeshSpec, names: Names, example: Example | None
+) -> Cut | None:
+    """The pipeline stages. With the number of microbatches known, its table is checked too: else the first step does it."""
+    if spec.pp == 1:
+        return None
+    policy = strategy.pipeline
+    cut = plan_pipeline(
+        program.model,
+        spec.pp,
+        blocks=names.blocks,
+        schedule=policy.schedule,
+        split=policy.stages,
+        example=program.example,
+        read=program.read(example, {}) if example is not None else None,
+    )
+    refuse_idle_ranks(program, cut, spec.pp)
+    if strategy.microbatches is not None:
+        check(cut.generate(spec.pp, strategy.microbatches))
+    return cut
+
+
+def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bool) -> TensorLayout | None:
+    if spec.tp > 1:
+        return tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence)
+    # Nothing to lay out, but a typo in the plan shows without tp too.
+    match_table(plan.tensor, dict(program.model.named_modules(remove_duplicate=False)), what="module")
+    return None
+
+
+def _example(program: Program, spec: MeshSpec) -> Example | None:
+    """By what the program is read. None where nothing is known that the forward takes: the first forward shows it then.
+
+    Raises: PlanError for an example that was given and does not run.
+    """
+    example = program.example or example_of(program.model, multiple=4 * spec.tp)
+    if example is None:
+        return None
+    try:
+        program.read(example, {})
+    except ReadingError as error:
+        if program.example is None:
+            return None
+        raise PlanError(
+            f"parallelize(example=...): the model does not run on it: {error}. Give the arguments of its forward, by name."
+        ) from error
+    return example
+
+
+def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
+    """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is split otherwise, or left whole."""
+
+    def proved(layout: TensorLayout) -> None:
+        prove_layout(program, layout, example, blocks=names.blocks)
+
+    if auto:
+        return derive_plan(program, names.plan, example, proved, size=spec.tp, sequence=sequence)
+    proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))
+    return names.plan
+
+
+def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
+    """`resolve` on every rank of the mesh. A plan on tp is proved by the first rank alone, and the others are told.
+
+    Wire: on tp, a broadcast of the plan.
+    """
+
+    def resolved(proved: Plan | None) -> Resolved:
+        return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
+
+    if mesh.spec.tp == 1 or _torch.is_fake_group(mesh.group):
+        return resolved(None)
+    own: Resolved | None = None
+    told: list[Plan | MeshkitError | None] = [None]
+    if dist.get_rank(mesh.group) == 0:
+        # The refusal travels too: the others would wait for a rank that has raised.
+        try:
+            own = resolved(None)
+            told = [own.plan]
+        except MeshkitError as error:
+            told = [error]
+    dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
+    if isinstance(told[0], MeshkitError):
+        raise told[0]
+    return own or resolved(told[0])

@@ -1,0 +1,122 @@
+"""What `resolve` decided, for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from meshkit.errors import PlanError
+from meshkit.memory import Treatment
+from meshkit.memory.budget.choose import Choice
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.context import Doors, Reader
+from meshkit.parallel.data import whole_parameters
+from meshkit.parallel.expert import ExpertLayout, in_expert_view
+from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.tensor.layout import TensorLayout, widest_heads
+from meshkit.plan import Plan
+from meshkit.program import Example, Program
+from meshkit.strategy import MemoryPolicy, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Resolved:
+    """The decisions for every rank. Names are those of the single-device model.
+
+    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
+    from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
+    sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
+    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
+    attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
+    treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
+    empty without one.
+    """
+
+    program: Program
+    strategy: Strategy
+    spec: MeshSpec
+    plan: Plan
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    mlps: tuple[str, ...]
+    zero: int
+    sequence: bool
+    compute: torch.dtype
+    fp8: tuple[str, ...]
+    head: str | None
+    layout: TensorLayout | None
+    reading: tuple[Reader, Doors]
+    experts: Mapping[str, ExpertLayout]
+    cut: Cut | None
+    treatments: Mapping[str, Treatment]
+    choices: tuple[Choice, ...]
+    example: Example | None
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        return self.strategy.memory
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Parameters that every data rank keeps whole, under all of their names; those of experts have ranks of their own."""
+        params = dict(self.program.model.named_parameters(remove_duplicate=False))
+        inside = tuple(f"{name}." for name in self.experts)
+        return frozenset(name for name in whole_parameters(params) if not name.startswith(inside))
+
+    def regathers(self, pp_rank: int) -> bool:
+        """Whether tensor-parallel regions of that rank of pp keep sharded inputs, all of them or those of some block."""
+        blocks = (self.treatments[name] for name in self.blocks_of(pp_rank))
+        return self.sequence and (self.memory.regather or any(each.regather for each in blocks))
+
+    @cached_property
+    def heads(self) -> tuple[int, int, int] | None:
+        """(query heads, key/value heads, head_dim) on the rank of tp that has most heads."""
+        return widest_heads(self.program.model, self.plan.tensor, size=self.spec.tp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The number of tokens of a rank of cp is a multiple of this."""
+        return self.spec.tp if self.sequence else 1
+
+    def refuse_tokens(self, seq_len: int) -> None:
+        """Raises: PlanError for rows whose tokens the ranks of tp cannot share evenly. With cp rows are padded."""
+        if self.spec.cp == 1 and seq_len % self.sequence_multiple:
+            raise PlanError(
+                f"seq_len={seq_len} with sequence=True: the {self.spec.tp} ranks of tp cannot share {seq_len} tokens evenly. "
+                f"Pad rows to a multiple of {self.spec.tp}, or use sequence=False."
+            )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes weight gradients separately from input gradients (zero bubble)."""
+        return self.cut is not None and self.cut.splits_backward
+
+    def runs(self, name: str, pp_rank: int) -> bool:
+        """Whether that rank of pp runs the module, or holds the parameter."""
+        return self.cut is None or self.cut.runs(name, pp_rank)
+
+    def blocks_of(self, pp_rank: int) -> list[str]:
+        return self._in_one_stage(self.blocks, pp_rank)
+
+    def units_of(self, pp_rank: int) -> list[str]:
+        return self._in_one_stage(self.units, pp_rank)
+
+    def _in_one_stage(self, names: Sequence[str], pp_rank: int) -> list[str]:
+        """The names of modules that are inside of one stage of that rank. Modules cut by stages belong to the root unit."""
+        if self.cut is None:
+            return list(names)
+        stages = self.cut.stages
+        present = {name for stage in self.cut.stages_of(pp_rank) for name in stages.modules_of(stage)}
+        return [name for name in names if name in present]
+
+    def experts_of(self, pp_rank: int) -> list[str]:
+        """Modules of experts that are sharded over other ranks than the rest of the model."""
+        return [name for name in self.experts if in_expert_view(self.spec) and self.runs(name, pp_rank)]
+
+    def choice_of(self, pp_rank: int) -> Choice | None:
+        """What a `Budget` chose for that rank of pp; `str()` is a table. None without a budget."""
+        # Without pp there is one choice, of all ranks.
+        return self.choices[pp_rank if len(self.choices) > 1 else 0] if self.choices else None
