@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
+from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
 
 FORWARDS_READ = 2  # state that a first forward makes is carried into the second
 OTHERS = timedelta(seconds=20)  # for the other ranks to leave the path of all earlier steps too
+LOOK = timedelta(seconds=1)  # between two looks of a waiting rank whether it waits in vain
 _END = "the end of the forward"
 _START = "the start of the forward"
 
@@ -76,6 +79,7 @@ class Agreement:
         self._known: dict[str, set[str]] = {}
         self._ran, self._filled = set[str](), set[str]()
         self._repeated = repeated
+        self.look: Callable[[], None] = lambda: None  # may raise where nobody will come any more
         if watch_units:
             for unit, module in model.named_modules():
                 if isinstance(module, FSDPModule):
@@ -193,15 +197,27 @@ class Agreement:
             self._store.set(f"{key}/differs", explain(first, value))
         if self._store.add(f"{key}/came", 1) == self._size:
             self._store.set(f"{key}/all", "1")
-        try:
-            self._store.wait([f"{key}/all"], self._patience if is_first else OTHERS)
-        except RuntimeError as error:  # DistStoreError is one
-            raise PlanError(alone or "parallelize: a data rank did not come to the end of the forward.") from error
+        if not self._comes(f"{key}/all", self._patience if is_first else OTHERS):
+            raise PlanError(alone or "parallelize: a data rank did not come to the end of the forward.")
         if self._store.check([f"{key}/differs"]):
             raise PlanError(self._store.get(f"{key}/differs").decode())
         if self._store.add(f"{key}/left", 1) == self._size:
             for part in ("asked", "first", "came", "all", "left"):
                 self._store.delete_key(f"{key}/{part}")
+
+    def _comes(self, key: str, patience: timedelta) -> bool:
+        """Whether it does within that time."""
+        until = time.monotonic() + patience.total_seconds()
+        while True:
+            left = max(0.001, min(LOOK.total_seconds(), until - time.monotonic()))
+            try:
+                with waiting("the other data ranks to come as far in the forward"):
+                    self._store.wait([key], timedelta(seconds=left))
+                return True
+            except RuntimeError:  # DistStoreError is one: not there yet
+                self.look()
+                if time.monotonic() >= until:
+                    return False
 
     def _compare_state(self, before: _Snapshot) -> None:
         written = before.written()

@@ -122,7 +122,8 @@ class Replay:
 
     def elements(self, ref: TensorRef) -> Tensor:
         """The numbers of a tensor's elements, in its shape."""
-        return torch.as_strided(self._flat(ref.storage), ref.shape, ref.stride, ref.offset)
+        flat = self._flat(ref.storage)  # which may itself lie in others' memory
+        return torch.as_strided(flat, ref.shape, ref.stride, flat.storage_offset() + ref.offset)
 
     def define(self, ref: TensorRef, numbers: Tensor | None = None) -> None:
         """Give a tensor's elements their numbers; new ones by default."""

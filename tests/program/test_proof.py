@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshkit.parallel.tensor.layout import tensor_layout
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.plan import column, enter, per_head, replicate, row, sequence, vocab
+from meshkit.plan import split as split_tokens
 from meshkit.program import Example, Unproved, read_program
 
 WIDTH, HIDDEN, VOCABULARY = 6, 12, 10
@@ -37,16 +38,34 @@ class Pair(nn.Module):
         return self.head(x)
 
 
-def prove(model: nn.Module, plan: dict[str, object], *, size: int = 2, split: bool = False) -> None:
+def prove(model: nn.Module, plan: dict[str, object], *, size: int = 2, split: bool = False, rows: int = 2) -> None:
     layout = tensor_layout(model, plan, size=size, sequence=split)  # type: ignore[arg-type]
-    ids = torch.zeros(2, 4 * size, dtype=torch.int64)
+    ids = torch.zeros(rows, 4 * size, dtype=torch.int64)
     prove_layout(read_program(model), layout, Example((ids,)))
 
 
+@pytest.mark.parametrize("rows", (1, 2))  # a rank's tokens of one row are one piece of memory
 @pytest.mark.parametrize("split", (False, True))
 @pytest.mark.parametrize("size", (2, 3, 4))
-def test_a_pair_is_proved(size: int, split: bool) -> None:
-    prove(Pair(), PAIR, size=size, split=split)
+def test_a_pair_is_proved(size: int, split: bool, rows: int) -> None:
+    prove(Pair(), PAIR, size=size, split=split, rows=rows)
+
+
+def test_one_row_is_split_into_other_tokens_on_each_rank() -> None:
+    body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(VOCABULARY, WIDTH), body
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.body(self.embed(input_ids)))
+
+    plan = {"embed": vocab(), "body": split_tokens(), "body.0": sequence(), "body.1": column(), "body.3": row()}
+    plan["head"] = vocab()
+    prove(Model(), plan, split=True, rows=1)
 
 
 ELEMENTWISE = {

@@ -176,8 +176,6 @@ def before_reductions(module: FSDPModule, missing: Callable[[list[BeforeReductio
     """
 
     def around(group: FSDPParamGroup) -> None:
-        reduce = group.post_backward
-
         def post_backward(*unused: Any) -> None:
             trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
             if group.reduce_grads and trained:
@@ -190,7 +188,7 @@ def before_reductions(module: FSDPModule, missing: Callable[[list[BeforeReductio
                 for param, fill in zip(trained, filled, strict=True):
                     if fill:
                         param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-            reduce(*unused)
+            type(group).post_backward(group, *unused)  # as it is now: a tracker may have wrapped it since
 
         group.post_backward = post_backward  # type: ignore[method-assign]  # of this group alone
 

@@ -141,10 +141,14 @@ class CollectiveOrder(TorchDispatchMode):
                     self._store.wait([key], timedelta(seconds=min(LOOK_S, self.timeout_s)))
                 return _call(self._store.get(key))
             except RuntimeError:  # not there yet
-                if self._store.check(["stopped"]):
-                    raise Stopped from None
+                self.look()
                 if time.monotonic() > until:
                     raise OutOfOrder(_finding({self._rank: call, peer: self._last(peer)}, stuck=True)) from None
+
+    def look(self) -> None:
+        """Raises: Stopped where another rank has stopped."""
+        if self._store.check(["stopped"]):
+            raise Stopped
 
     def _last(self, rank: int) -> Call:
         return _call(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else Call("")

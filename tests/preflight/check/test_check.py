@@ -139,14 +139,19 @@ def wide(mesh: mk.Mesh) -> nn.Module:
     return planted.Hand(mesh)
 
 
+def without_dropout() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 1))
+
+
 def talks_to_the_world(mesh: mk.Mesh) -> mk.Run:
-    model = mlp()
+    model = without_dropout()
     model.register_forward_hook(lambda *_: dist.all_reduce(torch.zeros(())))
     return mk.parallelize(model, mesh)
 
 
 def renamed(mesh: mk.Mesh) -> mk.Run:
-    return mk.parallelize(mlp() if mesh.spec.world_size == 1 else nn.Sequential(mlp()), mesh)
+    return mk.parallelize(without_dropout() if mesh.spec.world_size == 1 else nn.Sequential(without_dropout()), mesh)
 
 
 def texts() -> list[str]:
@@ -165,7 +170,8 @@ def texts() -> list[str]:
         (mlp, {**MLP, "step": planted.hand_step, "microbatches": 2}),
     ):
         try:
-            mk.check(seeded(model), mesh, **choices)
+            # What draws random numbers is refused on tp before it is compared.
+            mk.check(seeded(model), mesh_for("dp_shard=4") if isinstance(model, partial) else mesh, **choices)
         except mk.MeshkitError as error:
             found.append(str(error))
     return found
