@@ -15,20 +15,23 @@ from tests.zoo import causal, judge
 from tests.zoo.case import Cell
 from tests.zoo.exact import exact
 from tests.zoo.judge import Said
-from tests.zoo.known import KNOWN, PART
+from tests.zoo.part import EQUAL, REFUSED
 from tests.zoo.sweep import verdict
 
 PLAIN = Cell.of("odd.Plain", "dp_shard=2")
 
 
-@pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in PART])
-def test_a_model_equals_one_device_or_is_refused(model: str, column: str) -> None:
+@pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in EQUAL])
+def test_a_model_equals_one_device(model: str, column: str) -> None:
     row = verdict(Cell.of(model, column))
-    right = row.outcome in ("equal", "refused")
-    if (model, column) in KNOWN:
-        assert not right, f"{row.outcome}: the fault is mended, so take the cell out of KNOWN"
-    else:
-        assert right, f"{row.outcome}: {row.text}\n{row.traceback}"
+    assert row.outcome == "equal", f"{row.text}\n{row.traceback}"
+
+
+@pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in REFUSED])
+def test_a_model_that_would_be_wrong_is_refused(model: str, column: str) -> None:
+    row = verdict(Cell.of(model, column))
+    assert row.outcome == "refused", f"{row.text}\n{row.traceback}"
+    assert REFUSED[model, column] in row.text
 
 
 def test_every_causal_language_model_has_a_tiny_config_or_a_reason() -> None:
