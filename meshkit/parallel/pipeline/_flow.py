@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from meshkit.core import _torch
@@ -28,12 +29,21 @@ class Value:
 @dataclass(frozen=True, eq=False)
 class Flow:
     """calls: of all stages' modules, in order; a value's number is an index of it. cuts[stage]: the values that the stage
-    hands on to the next. refs: what each is like. written: values that are changed in place afterwards."""
+    hands on to the next. refs: what each is like. written: values that are changed in place afterwards. between: storages
+    that operations between the modules read or write, or that are returned."""
 
     calls: tuple[ModuleCall, ...]
     cuts: tuple[tuple[Value, ...], ...]
     refs: Mapping[Value, TensorRef] = field(default_factory=dict)
     written: frozenset[Value] = frozenset()
+    between: frozenset[int] = frozenset()
+
+    @cached_property
+    def outputs(self) -> list[tuple[list[Any], Any, list[Any]]]:
+        """Of each call: the leaves of what it returns, their tree, and the leaves of what it is given."""
+        return [
+            (*_torch.tree_flatten(call.output), _torch.tree_leaves((call.args, call.kwargs))) for call in self.calls
+        ]
 
     def crossing(self, cut: int) -> list[TensorRef]:
         """What crosses a cut."""
@@ -162,7 +172,7 @@ class _Walk:
             cuts.append(tuple(sorted(v for v, last in needs.items() if self._stage(v.call) <= cut < last)))
         refs = {value: _leaves(self.calls[value.call].output)[value.leaf] for value in needs}
         written = frozenset(value for value in needs if self._changed(value, refs[value]))
-        return Flow(tuple(self.calls), tuple(cuts), refs, written)
+        return Flow(tuple(self.calls), tuple(cuts), refs, written, frozenset(self._between()))
 
     def _need(
         self,
@@ -265,6 +275,12 @@ class _Walk:
         return {each for each in found if each < number}
 
     # ------------------------------------------------------------------------------------------------- small things
+
+    def _between(self) -> Iterator[int]:
+        for owner, operation in zip(self.owner, self.trace.operations, strict=True):
+            if owner is None:
+                yield from (ref.storage for ref in tensors((operation.args, operation.kwargs, operation.outputs)))
+        yield from (ref.storage for ref in tensors(self.trace.result))
 
     def _reads(self, number: int) -> Iterator[tuple[TensorRef, int]]:
         """What the call is given, and what its operations read, each before which operation."""

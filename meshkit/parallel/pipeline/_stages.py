@@ -8,7 +8,7 @@ with the modules of all its stages under their own names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -324,6 +324,7 @@ class StagedModel:
         self.model, self.stages, self.local_stages = model, stages, tuple(local_stages)
         self.device, self._fake = device, _torch.fake_mode()
         self._running: Running | None = None
+        self._placeholders: dict[Hashable, Tensor] = {}
         local_modules = {name for stage in local_stages for name in stages.modules_of(stage)}
         # Of this rank's own modules too: they are absent while another of its stages runs.
         self._absent: dict[str, nn.Module] = {}
@@ -400,11 +401,10 @@ class StagedModel:
                 "checkpointing that spans stages. Checkpoint single blocks, and call the model by its run."
             )
         number = run.begin(name)
-        call = run.flow.calls[number]
+        told, spec, recorded = run.flow.outputs[number]
         given = _torch.tree_leaves((args, kwargs))
-        recorded = _torch.tree_leaves((call.args, call.kwargs))
-        leaves, spec = _torch.tree_flatten(call.output)
-        for index, leaf in enumerate(leaves):
+        leaves = list(told)
+        for index, leaf in enumerate(told):
             value = Value(number, index)
             if isinstance(leaf, TensorRef) and value not in run.received and leaf in recorded:
                 leaves[index] = given[recorded.index(leaf)]  # it returns what it was given
@@ -422,7 +422,16 @@ class StagedModel:
                 return tensor.clone()
             # An alias where it is handed on too: hooks on it are not for the gradient of later stages, which have their own.
             return tensor.view_as(tensor) if value in run.sends and tensor.requires_grad else tensor
-        return self.empty(ref)
+        return self.empty(ref) if ref.storage in run.flow.between else self.placeholder(ref)
+
+    def placeholder(self, ref: TensorRef) -> Tensor:
+        """For what nothing reads but modules of other stages: one for all of its shape, since making one takes longer than a
+        block's launches."""
+        key = (ref.shape, ref.stride, ref.dtype, ref.requires_grad and torch.is_grad_enabled())
+        found = self._placeholders.get(key)
+        if found is None or found._backward_hooks:  # which would pile up
+            found = self._placeholders[key] = self.empty(ref)
+        return found
 
     def empty(self, ref: TensorRef) -> Tensor:
         """A tensor without values. What is computed of it has none either."""

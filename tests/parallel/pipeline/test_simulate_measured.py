@@ -115,7 +115,7 @@ def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
         )
         batch = {"input_ids": torch.ones(MICROBATCHES, 2, dtype=torch.long)}
         step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
-        step(microbatches=1)  # connections are made now
+        step(microbatches=MICROBATCHES)  # connections are made now, and the program is read
         assert run.pipeline is not None
         schedule = run.pipeline.schedule(MICROBATCHES)
         share = RANKS / stages
