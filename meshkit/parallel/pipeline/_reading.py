@@ -1,12 +1,13 @@
 """Reading the program of a staged model: the data flow between its stages for a batch of given shapes, without values.
 
-The forward is read again for each new shapes, and in training and evaluation apart: so a branch on those is followed, and
-what one reading says is used for no other. What depends on values cannot be read, and is refused.
+The forward is read again for batches of another kind, and in training and evaluation apart, and for other sizes until they
+tell how the flow follows them. What depends on values cannot be read, and is refused.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +18,11 @@ from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._sizes import Readings, Sizes
 from meshkit.parallel.pipeline._stages import Stages, flow_of
 from meshkit.program import ReadingError, trace
+
+KEPT = 64  # flows of different sizes
 
 
 class Reading:
@@ -27,22 +31,34 @@ class Reading:
 
     def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str]) -> None:
         self.model, self.stages, self.closed = model, stages, closed
-        self._flows: dict[Any, Flow] = {}
+        self._flows: OrderedDict[Any, Flow] = OrderedDict()
+        self._readings: dict[Any, Readings] = {}
 
     def flow(
         self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> Flow:
         """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
-        key = (_like(microbatch), _code(loss), torch.is_grad_enabled(), running.training)
-        if key not in self._flows:
-            self._set_training(running)
-            args, kwargs = _torch.tree_map(_unmasked, call())
-            try:
-                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
-            except ReadingError as error:
-                raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
-            self._flows[key] = flow_of(read, self.model, self.stages)
-        return self._flows[key]
+        kind, sizes = _like(microbatch)
+        kind = (kind, _code(loss), torch.is_grad_enabled(), running.training)
+        if (kind, sizes) not in self._flows:
+            readings = self._readings.setdefault(kind, Readings())
+            flow = readings.infer(sizes)
+            if flow is None:
+                flow = self._read(running, *call())
+                readings.add(sizes, flow)
+            self._flows[kind, sizes] = flow
+            if len(self._flows) > KEPT:
+                self._flows.popitem(last=False)
+        return self._flows[kind, sizes]
+
+    def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+        self._set_training(running)
+        args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
+        try:
+            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+        except ReadingError as error:
+            raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+        return flow_of(read, self.model, self.stages)
 
     def _set_training(self, running: nn.Module) -> None:
         modules = dict(running.named_modules())
@@ -62,15 +78,16 @@ def _unmasked(value: Any) -> Any:
     return AnyMask() if hasattr(value, "attend") and not isinstance(value, Tensor) else value
 
 
-def _like(tree: Any) -> Any:
-    """What two batches have alike that are read once."""
+def _like(tree: Any) -> tuple[Any, Sizes]:
+    """(what batches have alike whose flows differ in numbers alone, their sizes)."""
     leaves, spec = _torch.tree_flatten(tree)
-    return str(spec), tuple(
-        (tuple(leaf.shape), leaf.dtype)
+    kinds = tuple(
+        (leaf.ndim, leaf.dtype)
         if isinstance(leaf, Tensor)
         else (type(leaf), str(leaf) if isinstance(leaf, bool | int | str) else "")
         for leaf in leaves
     )
+    return (str(spec), kinds), tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
 
 
 def _code(function: Any) -> Any:

@@ -468,8 +468,9 @@ def _refuse_unlike(value: Any, ref: TensorRef, name: str, has_values: bool) -> N
         )
     if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
         raise StepError(
-            f"pipeline: {name!r} returned {list(value.shape)} in {value.dtype}, but {list(ref.shape)} in {ref.dtype} when "
-            "the model was read for a batch of these shapes. Shapes must not depend on values; or use a mesh without pp."
+            f"pipeline: {name!r} returned {list(value.shape)} in {value.dtype}, but by what was read a batch of these sizes "
+            f"gives {list(ref.shape)} in {ref.dtype}. Shapes must not depend on values, nor be rounded up inside the model: "
+            "pad the batch, or use a mesh without pp."
         )
 
 
