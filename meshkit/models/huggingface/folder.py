@@ -239,9 +239,8 @@ def save_pretrained(
 def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:
     raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
     if is_fp8(raw) and not _holds_fp8(model):
-        raw = {
-            name: value for name, value in raw.items() if name != "quantization_config"
-        }  # of the files it was read from
+        # Said of the files that it was read from; these hold plain numbers.
+        raw = {name: value for name, value in raw.items() if name != "quantization_config"}
     if not isinstance(model, RewardModel):
         return raw
     name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
