@@ -101,6 +101,15 @@ def set_lora(model: nn.Module, lora: Lora | None) -> None:
     model.__dict__[_KEY] = lora
 
 
+def refuse_peft(model: nn.Module, verb: str) -> None:
+    """Raises: PlanError for a model that PEFT has wrapped: its layers and their parameters have other names."""
+    if isinstance(getattr(model, "peft_config", None), Mapping):
+        raise PlanError(
+            f"{verb}: the {type(model).__name__} has adapters of PEFT, under names of its own. Give the model without "
+            "them, and use mk.lora.attach and PEFT's folders; or train it as it is, and keep it by mk.Checkpointer."
+        )
+
+
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name is an A or a B."""
     return name.endswith((f".{A}.weight", f".{B}.weight"))

@@ -14,7 +14,7 @@ from meshkit.core.model_state import copies_of
 from meshkit.core.quantized_weight import BlockCodes, Codes, quantized_linear
 from meshkit.errors import PlanError
 from meshkit.initialize import fill
-from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, set_lora
+from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, refuse_peft, set_lora
 from meshkit.plan import Plan, Style, match_names, match_table, per_head
 from meshkit.plan.auto import auto_plan
 from meshkit.program import without_values
@@ -112,6 +112,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def _refuse_numbers(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+    refuse_peft(model, "lora")
     if lora_of(model) is not None:
         raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
     if rank < 1 or isinstance(rank, bool) or not alpha > 0:
