@@ -22,7 +22,7 @@ from tests.compare_shards import difference
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.world import pool
 from tests.zoo import causal
-from tests.zoo.case import tokens
+from tests.zoo.case import Cell, tokens
 from tests.zoo.exact import exact
 from tests.zoo.judge import TOL_FP64, quiet, split_share
 
@@ -108,19 +108,19 @@ def wrong_gradients(run: mk.Run, wanted: dict[str, Tensor]) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= TOL_FP64}
 
 
-def train_adapters(kind: str, mesh: str, folder: str) -> float:
+def train_adapters(cell: Cell, folder: str) -> float:
     """From a folder of PEFT, trained, to a folder that PEFT reads; all of it against PEFT on one device."""
     import peft
 
     theirs, ours, back = (str(Path(folder, name)) for name in ("theirs", "ours", "back"))
     with other_code():
-        wrapped = of_peft(kind)
+        wrapped = of_peft(cell.model)
         if dist.get_rank() == 0:
             wrapped.save_pretrained(theirs)
         dist.barrier()
-        model = causal.build(kind)
+        model = causal.build(cell.model)
         mk.lora.attach(model, None, **mk.models.lora_options(theirs, model))
-        run = started(model, mesh)
+        run = started(model, cell.mesh, sequence=cell.sequence)
         mk.models.load_lora(run.model, theirs)
         mk.models.save_lora(run.model, back)
         expected, gradients = peft_alone(wrapped)
@@ -133,7 +133,7 @@ def train_adapters(kind: str, mesh: str, folder: str) -> float:
         assert losses == pytest.approx(expected, rel=TOL_FP64)
         mk.models.save_lora(run.model, ours)
         dist.barrier()
-        again = peft.PeftModel.from_pretrained(causal.build(kind), ours, autocast_adapter_dtype=False)
+        again = peft.PeftModel.from_pretrained(causal.build(cell.model), ours, autocast_adapter_dtype=False)
         ids = tokens(STEPS)["input_ids"]
         assert difference(again(ids).logits, wrapped(ids).logits.detach()) <= TOL_FP64
         as_read = {
@@ -144,15 +144,22 @@ def train_adapters(kind: str, mesh: str, folder: str) -> float:
         return split_share(run)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [*((kind, "tp=2") for kind in TEN), ("gemma2", "pp=2"), ("phi3", "pp=2"), ("glm4", "dp_shard=2 tp=2")],
-)
-def test_adapters_train_as_pefts_do_from_its_folder_to_its_folder(kind: str, mesh: str, tmp_path: Path) -> None:
-    ranks = mk.MeshSpec.parse(mesh).world_size
-    shares = pool(ranks).run(train_adapters, kind, mesh, str(tmp_path))
+ADAPTED = [
+    *((kind, "tp=2") for kind in TEN),
+    ("gemma2", "pp=2"),
+    ("phi3", "pp=2"),
+    ("glm4", "dp_shard=2 tp=2"),
+    ("starcoder2", "tp=2, sequence"),
+    ("olmo2", "tp=2, sequence"),
+]
+
+
+@pytest.mark.parametrize(("kind", "column"), ADAPTED)
+def test_adapters_train_as_pefts_do_from_its_folder_to_its_folder(kind: str, column: str, tmp_path: Path) -> None:
+    cell = Cell.of(kind, column)
+    shares = pool(cell.ranks).run(train_adapters, cell, str(tmp_path))
     experts = kind == "olmoe"  # on ep, and not on tp
-    assert "tp" not in mesh or min(shares) >= (0.2 if experts else 0.9), shares
+    assert "tp" not in cell.mesh or min(shares) >= (0.2 if experts else 0.9), shares
 
 
 def train_wrapped(kind: str, mesh: str, folder: str) -> None:
