@@ -152,9 +152,18 @@ def codes_of(module: nn.Module) -> BlockCodes | None:
     return codes
 
 
+def product(linear: nn.Linear, input: Tensor) -> Tensor:
+    """The linear layer without its bias, quantized or not."""
+    codes = codes_of(linear)
+    if codes is None:
+        return F.linear(input, linear.weight)
+    own_columns = linear.__dict__.get("own_columns")  # tensor parallelism's: see `_weight`
+    out: Tensor = _Product.apply(input, linear.weight, codes, linear.in_features, own_columns)
+    return out
+
+
 def _forward(self: Any, input: Tensor) -> Tensor:
-    own_columns = self.__dict__.get("own_columns")  # tensor parallelism's: see `_weight`
-    out: Tensor = _Product.apply(input, self.weight, self._meshkit_codes, self.in_features, own_columns)
+    out = product(self, input)
     return out if self.bias is None else out + self.bias
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshkit.core.noting import being_read
 from meshkit.core.patch_class import patch_class
-from meshkit.core.quantized_weight import BlockCodes
+from meshkit.core.quantized_weight import BlockCodes, product
 from meshkit.core.rng import keys_in_use, random_bits, stream_of, token_keys
 from meshkit.errors import PlanError
 from meshkit.plan import Init
@@ -69,9 +69,8 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
     scaling, frozen, dropout = lora.scaling, type(linear).forward, lora.dropout
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        out = frozen(self, input)
         if A not in self._modules or not self._adapter_on:
-            return out
+            return frozen(self, input)
         down, up = self._modules[A], self._modules[B]
         assert isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
         # Adapters compute in their own dtype, which may be wider than that of the frozen weight.
@@ -81,8 +80,12 @@ def adapt(linear: nn.Linear, lora: Lora, dtype: torch.dtype, *, name: str) -> No
             local_columns = down.__dict__.get("own_columns")  # a row() layer sees some columns: their masks, not others
             stream = self.__dict__["_lora_stream"]
             x = drop(x, probability=dropout, stream=stream, own_columns=local_columns)
+        # A reading finds the bias last, where a row() layer has it, which adds it to the sum over the ranks.
+        last = self.bias if being_read() else None
+        out = frozen(self, input) if last is None else product(self, input)
         added: Tensor = up(down(x)) * scaling
-        return out + added.to(out.dtype)
+        out = out + added.to(out.dtype)
+        return out if last is None else out + last
 
     linear.__dict__["_lora_stream"] = stream_of(name)
     patch_class(linear, forward=forward, _adapter_on=True)
@@ -96,6 +99,15 @@ def lora_of(model: nn.Module) -> Lora | None:
 
 def set_lora(model: nn.Module, lora: Lora | None) -> None:
     model.__dict__[_KEY] = lora
+
+
+def refuse_peft(model: nn.Module, verb: str) -> None:
+    """Raises: PlanError for a model that PEFT has wrapped: its layers and their parameters have other names."""
+    if isinstance(getattr(model, "peft_config", None), Mapping):
+        raise PlanError(
+            f"{verb}: the {type(model).__name__} has adapters of PEFT, under names of its own. Give the model without "
+            "them, and use mk.lora.attach and PEFT's folders; or train it as it is, and keep it by mk.Checkpointer."
+        )
 
 
 def is_adapter(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,13 +14,17 @@ from meshkit.core.model_state import copies_of
 from meshkit.core.quantized_weight import BlockCodes, Codes, quantized_linear
 from meshkit.errors import PlanError
 from meshkit.initialize import fill
-from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, set_lora
+from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, refuse_peft, set_lora
 from meshkit.plan import Plan, Style, match_names, match_table, per_head
+from meshkit.plan.auto import auto_plan
+from meshkit.program import without_values
+
+P = TypeVar("P", Plan, None)
 
 
 def attach(
     model: nn.Module,
-    plan: Plan,
+    plan: P,
     *,
     rank: int = 16,
     alpha: float = 32.0,
@@ -31,10 +36,11 @@ def attach(
     base: Codes | None = None,
     base_block: int = 64,
     seed: int = 0,
-) -> Plan:
+) -> P:
     """Freeze the model and add LoRA adapters to linear layers, in place; returns the plan that also shards the adapters.
 
-    Call it on a plain model, also on meta, before `parallelize`, and give `parallelize` the returned plan.
+    Call it on a plain model, also on meta, before `parallelize`, and give `parallelize` the returned plan. plan: None for the
+    one that `parallelize` derives, which then shards the adapters with their layers.
     targets: patterns of linear layers, as in a plan; None: all in the plan's blocks. alpha: the adapters' output is scaled by
     alpha / rank, with rslora by alpha / sqrt(rank). dropout: of the adapters' inputs in training. Its masks depend on seed,
     step, the text up to the token, layer and feature, so they are the same on every mesh; `forward_backward` then needs step.
@@ -53,14 +59,15 @@ def attach(
     """
     _refuse_numbers(model, rank, alpha, dropout)
     modules = dict(model.named_modules())
-    styles = match_table(plan.tensor, modules, what="module")
+    named = plan or auto_plan(model)
+    styles = match_table(named.tensor, modules, what="module")
     # Everything is resolved and checked before the first change: a refused call leaves the model as it was.
-    chosen = _blocks_linears(plan, modules, styles) if targets is None else _targets(targets, modules)
+    chosen = _blocks_linears(named, modules, styles) if targets is None else _targets(targets, modules)
     saved_modules = match_names(modules_to_save, modules, what="module")
     _refuse(model, modules, chosen, saved_modules, styles)
     # Quantized are frozen layers only: a trained or shared weight needs its own values.
     codes = None if base is None else BlockCodes(codes=base, block=base_block)
-    packed = {} if codes is None else _frozen(_blocks_linears(plan, modules, styles), model, modules, saved_modules)
+    packed = {} if codes is None else _frozen(_blocks_linears(named, modules, styles), model, modules, saved_modules)
     lora = Lora(
         rank=rank,
         alpha=float(alpha),
@@ -85,10 +92,27 @@ def attach(
     set_lora(model, lora)
     if not any(modules[name].weight.is_meta for name in chosen):
         init(model, seed=seed)
-    return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, set(chosen))})
+    return None if plan is None else with_adapters(plan, model)
+
+
+def with_adapters(plan: Plan, model: nn.Module) -> Plan:
+    """The plan of a model without its adapters, with their styles."""
+    modules = {name: child for name, child in model.named_modules() if name.rpartition(".")[2] not in (A, B)}
+    chosen = {name for name, _ in adapted(model)}
+    return replace(plan, tensor={**plan.tensor, **_adapter_styles(plan.tensor, modules, chosen)})
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A copy without values and adapters."""
+    copy = without_values(model)
+    for _, layer in list(adapted(copy)):
+        del layer._modules[A], layer._modules[B]
+    set_lora(copy, None)
+    return copy
 
 
 def _refuse_numbers(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+    refuse_peft(model, "lora")
     if lora_of(model) is not None:
         raise PlanError("lora: the model has adapters already. Call merge_lora first, or build the model anew.")
     if rank < 1 or isinstance(rank, bool) or not alpha > 0:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from meshkit.plan import Plan, match_names
 from meshkit.plan.auto import auto_plan
 from meshkit.program import Program
-from meshkit.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,9 @@ class Names:
     mlps: tuple[str, ...]
 
 
-def name_modules(program: Program, strategy: Strategy, proved: Plan | None) -> Names:
-    plan = proved or strategy.plan or auto_plan(program.model)
+def name_modules(program: Program, plan: Plan | None) -> Names:
+    """plan: None for what names tell."""
+    plan = plan or auto_plan(program.model)
     blocks, units, mlps = (
         tuple(match_names(patterns, program.modules, what="module"))
         for patterns in (plan.blocks, plan.units, plan.mlps)

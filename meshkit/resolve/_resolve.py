@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
+from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
 from meshkit.mesh import Mesh, MeshSpec
@@ -58,7 +59,7 @@ def resolve(
     # several things wrong the text is about the simplest.
     refuse_other_mesh(strategy, spec)
     refuse_without_pp(strategy, spec)
-    names = name_modules(program, strategy, proved)
+    names = name_modules(program, proved or strategy.plan)
     refuse_without_blocks(strategy, names.blocks)
     refuse_meta(program)
     refuse_complex(program)
@@ -207,6 +208,13 @@ def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, 
     def proved(layout: TensorLayout) -> None:
         prove_layout(program, layout, example, blocks=names.blocks)
 
+    if auto and lora_of(program.model) is not None:
+        # Adapters are split as their layers are: what these are is derived without them, and the whole is proved.
+        bare = Program(without_adapters(program.model), program.example)
+        plan = _prove(bare, name_modules(bare, None), spec, example, sequence=sequence, auto=True)
+        plan = with_adapters(plan, program.model)
+        proved(tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence))
+        return plan
     if auto:
         return derive_plan(program, names.plan, example, proved, size=spec.tp, sequence=sequence)
     proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))

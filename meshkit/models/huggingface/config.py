@@ -111,14 +111,10 @@ def config_from_pretrained(folder: str | os.PathLike[str]) -> ModelConfig:
     if model_type not in FAMILIES:
         raise PlanError(f"{path}: model_type={model_type!r} is not supported. {_covered()}.")
     family = FAMILIES[model_type]
-    # Before the general refusal below, since DeepSeek's own folders are these, and there is a way out to name.
-    if (raw.get("quantization_config") or {}).get("quant_method") == "fp8":
-        raise PlanError(
-            f"{path}: the weights are fp8 in blocks with a scale each (quantization_config), which are not read. Convert "
-            "the folder to bf16 first, DeepSeek's with fp8_cast_bf16.py of its repository, and remove the field."
-        )
     for name, unused in ABSENT_FEATURES.items():
-        if raw.get(name) not in (None, unused):
+        # That of the files, and not of the model: load_pretrained reads them.
+        in_blocks = name == "quantization_config" and is_fp8(raw)
+        if raw.get(name) not in (None, unused) and not in_blocks:
             raise PlanError(
                 f"{path}: {name}={raw[name]!r} is not supported. {family.model} has {name}={unused!r} only."
             )
@@ -365,6 +361,11 @@ def _rope_scaling(rope: Rope) -> dict[str, object] | None:
     kinds = {scaling: kind for kind, scaling in ROPE_SCALINGS.items()}
     values = {name: value for name, value in asdict(rope.scaling).items() if value is not None}
     return {"rope_type": kinds[type(rope.scaling)], **values}
+
+
+def is_fp8(raw: Mapping[str, Any]) -> bool:
+    """Whether the files of this config.json hold weights in fp8, with scales beside them."""
+    return (raw.get("quantization_config") or {}).get("quant_method") == "fp8"
 
 
 def read_json(path: Path) -> dict[str, Any]:

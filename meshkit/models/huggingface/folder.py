@@ -22,11 +22,13 @@ from meshkit.core.sharding import full_tensor
 from meshkit.errors import CheckpointError, PlanError
 from meshkit.lora import lora_of
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
+from meshkit.models.huggingface.block_scales import BlockScales
 from meshkit.models.huggingface.config import (
     CONFIG_FILE,
     FAMILIES,
     ModelConfig,
     config_to_dict,
+    is_fp8,
     read_json,
     write_config,
 )
@@ -60,23 +62,26 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     """Read the safetensors of a Hugging Face folder into the model's parameters and persistent buffers, in place.
 
     They may be plain tensors or DTensors on any mesh: each rank reads only the regions it holds, one tensor at a time,
-    and converts them to the parameter's dtype and device. Nothing is communicated, and nothing is changed if names or
-    shapes do not fit. `model` is one of `meshkit.models` or transformers', whose folder has the names that transformers'
-    save_pretrained writes; a tied parameter may be in the folder under one of its names or under all. Stacked experts are
-    read expert by expert, those that the rank holds.
+    and converts them to the parameter's dtype and device; fp8 in blocks is multiplied by its scales (`weight_scale_inv`).
+    Nothing is communicated, and nothing is changed if names or shapes do not fit. `model` is one of `meshkit.models` or
+    transformers', whose folder has the names that transformers' save_pretrained writes; a tied parameter may be in the
+    folder under one of its names or under all. Stacked experts are read expert by expert, those that the rank holds.
     fresh: names of parameters that keep their values if the folder has none, such as the score of a reward model that
     begins as a language model.
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
+    files = _weight_files(Path(folder))
+    scales = BlockScales(Path(folder), files, pieces, open_safetensors)
     # What is skipped is left out before names are compared, or it would be refused as unexpected.
-    files = {key: file for key, file in _weight_files(Path(folder)).items() if not is_ignored(model, key)}
+    files = {key: file for key, file in files.items() if not is_ignored(model, key) and not scales.is_scale(key)}
     pieces = {key: piece for key, piece in pieces.items() if key in files or key not in set(fresh)}
     _refuse_other_names(pieces, files, Path(folder))
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
             for key in keys:  # headers only; all files are checked before the first tensor is changed
-                _refuse_other_shape(file, key, reader.get_slice(key), pieces[key])
+                stored = reader.get_slice(key)
+                _refuse_other_shape(file, key, stored, pieces[key], scaled=scales.refuse(file, key, stored))
     loaded: dict[object, str] = {}
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:
@@ -88,7 +93,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
                 # A tied parameter may come twice. The second must equal what was just loaded: silently keeping one of
                 # two different weights is another model.
                 first = loaded.setdefault(pieces[key].identity, key)
-                values = reader.get_slice(key)[region]
+                values = scales.read(file, reader, key, region)
                 if first == key:
                     pieces[key].write(local, values)
                 elif not torch.equal(local, values.to(local)):
@@ -124,12 +129,6 @@ def _refuse_other_names(pieces: dict[str, Piece], files: dict[str, Path], folder
     present = {pieces[key].identity for key in files if key in pieces}
     missing = [key for key, piece in pieces.items() if piece.identity not in present]
     unexpected = [key for key in files if key not in pieces]
-    scales = next((key for key in unexpected if key.endswith("weight_scale_inv")), None)
-    if scales:
-        raise CheckpointError(
-            f"{files[scales]} holds {scales!r}: the weights are fp8 in blocks with a scale each, which are not read. Convert "
-            "the folder to bf16 first, DeepSeek's with fp8_cast_bf16.py of its repository."
-        )
     if missing and missing[0].endswith((".enorm.weight", ".hnorm.weight", ".eh_proj.weight")):
         raise CheckpointError(
             f"{folder} has no tensor {missing[0]!r}, of a module that predicts further ahead; transformers writes none. "
@@ -147,19 +146,16 @@ def _refuse_other_names(pieces: dict[str, Piece], files: dict[str, Path], folder
         )
 
 
-def _refuse_other_shape(file: Path, key: str, stored: Any, piece: Piece) -> None:
+def _refuse_other_shape(file: Path, key: str, stored: Any, piece: Piece, *, scaled: bool) -> None:
+    """scaled: it is fp8 with scales."""
     tensor = piece.tensor
     if tuple(stored.get_shape()) != piece.shape:
         raise CheckpointError(
             f"{file}: {key!r} has the shape {tuple(stored.get_shape())}, but the model's has {piece.shape}. "
             f"Build the model from this folder's {CONFIG_FILE}."
         )
-    if (tensor.is_floating_point() or piece.packed is not None) and stored.get_dtype() not in (
-        "F64",
-        "F32",
-        "F16",
-        "BF16",
-    ):
+    converted = tensor.is_floating_point() or piece.packed is not None
+    if converted and not scaled and stored.get_dtype() not in ("F64", "F32", "F16", "BF16"):
         raise CheckpointError(
             f"{file}: {key!r} has the dtype {stored.get_dtype()}, which cannot be converted to {tensor.dtype}. "
             "Quantised files are not supported."
@@ -242,10 +238,17 @@ def save_pretrained(
 
 def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:
     raw = config_to_dict(config) if isinstance(config, ModelConfig) else config
+    if is_fp8(raw) and not _holds_fp8(model):
+        # Said of the files that it was read from; these hold plain numbers.
+        raw = {name: value for name, value in raw.items() if name != "quantization_config"}
     if not isinstance(model, RewardModel):
         return raw
     name = FAMILIES[str(raw["model_type"])].architecture.replace("CausalLM", "SequenceClassification")
     return {**raw, **_ONE_LABEL, "architectures": [name]}
+
+
+def _holds_fp8(model: nn.Module) -> bool:
+    return any(param.dtype == torch.float8_e4m3fn for param in model.parameters())
 
 
 def _tensors_on_rank_zero(

@@ -117,18 +117,19 @@ def _short(targets: list[str], all_modules: list[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def lora_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def lora_options(folder: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
     """What `mk.lora` must be told so that `load_lora` can read the folder: targets, rank, alpha, rslora, modules_to_save.
 
-    lora_dropout is left out, since it changes training only. Raises: CheckpointError for adapters of another kind.
+    model: of transformers, whose modules these are; None: one of `meshkit.models`. lora_dropout is left out, since it
+    changes training only. Raises: CheckpointError for adapters of another kind, and for modules that the model has not.
     """
     config = _read_config(Path(folder))
     return {
-        "targets": _patterns(Path(folder), config["target_modules"]),
+        "targets": _patterns(Path(folder), config["target_modules"], model),
         "rank": config["r"],
         "alpha": float(config["lora_alpha"]),
         "rslora": bool(config.get("use_rslora", False)),
-        "modules_to_save": _patterns(Path(folder), config.get("modules_to_save") or []),
+        "modules_to_save": _patterns(Path(folder), config.get("modules_to_save") or [], model),
     }
 
 
@@ -189,11 +190,20 @@ def _refuse_other(lora: Lora | None, config: dict[str, Any], folder: Path) -> No
         )
 
 
-def _patterns(folder: Path, names: Any) -> tuple[str, ...]:
+def _patterns(folder: Path, names: Any, model: nn.Module | None) -> tuple[str, ...]:
     """PEFT takes a module whose name is one of these or ends in one; names of our models have no leading `model.`."""
     if not isinstance(names, list) or not all(re.fullmatch(r"[\w.]+", name) for name in names):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: modules {names!r} are not a list of names. Give mk.lora its targets yourself."
         )
+    if model is not None:
+        inside = {
+            each: [name for name, _ in model.named_modules() if f".{name}".endswith(f".{each}")] for each in names
+        }
+        if lost := next((each for each in names if not inside[each]), None):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: the {type(model).__name__} has no module {lost!r}. Give the model that was adapted."
+            )
+        return tuple(dict.fromkeys(name for each in names for name in inside[each]))
     local_names = dict.fromkeys(name.removeprefix("model.") for name in names)
     return tuple(name if name in ("lm_head", "embed_tokens") or "." in name else f"**.{name}" for name in local_names)

@@ -13,7 +13,7 @@ from meshkit.core.model_state import full_model_of, full_state
 from meshkit.core.quantized_weight import BlockCodes
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import PlanError
-from meshkit.lora import is_adapter, lora_of
+from meshkit.lora import is_adapter, lora_of, refuse_peft
 from meshkit.models.deepseek import DeepseekV3
 from meshkit.models.huggingface.converted import file_parts
 from meshkit.models.moe import MixtralConfig
@@ -96,6 +96,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
 
     Without adapters, which have files of their own: see `adapter_pieces`.
     """
+    refuse_peft(model, verb)
     tensors = full_state(model)
     lora = lora_of(model)
     if lora is None:
@@ -111,6 +112,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
 
 def adapter_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
     """Adapters and modules that train whole beside them, by the names that the model's files would have for them."""
+    refuse_peft(model, verb)
     lora = lora_of(model)
     if lora is None:
         raise PlanError(f"{verb}: the model has no adapters. Call mk.lora on it before parallelize().")
@@ -126,8 +128,8 @@ def _pieces(model: nn.Module, tensors: dict[str, Tensor], verb: str, *, adapters
     for name, tensor in tensors.items():
         if tensor.is_meta and not elsewhere:
             raise PlanError(f"{verb}: {name!r} is still on meta. Call parallelize() or model.to_empty() first.")
-    foreign = hasattr(model, "save_pretrained")  # a transformers model
-    if any(name.startswith("model.") for name in tensors) and (adapters or not foreign):
+    foreign = hasattr(model, "save_pretrained")  # a transformers model, whose names PEFT's files have as they are
+    if adapters if foreign else any(name.startswith("model.") for name in tensors):
         return {name: Piece(tensor) for name, tensor in tensors.items()}
     if foreign:
         return {
