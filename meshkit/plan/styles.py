@@ -7,9 +7,9 @@ match, are errors. A style marked `optional` may match nothing, for one plan tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from meshkit.errors import PlanError
 from meshkit.plan.match import frozen_table, listed
@@ -225,6 +225,23 @@ class Plan:
             object.__setattr__(self, name, listed(getattr(self, name), where="Plan", argument=name))
         object.__setattr__(self, "tensor", frozen_table(self.tensor, Style, where="Plan", argument="tensor"))
         object.__setattr__(self, "init", frozen_table(self.init, Init, where="Plan", argument="init"))
+
+    @staticmethod
+    def of_parts(**parts: Plan) -> Plan:
+        """The plan of a model of several parts, from one for each: `Plan.of_parts(encoder=..., decoder=LLAMA_PLAN)`."""
+
+        def under(table: Callable[[Plan], Mapping[str, Any]]) -> dict[str, Any]:
+            named = ((name, pattern, value) for name, plan in parts.items() for pattern, value in table(plan).items())
+            return {f"{name}.{pattern}" if pattern else name: value for name, pattern, value in named}
+
+        return Plan(
+            tensor=under(lambda plan: plan.tensor),
+            blocks=tuple(under(lambda plan: dict.fromkeys(plan.blocks))),
+            units=tuple(under(lambda plan: dict.fromkeys(plan.units))),
+            attention=tuple(under(lambda plan: dict.fromkeys(plan.attention))),
+            mlps=tuple(under(lambda plan: dict.fromkeys(plan.mlps))),
+            init=under(lambda plan: plan.init),
+        )
 
     def __str__(self) -> str:
         lines = ["Plan"]
