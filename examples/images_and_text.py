@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import tyro
+from einops import rearrange
 from torch import Tensor, nn
 
 import meshkit as mk
@@ -60,7 +61,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = images.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        patches = rearrange(images, "n c (h p) (w q) -> n (h w) (c p q)", p=PATCH, q=PATCH)
         x = self.patch(patches) + self.place(torch.arange(PATCHES, device=images.device))
         for block in self.blocks:
             x = block(x)

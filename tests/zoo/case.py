@@ -59,8 +59,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """build: the same values in every call. batch: of a step. loss, count: None are meshkit's own, for next tokens. example: what
-    of a batch the forward takes, where it takes no token ids alone."""
+    """build: the same values in every call. batch: of a step. loss, count: None are meshkit's own, for next tokens.
+    example: of a batch, where the forward takes more than token ids."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]

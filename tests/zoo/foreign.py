@@ -85,6 +85,7 @@ def rows_or_labels(of: Foreign, batch: Batch) -> Tensor:
 
 
 ENCODER: dict[str, Any] = {"is_decoder": False, "num_labels": CLASSES}
+CLASSIFIER: dict[str, Any] = {"num_labels": CLASSES, "pad_token_id": 0}
 IMAGE: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
 ids, both = ("input_ids",), ("input_ids", "decoder_input_ids")
 FOREIGN = {
@@ -93,7 +94,7 @@ FOREIGN = {
     "DistilBert": Foreign(kind="DistilBertForMaskedLM", inputs=ids, changed={"dim": 32, "hidden_dim": 48}, loss=of_tokens),
     "ModernBert": Foreign(kind="ModernBertForMaskedLM", inputs=ids, changed={}, loss=of_tokens),
     "LlamaClassifier": Foreign(
-        kind="LlamaForSequenceClassification", inputs=ids, changed={"num_labels": CLASSES, "pad_token_id": 0}, loss=of_rows
+        kind="LlamaForSequenceClassification", inputs=ids, changed=CLASSIFIER, loss=of_rows
     ),
     "Vit": Foreign(kind="ViTForImageClassification", inputs=("pixel_values",), changed=IMAGE, loss=of_rows),
     "T5": Foreign(
@@ -123,17 +124,21 @@ FOREIGN |= {
     "Electra": Foreign(kind="ElectraForMaskedLM", inputs=ids, changed=ENCODER, loss=of_tokens),
     "Albert": Foreign(kind="AlbertForMaskedLM", inputs=ids, changed=ENCODER, loss=of_tokens),
     "Deberta": Foreign(kind="DebertaV2ForMaskedLM", inputs=ids, changed=ENCODER, loss=of_tokens),
-    "MPNet": Foreign(kind="MPNetForMaskedLM", inputs=ids, changed=ENCODER | {"relative_attention_num_buckets": 32}, loss=of_tokens),
-    "BertTokens": Foreign(kind="BertForTokenClassification", inputs=ids, changed=ENCODER | {"num_labels": 92}, loss=of_tokens),
+    "MPNet": Foreign(
+        kind="MPNetForMaskedLM", inputs=ids, changed=ENCODER | {"relative_attention_num_buckets": 32}, loss=of_tokens
+    ),
+    "BertTokens": Foreign(
+        kind="BertForTokenClassification", inputs=ids, changed=ENCODER | {"num_labels": 92}, loss=of_tokens
+    ),
     "BertPadded": Foreign(kind="BertForMaskedLM", inputs=ids_and_mask, changed=ENCODER, loss=of_tokens),
     "Qwen2Classifier": Foreign(
-        kind="Qwen2ForSequenceClassification", inputs=ids, changed={"num_labels": CLASSES, "pad_token_id": 0}, loss=of_rows
+        kind="Qwen2ForSequenceClassification", inputs=ids, changed=CLASSIFIER, loss=of_rows
     ),
     "Gpt2Classifier": Foreign(
-        kind="GPT2ForSequenceClassification", inputs=ids, changed={"num_labels": CLASSES, "pad_token_id": 0}, loss=of_rows
+        kind="GPT2ForSequenceClassification", inputs=ids, changed=CLASSIFIER, loss=of_rows
     ),
     "Gemma3Classifier": Foreign(
-        kind="Gemma3TextForSequenceClassification", inputs=ids, changed={"num_labels": CLASSES, "pad_token_id": 0}, loss=of_rows
+        kind="Gemma3TextForSequenceClassification", inputs=ids, changed=CLASSIFIER, loss=of_rows
     ),
     "Deit": Foreign(kind="DeiTForImageClassification", inputs=("pixel_values",), changed=IMAGE, loss=of_rows),
     "Dinov2": Foreign(kind="Dinov2ForImageClassification", inputs=("pixel_values",), changed=IMAGE, loss=of_rows),
@@ -172,8 +177,9 @@ FOREIGN |= {
     "Llava": Foreign(
         kind="LlavaForConditionalGeneration", inputs=("image_ids", "pixel_values"), loss=of_tokens,
         changed={"image_token_index": 85, "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
-                 "vision_config": {"model_type": "clip_vision_model", **IMAGE, "patch_size": 8, "hidden_size": 24, "intermediate_size": 48,
-                                   "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 20},
+                 "vision_config": {"model_type": "clip_vision_model", **IMAGE, "patch_size": 8, "hidden_size": 24,
+                                   "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                   "projection_dim": 20},
                  "text_config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                                  "vocab_size": 92, "num_attention_heads": 4, "num_key_value_heads": 2,
                                  "max_position_embeddings": 64}},

@@ -134,7 +134,8 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
     """This rank's part of a batch, for a module that went through `context_parallel`.
 
     batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights; and what
-    `ContextPolicy.whole` names, which comes back as it is. All ranks of the axis give the same batch. mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
+    `ContextPolicy.whole` names, which comes back as it is. All ranks of the axis give the same batch.
+    mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
     inside each document, and documents start where position_ids restart. Returns the same names with this rank's tokens,
     [B, L, ...], or [1, L, ...] where rows were laid end to end, plus position_ids and `mask`, a `SplitMask` to hand to the
     model; its `join` undoes the split. Padding has label -100 and is zero elsewhere. With an axis of one rank the batch

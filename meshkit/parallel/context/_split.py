@@ -184,7 +184,8 @@ class SplitMask:
     """Which tokens see which, and which rank holds them. One per batch, made by `split_batch`.
 
     tokens: this rank's, padding included. rows: how many rows the batch had before they were laid end to end, or 0 where
-    each row is split alike. given: the names of the batch that was split. batch_rows: its rows, where some of it is whole. Not a dataclass: FSDP casts and moves the fields
+    each row is split alike. given: the names of the batch that was split. batch_rows: its rows, where some of it is
+    whole. Not a dataclass: FSDP casts and moves the fields
     of dataclasses among a module's inputs.
     """
 

@@ -80,7 +80,12 @@ class Skips(ImagesAndText):
     """Runs its encoder only where there are images."""
 
     def forward(
-        self, input_ids: Tensor, images: Tensor, image_tokens: Tensor, position_ids: Tensor | None = None, mask: Any = None
+        self,
+        input_ids: Tensor,
+        images: Tensor,
+        image_tokens: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Any = None,
     ) -> Tensor:
         if images.numel():
             return super().forward(input_ids, images, image_tokens, position_ids, mask)
