@@ -236,20 +236,25 @@ class Plan:
         object.__setattr__(self, "init", frozen_table(self.init, Init, where="Plan", argument="init"))
 
     @staticmethod
-    def of_parts(**parts: Plan) -> Plan:
-        """The plan of a model of several parts, from one for each: `Plan.of_parts(encoder=..., decoder=LLAMA_PLAN)`."""
+    def of_parts(own: Plan | None = None, /, **parts: Plan) -> Plan:
+        """The plan of a model of several parts, from one for each: `Plan.of_parts(encoder=..., decoder=LLAMA_PLAN)`.
 
-        def under(table: Callable[[Plan], Mapping[str, Any]]) -> dict[str, Any]:
-            named = ((name, pattern, value) for name, plan in parts.items() for pattern, value in table(plan).items())
-            return {f"{name}.{pattern}" if pattern else name: value for name, pattern, value in named}
+        own: of what stands in the model itself.
+        """
+
+        def joined(table: Callable[[Plan], Mapping[str, Any]]) -> dict[str, Any]:
+            found = dict(table(own or Plan()))
+            for name, plan in parts.items():
+                found |= {f"{name}.{pattern}" if pattern else name: each for pattern, each in table(plan).items()}
+            return found
 
         return Plan(
-            tensor=under(lambda plan: plan.tensor),
-            blocks=tuple(under(lambda plan: dict.fromkeys(plan.blocks))),
-            units=tuple(under(lambda plan: dict.fromkeys(plan.units))),
-            attention=tuple(under(lambda plan: dict.fromkeys(plan.attention))),
-            mlps=tuple(under(lambda plan: dict.fromkeys(plan.mlps))),
-            init=under(lambda plan: plan.init),
+            tensor=joined(lambda plan: plan.tensor),
+            blocks=tuple(joined(lambda plan: dict.fromkeys(plan.blocks))),
+            units=tuple(joined(lambda plan: dict.fromkeys(plan.units))),
+            attention=tuple(joined(lambda plan: dict.fromkeys(plan.attention))),
+            mlps=tuple(joined(lambda plan: dict.fromkeys(plan.mlps))),
+            init=joined(lambda plan: plan.init),
         )
 
     def __str__(self) -> str:

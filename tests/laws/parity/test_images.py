@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
-from examples.images_and_text import PLAN, ImagesAndText, batch_of, loss
 from meshkit.core.gradient import gradient_of
 from meshkit.core.sharding import full_tensor
 from tests.laws.parity.cases import mesh_for
+from tests.laws.parity.images_and_text import PLAN, ImagesAndText, batch_of, loss
 from tests.world import RankError, pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs

@@ -1,18 +1,9 @@
-"""Omni-modal (vision-language) training: an image encoder, a projector and a decoder in one model, with a plan for each part.
-
-torchrun --nproc-per-node 4 examples/images_and_text.py --mesh "dp_shard=2 tp=2"
-torchrun --nproc-per-node 4 examples/images_and_text.py --mesh "dp_shard=2 cp=2"
-
-Some rows have images, others only text, and so do some ranks. The loss falls, and is the same on any mesh.
-"""
+"""A model of images and text (omni-modal, vision-language): encoder, projector and decoder, with a plan for each part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-import tyro
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -20,12 +11,6 @@ import meshkit as mk
 
 VOCAB, WIDTH, HEAD, PATCH, SIDE, TOKENS = 61, 32, 8, 4, 8, 24
 PATCHES = (SIDE // PATCH) ** 2  # of an image
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    mesh: str = "dp_shard=-1"
-    steps: int = 20
 
 
 class Block(nn.Module):
@@ -148,26 +133,3 @@ def batch_of(images: list[int], generator: torch.Generator) -> dict[str, Tensor]
         "images": pixels,
         "image_tokens": place.where(place <= of_images, 0),
     }
-
-
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
-    mesh = mk.init_mesh(config.mesh)
-    torch.manual_seed(0)  # the same values on every rank
-    # Images are whole on each rank of cp, which has only some of the tokens.
-    context = mk.strategy.ContextPolicy(whole=("images",))
-    run = mk.parallelize(ImagesAndText(), mesh, plan=PLAN, context=context)
-    optimizer = mk.adamw(run, lr=3e-3)
-    generator = torch.Generator().manual_seed(mesh.data_rank)
-    batch = batch_of([2, 1] if mesh.data_rank == 0 else [0, 0], generator)  # one rank has all images
-    for step in range(config.steps):
-        value = run.forward_backward(batch, loss=loss)
-        mk.clip_grad_norm(run, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if mesh.rank == 0 and step % 5 == 0:
-            print(f"step {step}: loss {value:.4f}")
-
-
-if __name__ == "__main__":
-    mk.run_main(main)
