@@ -202,8 +202,8 @@ class Run:
             tp = self.mesh["tp"].size()
             if not self._runs_forward(error):
                 raise PlanError(
-                    f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, with "
-                    "a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
+                    f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, "
+                    "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
                 ) from error
             raise PlanError(
                 f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "

@@ -108,9 +108,9 @@ def by_groups(
     linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
     reads = {child: flows.get(child, set()) & set(linears) for child in inside}
     groups = _groups(reads, linears)
-    together = [[layer for group in groups for layer in (*group.columns, group.row)]]
-    spans = together if within else [[*group.columns, group.row] for group in groups]
-    if not groups or name not in map(_common, spans) or holds_stacks(name, modules):
+    of_each = [[*group.columns, group.row] for group in groups]
+    together = [[layer for layers in of_each for layer in layers]]
+    if not groups or name not in map(_common, together if within else of_each) or holds_stacks(name, modules):
         return []
     columns, rows = set().union(*(group.columns for group in groups)), {group.row for group in groups}
     styles: Names = {}
@@ -177,8 +177,8 @@ def _numbers(module: nn.Module, widths: set[int], size: int) -> list[tuple[str, 
         tuple(name for name, value in table.items() if value and not value % size and _counts_heads(name))
         for table in (own, of_config)
     )
-    features = tuple(name for name, value in own.items() if value in widths and name not in heads)
-    sets = [(), heads, heads + features, heads + of_configs, heads + features + of_configs]
+    of_widths = tuple(name for name, value in own.items() if value in widths and name not in heads)
+    sets = [(), heads, heads + of_widths, heads + of_configs, heads + of_widths + of_configs]
     return list(dict.fromkeys(sets))
 
 
