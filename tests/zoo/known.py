@@ -36,6 +36,7 @@ PART = [
     ("odd.MaskedPositions", "cp=2"),
     ("odd.MaskedSum", "cp=2"),
     ("odd.Scalar", "dp_shard=2"),
+    ("odd.ScalarForEach", "tp=2, sequence"),
     ("odd.ParameterHook", "dp_shard=2"),
     ("odd.BatchNorm", "dp_shard=2"),
     ("odd.RunningMean", "dp_shard=2"),

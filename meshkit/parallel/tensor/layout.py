@@ -473,7 +473,8 @@ def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
 def _width(module: nn.Module) -> int:
     if isinstance(module, nn.Linear):
         return module.in_features
-    return next(module.parameters()).shape[-1]
+    # The size of the stream, which norms and layers of a module end in; a scalar says nothing.
+    return next((param.shape[-1] for param in module.parameters() if param.ndim), 1)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -78,6 +78,10 @@ class _Group:
     columns: frozenset[str]
     row: str
 
+    @property
+    def layers(self) -> frozenset[str]:
+        return self.columns | {self.row}
+
 
 def _groups(reads: Mapping[str, set[str]], linears: Sequence[str]) -> list[_Group]:
     groups: list[_Group] = []
@@ -102,19 +106,33 @@ def by_groups(
 ) -> list[Names]:
     """Every group inside, wherever its layers stand; each column enters by itself, so residuals may lie between groups.
 
-    within: whether all of them together have to span the module; else one of them has to.
+    within: whether all of them together have to span the module; else one of them has to, and those that do come alone too.
     """
     inside = inside_of(name, modules)
     linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
     reads = {child: flows.get(child, set()) & set(linears) for child in inside}
     groups = _groups(reads, linears)
-    of_each = [[*group.columns, group.row] for group in groups]
-    together = [[layer for layers in of_each for layer in layers]]
-    if not groups or name not in map(_common, together if within else of_each) or holds_stacks(name, modules):
+    if not groups or holds_stacks(name, modules):
         return []
+    if within:
+        together = name == _common([layer for group in groups for layer in group.layers])
+        return _of_groups(groups, reads, modules, parts, size) if together else []
+    spanning = [group for group in groups if _common(group.layers) == name]
+    both = [groups, spanning] if spanning else []
+    return [each for some in both for each in _of_groups(some, reads, modules, parts, size)]
+
+
+def _of_groups(
+    groups: Sequence[_Group],
+    reads: Mapping[str, set[str]],
+    modules: Mapping[str, nn.Module],
+    parts: Mapping[str, tuple[int, ...]],
+    size: int,
+) -> list[Names]:
+    """These split, and whatever else is there as it is outside of regions. reads: of every module with parameters there."""
     columns, rows = set().union(*(group.columns for group in groups)), {group.row for group in groups}
     styles: Names = {}
-    for child in inside:
+    for child in reads:
         if child in rows:
             styles[child] = row()
         elif child in columns:
@@ -124,7 +142,7 @@ def by_groups(
             styles[child] = column()
         elif reads[child] & columns:
             styles[child] = per_head()
-        elif child in linears:
+        elif isinstance(modules[child], nn.Linear):
             styles[child] = replicate() if features(modules[child]) % size else column(gather=True)
         else:
             styles[child] = sequence()
