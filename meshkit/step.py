@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -199,6 +200,11 @@ class Run:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             tp = self.mesh["tp"].size()
+            if not self._runs_forward(error):
+                raise PlanError(
+                    f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, "
+                    "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
+                ) from error
             raise PlanError(
                 f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "
                 "module that holds it (by a parent, or in another method), and there it is a shard. "
@@ -209,6 +215,11 @@ class Run:
                     "a method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."
                 )
             ) from error
+
+    def _runs_forward(self, error: BaseException) -> bool:
+        """Whether it was raised inside of the model's forward, and not in a loss."""
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        return any(frame.f_locals.get("self") is self.model for frame in frames if frame.f_code.co_name == "_call_impl")
 
     def _refuse_batch_norm(self) -> None:
         """`resolve` refuses it too, but a model may be put into training mode later."""

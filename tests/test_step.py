@@ -215,3 +215,18 @@ def test_generation_and_evaluation_are_the_same_on_every_mesh_and_rank() -> None
     for found in [*pool(4).run(sampled, "tp=4"), *pool(4).run(sampled, "dp_shard=2 tp=2")]:
         assert found[:2] == (greedy, drawn)
         assert abs(found[2] - loss) <= TOL_FP64
+
+
+def torch_loss_on_tp() -> None:
+    cell = Cell(mesh="tp=2")
+    run = mk.parallelize(build(cell), mesh_for(cell.mesh), plan=LLAMA_PLAN)
+
+    def torchs_own(model: nn.Module, batch: mk.step.Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    run.forward_backward(batches(cell)[0], loss=torchs_own)
+
+
+def test_a_loss_that_does_not_take_split_logits_is_told_what_does() -> None:
+    with pytest.raises(RankError, match=r"the loss meets logits .* on tp=2, a DTensor.*Use mk\.cross_entropy"):
+        pool(2).run(torch_loss_on_tp)

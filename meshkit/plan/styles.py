@@ -7,9 +7,9 @@ match, are errors. A style marked `optional` may match nothing, for one plan tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from meshkit.errors import PlanError
 from meshkit.plan.match import frozen_table, listed
@@ -41,6 +41,7 @@ class Style:
     gather: bool = False
     parts: tuple[int, ...] = ()
     local: tuple[str, ...] = ()
+    each: bool = False
     outside: bool = False
     inner: bool = False
     """nothing is sent for the module, since its parent calls it on the parent's own input or output (an adapter's layers)"""
@@ -57,14 +58,15 @@ class Style:
             object.__setattr__(self, name, listed(getattr(self, name), where="Style", argument=name))
 
     def __str__(self) -> str:
-        texts = [f"{name}=True" for name in ("gather", "outside", "optional") if getattr(self, name)]
+        texts = [f"{name}=True" for name in ("gather", "each", "outside", "optional") if getattr(self, name)]
         texts += [f"{name}={value}" for name in ("parts", "local") if (value := getattr(self, name))]
-        texts += [f"split={self.columns}"] if self.columns and self.kind in ("enter", "attention") else []
+        texts += [f"split={self.columns}"] if self.columns and self.kind != "experts" else []
         return f"{self.kind}({', '.join(texts)})"
 
 
 def column(*, group: int = 1, gather: bool = False, parts: tuple[int, ...] = (), optional: bool = False) -> Style:
-    """Linear: each rank holds a slice of the output features, and computes only those.
+    """Linear: each rank holds a slice of the output features, and computes only those. So of an Embedding that has a feature
+    for each head, as relative positions do.
 
     group: size of the groups of features that stay together, of a head for one; the axis must divide the number of groups.
     gather: the features are then joined, and every rank has all of them: what follows needs them all, as a norm over the
@@ -122,7 +124,12 @@ def head(*, optional: bool = False) -> Style:
 
 
 def enter(
-    *, query: str = "", local: tuple[str, ...] = (), split: tuple[str, ...] = (), optional: bool = False
+    *,
+    query: str = "",
+    local: tuple[str, ...] = (),
+    split: tuple[str, ...] = (),
+    each: bool = False,
+    optional: bool = False,
 ) -> Style:
     """A container whose first input feeds several column() children: the axis is entered once, not once per child.
 
@@ -130,10 +137,12 @@ def enter(
     axis' share. "config.num_heads" is one of a config, of which the container gets a copy.
     split: parameters that it holds itself and that have something for each head, as attention sinks do. What it holds besides
     is whole.
+    each: its columns enter one by one, as they do without a container: for several inputs, as cross-attention has, and for a
+    residual inside of it.
     query: for latent attention, the child that makes the queries, which is column(group=size of a head). Each query head has
     a key and a value head. Traffic on cp is predicted from it.
     """
-    return Style("enter", optional, query=query, local=local, columns=split)
+    return Style("enter", optional, query=query, local=local, columns=split, each=each)
 
 
 def split(*, optional: bool = False) -> Style:
@@ -225,6 +234,28 @@ class Plan:
             object.__setattr__(self, name, listed(getattr(self, name), where="Plan", argument=name))
         object.__setattr__(self, "tensor", frozen_table(self.tensor, Style, where="Plan", argument="tensor"))
         object.__setattr__(self, "init", frozen_table(self.init, Init, where="Plan", argument="init"))
+
+    @staticmethod
+    def of_parts(own: Plan | None = None, /, **parts: Plan) -> Plan:
+        """The plan of a model of several parts, from one for each: `Plan.of_parts(encoder=..., decoder=LLAMA_PLAN)`.
+
+        own: of what stands in the model itself.
+        """
+
+        def joined(table: Callable[[Plan], Mapping[str, Any]]) -> dict[str, Any]:
+            found = dict(table(own or Plan()))
+            for name, plan in parts.items():
+                found |= {f"{name}.{pattern}" if pattern else name: each for pattern, each in table(plan).items()}
+            return found
+
+        return Plan(
+            tensor=joined(lambda plan: plan.tensor),
+            blocks=tuple(joined(lambda plan: dict.fromkeys(plan.blocks))),
+            units=tuple(joined(lambda plan: dict.fromkeys(plan.units))),
+            attention=tuple(joined(lambda plan: dict.fromkeys(plan.attention))),
+            mlps=tuple(joined(lambda plan: dict.fromkeys(plan.mlps))),
+            init=joined(lambda plan: plan.init),
+        )
 
     def __str__(self) -> str:
         lines = ["Plan"]

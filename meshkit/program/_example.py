@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 ROWS = 2
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_KNOWN = {"position_ids", "mask"}  # which context parallelism gives
 _IDS = ("input_ids", "ids", "idx", "tokens", "token_ids")
 
 
@@ -25,12 +27,12 @@ class Example:
 def example_of(model: nn.Module, *, multiple: int = 1) -> Example | None:
     """An example for a model of token ids: 2 rows of at least 8 tokens, a multiple of `multiple`. None for another model.
 
-    It is one if its forward's first parameter is called `input_ids` or so, or if what it is given first is looked up in an
-    embedding.
+    It is one if its forward's first parameter is called `input_ids` or so, and it needs no other tensors.
     """
     tokens = multiple * -(-8 // multiple)
     ids = torch.empty(ROWS, tokens, dtype=torch.int64, device="meta")
-    parameters = list(inspect.signature(model.forward).parameters)
-    if parameters and parameters[0] in _IDS:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    needed = {each.name for each in parameters[1:] if each.default is each.empty and each.kind not in _REST}
+    if parameters and parameters[0].name in _IDS and not needed - _KNOWN:
         return Example((ids,))
     return None

@@ -24,7 +24,7 @@ from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, te
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.plan import Plan, match_table
-from meshkit.program import Example, Program, ReadingError, example_of
+from meshkit.program import Example, Program, ReadingError, Unproved, example_of
 from meshkit.resolve._names import Names, name_modules
 from meshkit.resolve._refusals import (
     refuse_backend,
@@ -216,7 +216,12 @@ def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, 
         proved(tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence))
         return plan
     if auto:
-        return derive_plan(program, names.plan, example, proved, size=spec.tp, sequence=sequence)
+        try:
+            return derive_plan(program, names.plan, example, proved, size=spec.tp, sequence=sequence)
+        except Unproved as error:
+            change = "sequence=False" if sequence else f"tp=1 instead of tp={spec.tp}, or a plan of your own"
+            text = f"{error} No derived plan of {type(program.model).__name__} is proved. Use {change}."
+            raise Unproved(text, error.module, error.before) from error
     proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))
     return names.plan
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from meshkit.errors import PlanError
+from meshkit.plan.match import listed
 
 Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
 Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
@@ -21,6 +22,7 @@ class ContextPolicy:
     heads (2-D); with None "auto" chooses. balance: the assignment of tokens to ranks: "contiguous", "zigzag", "per_document",
     "locality", or "auto". slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
     kv_heads_per_gather: the number of key/value heads that all_gather sends at a time.
+    whole: names of tensors of a batch that have no tokens, such as images: every rank of cp gets them whole.
     """
 
     scheme: Scheme = "auto"
@@ -28,8 +30,10 @@ class ContextPolicy:
     ulysses: int | None = None
     slack: float = 0.0
     kv_heads_per_gather: int = 1
+    whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", listed(self.whole, where="ContextPolicy", argument="whole"))
         if self.scheme not in get_args(Scheme):
             raise PlanError(
                 f"context scheme {self.scheme!r} does not exist. Choose one of {', '.join(get_args(Scheme))}."

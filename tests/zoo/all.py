@@ -61,7 +61,11 @@ def case_of(cell: Cell) -> Case:
 
         of = foreign.FOREIGN[name]
         return Case(
-            build=of.build, batch=foreign.batch, loss=foreign.loss_of(name), count=partial(foreign.rows_or_labels, of)
+            build=of.build,
+            batch=foreign.batch,
+            loss=foreign.loss_of(name),
+            count=partial(foreign.rows_or_labels, of),
+            example=of.example,
         )
     if kind == "mutated":
         return Case(build=partial(_filled, MUTATED[name]), batch=tokens)

@@ -59,12 +59,14 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """build: the same values in every call. batch: of a step. loss, count: None are meshkit's own, for next tokens."""
+    """build: the same values in every call. batch: of a step. loss, count: None are meshkit's own, for next tokens.
+    example: of a batch, where the forward takes more than token ids."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     loss: Loss | None = None
     count: Count | None = None
+    example: Callable[[Batch], mk.Example] | None = None
 
 
 def tokens(seed: int, *, padded: bool = False) -> Batch:

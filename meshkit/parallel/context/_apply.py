@@ -86,7 +86,7 @@ def context_parallel(
     doors.open(module)
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
-    module.register_forward_pre_hook(Proofs(reader, doors, _call(reader.program)), with_kwargs=True)
+    module.register_forward_pre_hook(Proofs(reader, doors, _call(reader.program, policy)), with_kwargs=True)
     return module
 
 
@@ -104,7 +104,7 @@ def plan_context(
     if size == 1:
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)
-    call = _call(program)
+    call = _call(program, policy)
     if call is not None:
         return reader, reader.doors(call)
     if named or reader.takes_mask:
@@ -116,7 +116,7 @@ def plan_context(
     )
 
 
-def _call(program: Program) -> Call | None:
+def _call(program: Program, policy: ContextPolicy) -> Call | None:
     """How a rank calls the model, as the program's example shows it; None for a model that takes no token ids."""
     example = program.example or example_of(program.model)
     if example is None:
@@ -126,14 +126,16 @@ def _call(program: Program) -> Call | None:
         return None
     kwargs = {name: value for name, value in example.kwargs.items() if name not in ("mask", "attention_mask")}
     kwargs.setdefault("position_ids", torch.empty(ids.shape[:2], dtype=torch.int64, device="meta"))
-    return Call(example.args, kwargs, ids.shape[1], frozenset({"input_ids", *example.kwargs}))
+    rows = ids.shape[0] if policy.whole else None
+    return Call(example.args, kwargs, ids.shape[1], frozenset({"input_ids", *example.kwargs}), rows)
 
 
 def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | None = None) -> dict[str, Any]:
     """This rank's part of a batch, for a module that went through `context_parallel`.
 
-    batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights. All ranks
-    of the axis give the same batch. mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
+    batch: input_ids [B, T], and any other tensors [B, T, ...]: labels (already shifted), position_ids, weights; and what
+    `ContextPolicy.whole` names, which comes back as it is. All ranks of the axis give the same batch.
+    mask: of T tokens for every row, or of B*T tokens, rows end to end; default: causal
     inside each document, and documents start where position_ids restart. Returns the same names with this rank's tokens,
     [B, L, ...], or [1, L, ...] where rows were laid end to end, plus position_ids and `mask`, a `SplitMask` to hand to the
     model; its `join` undoes the split. Padding has label -100 and is zero elsewhere. With an axis of one rank the batch

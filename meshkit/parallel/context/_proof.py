@@ -32,7 +32,7 @@ class Proofs:
         if not isinstance(mask, SplitMask) or any(map(_torch.is_fake, _torch.tree_leaves((args, kwargs)))):
             return
         rest = {name: value for name, value in kwargs.items() if name != "mask"}
-        call = Call(args, rest, mask.tokens, mask.given)
+        call = Call(args, rest, mask.tokens, mask.given, mask.batch_rows)
         kind = _kind(model, call)
         if kind not in self._known:
             self.reader.program.model.train(model.training)

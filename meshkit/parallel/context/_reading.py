@@ -63,21 +63,27 @@ class Doors:
 class Call:
     """A call of a rank's forward, less the mask; dim 1 of tensors that have `tokens` there is the tokens.
 
-    given: names of the batch before it was split. position_ids that it has not are those of the tokens.
+    given: names of the batch before it was split. position_ids that it has not are those of the tokens. rows: of the batch,
+    where some of it is whole.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tokens: int
     given: frozenset[str] = frozenset({"input_ids"})
+    rows: int | None = None
 
     def of(self, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the same kind for one row of so many tokens."""
 
         def resized(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[1] != self.tokens:
+            if not isinstance(leaf, Tensor):
                 return leaf
-            return torch.empty((1, tokens, *leaf.shape[2:]), dtype=leaf.dtype, device="meta")
+            if leaf.ndim > 1 and leaf.shape[1] == self.tokens:
+                return torch.empty((1, tokens, *leaf.shape[2:]), dtype=leaf.dtype, device="meta")
+            if leaf.ndim and leaf.shape[0] == self.rows:
+                return torch.empty((1, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+            return leaf
 
         args, kwargs = _torch.tree_map(resized, (tuple(self.args), dict(self.kwargs)))
         return args, kwargs

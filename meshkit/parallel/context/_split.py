@@ -47,6 +47,8 @@ class Context:
 
     def split(self, batch: dict[str, Tensor], mask: Mask | None = None) -> dict[str, Tensor | SplitMask]:
         """See `split_batch`."""
+        whole = {name: batch[name] for name in self.policy.whole if name in batch}
+        batch = {name: tensor for name, tensor in batch.items() if name not in whole}
         rows, tokens = _refuse_odd_shapes(batch)
         mask = _mask_of(batch, rows, tokens, mask, documents=self.documents)
         given = frozenset(batch)
@@ -64,19 +66,22 @@ class Context:
         )
         stream = alike == 1
         layout = self.choice.layout
+        _refuse_odd_whole(whole, layout, rows=rows, stream=stream)
         self._refuse_different_batches(batch["input_ids"], layout)
         tensors = dict(batch)
         if "position_ids" not in tensors:
             tensors["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
         index, count = _token_index(layout, self.rank)
-        split: dict[str, Tensor | SplitMask] = {}
+        split: dict[str, Tensor | SplitMask] = {**whole}
         for name, tensor in tensors.items():
             flat = rearrange(tensor, "b t ... -> 1 (b t) ...") if stream else tensor
             shard = flat.index_select(1, index.to(tensor.device))
             # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
             shard[:, count:] = IGNORED if name.startswith("labels") else 0
             split[name] = shard
-        split["mask"] = SplitMask(layout, self.axis, rows=rows if stream else 0, given=given)
+        split["mask"] = SplitMask(
+            layout, self.axis, rows=rows if stream else 0, given=given, batch_rows=rows if whole else None
+        )
         return split
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
@@ -108,11 +113,27 @@ def _refuse_odd_shapes(batch: dict[str, Tensor]) -> tuple[int, int]:
         if tuple(tensor.shape[:2]) != (rows, tokens):
             raise DataError(
                 f"split_batch: {name!r} has shape {tuple(tensor.shape)}, but input_ids are {rows} rows of {tokens} tokens. "
-                "Tensors of a split batch hold one entry for each token."
+                "Tensors of a split batch hold one entry for each token. What has none and every rank needs, such as images, "
+                f"is named: ContextPolicy(whole=({name!r},))."
             )
     if not rows or not tokens:
         raise DataError(f"split_batch: {rows} rows of {tokens} tokens are nothing to split.")
     return rows, tokens
+
+
+def _refuse_odd_whole(whole: dict[str, Tensor], layout: Layout, *, rows: int, stream: bool) -> None:
+    for name, tensor in whole.items():
+        if stream and rows > 1:
+            raise DataError(
+                f"split_batch: {name!r} is whole, row by row, but rows with masks of their own are laid end to end. Give "
+                "batches of one row, or rows with one mask."
+            )
+        if tensor.ndim > 1 and tensor.shape[1] in layout.lengths:
+            # A model's program is read with other numbers of tokens, which are told by their number.
+            raise DataError(
+                f"split_batch: {name!r} is whole and has {tensor.shape[1]} entries in a row, as many as a rank has tokens. "
+                "Pad it by one."
+            )
 
 
 def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None, *, documents: bool) -> Mask:
@@ -163,12 +184,21 @@ class SplitMask:
     """Which tokens see which, and which rank holds them. One per batch, made by `split_batch`.
 
     tokens: this rank's, padding included. rows: how many rows the batch had before they were laid end to end, or 0 where
-    each row is split alike. given: the names of the batch that was split. Not a dataclass: FSDP casts and moves the fields
+    each row is split alike. given: the names of the batch that was split. batch_rows: its rows, where some of it is
+    whole. Not a dataclass: FSDP casts and moves the fields
     of dataclasses among a module's inputs.
     """
 
-    def __init__(self, layout: Layout, axis: DeviceMesh, *, rows: int = 0, given: frozenset[str] = frozenset()) -> None:
-        self.layout, self.axis, self.rows, self.given = layout, axis, rows, given
+    def __init__(
+        self,
+        layout: Layout,
+        axis: DeviceMesh,
+        *,
+        rows: int = 0,
+        given: frozenset[str] = frozenset(),
+        batch_rows: int | None = None,
+    ) -> None:
+        self.layout, self.axis, self.rows, self.given, self.batch_rows = layout, axis, rows, given, batch_rows
         self.rank = axis.get_local_rank()
         self.group = axis.get_group().group_name
         self.table = layout.table()  # on the host, where the operators read it without a sync
@@ -205,7 +235,9 @@ class SplitMask:
         # Kept: a model of many layers asks in each, and a new table would be planned and copied anew.
         if pattern not in self._followed:
             layout = replace(self.layout, mask=pattern.of(self.layout.mask, self.row_tokens))
-            self._followed[pattern] = SplitMask(layout, self.axis, rows=self.rows, given=self.given)
+            self._followed[pattern] = SplitMask(
+                layout, self.axis, rows=self.rows, given=self.given, batch_rows=self.batch_rows
+            )
         return self._followed[pattern]
 
     def attend(

@@ -303,9 +303,16 @@ def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = No
 def _local_inside_forward(key: str, view: View, outside: bool) -> Any:
     def read(module: nn.Module) -> Tensor | None:
         param = module._parameters[key]
+        if outside and not module._computing and _is_sharded(param):
+            return param  # FSDP itself asks for it
         return view(param) if outside or module._computing or torch.compiler.is_compiling() else param
 
     return property(read)
+
+
+def _is_sharded(param: nn.Parameter | None) -> bool:
+    """Whether it is split over other axes too, as FSDP holds it between forwards."""
+    return isinstance(param, DTensor) and param.device_mesh.ndim > 1
 
 
 def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:

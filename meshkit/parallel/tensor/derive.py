@@ -15,8 +15,9 @@ from functools import cached_property
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from meshkit.parallel.tensor.candidates import Candidates, Names, candidates
+from meshkit.parallel.tensor.candidates import Candidates, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
+from meshkit.parallel.tensor.splits import Names
 from meshkit.plan import Plan, Style, column, head, match_names, match_table, replicate, sequence, split, vocab
 from meshkit.plan.auto import by_patterns
 from meshkit.program import Example, Program, Unproved
@@ -60,7 +61,8 @@ class _Tree:
         self.why: dict[object, str] = {}
         blocks = match_names(self.plan.blocks, self.modules, what="module") or _longest_list(self.modules)
         # What the residual stream runs through: the model, blocks, and what is around them.
-        self.frames = {"", *(around for name in blocks for around in _around(name))}
+        stacks = (name for members in _lists(self.modules) for name in members)
+        self.frames = {"", *(around for name in (*blocks, *stacks) for around in _around(name))}
         # Experts are shared over axes of their own. What is around them hands each token on, as a block does.
         self.experts = {name for name, style in self.named.items() if style.kind == "experts"}
         self.frames |= {around for name in self.experts for around in _around(name) if around != name}
@@ -69,6 +71,11 @@ class _Tree:
         # Further names of modules that stand in several places, which the program knows by their first.
         self.again = {name: first[id(child)] for name, child in self.modules.items() if first[id(child)] != name}
         self._options: dict[str, list[Names]] = {}
+
+    @cached_property
+    def _is_decoder(self) -> bool:
+        """As `auto_plan` says."""
+        return "vocab" in {style.kind for style in self.named.values()}
 
     @cached_property
     def _beside_experts(self) -> set[str]:
@@ -102,25 +109,37 @@ class _Tree:
         for name, first in self.again.items():
             if first in styles and styles[first].kind != "split":
                 styles[name] = styles[first]
-        while apart := next((names for names in self._tied if len({_rows(styles[name]) for name in names}) > 1), None):
-            styles |= dict.fromkeys(apart, replicate())
+        for owners in self._tied:
+            # A module that keeps another's parameter beside it, as a head keeps the bias of the layer in it.
+            if "rows" in {_rows(styles[name], key) for name, key in owners}:
+                for name, key in owners:
+                    if name in self._keepers and styles[name].kind in ("replicate", "sequence"):
+                        styles[name] = replace(styles[name], columns=(*styles[name].columns, key))
+        while apart := next((each for each in self._tied if len({_rows(styles[n], key) for n, key in each}) > 1), None):
+            styles |= {name: replicate() for name, _ in apart}
         for name in self._candidates.read & styles.keys():
             if styles[name].kind in ("replicate", "sequence", "per_head"):
                 styles[name] = replace(styles[name], outside=True)
         return styles
 
     @cached_property
-    def _tied(self) -> list[list[str]]:
-        """Modules that share a parameter, which has one layout."""
-        owners: dict[int, list[str]] = {}
+    def _tied(self) -> list[list[tuple[str, str]]]:
+        """(module, its name for it) of each parameter that several have, which has one layout."""
+        owners: dict[int, list[tuple[str, str]]] = {}
         for name, param in self.program.model.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(param), []).append(name.rpartition(".")[0])
-        return [names for names in owners.values() if len(names) > 1]
+            module, _, key = name.rpartition(".")
+            owners.setdefault(id(param), []).append((module, key))
+        return [each for each in owners.values() if len(each) > 1]
+
+    @cached_property
+    def _keepers(self) -> set[str]:
+        """Modules with parameters that some module inside of them has too."""
+        return {name for each in self._tied for name, _ in each if any(n.startswith(f"{name}.") for n, _ in each)}
 
     def options(self, name: str) -> list[Names]:
         """Styles of the region with everything in it, best first; not that with all of it whole, which comes after them."""
         if name not in self._options:
-            self._options[name] = [] if name in self.frames else list(self._candidates.regions.get(name, ()))
+            self._options[name] = list(self._candidates.regions.get(name, ()))
         return self._options[name]
 
     def _add(self, styles: Names, name: str, *, whole: bool) -> None:
@@ -134,14 +153,16 @@ class _Tree:
         options, tried = self.options(name), self.tried.get(self.kind(name), 0)
         if tried < len(options):
             styles |= options[tried]
+            if name == self.first_block and self._is_decoder:
+                styles[name] = split()
             return
         left = tried - len(options)  # 0: as much as can be; 1: nothing of it
         own = any(True for _ in module.parameters(recurse=False))
         # Not `named_children`, which names a module that stands in two places once.
         children = [f"{name}.{key}" if name else key for key, child in module._modules.items() if child is not None]
         container = any(True for child in module.children() for _ in child.parameters())
-        if name and name == self.first_block and "vocab" in {style.kind for style in self.named.values()}:
-            styles[name] = split()  # a decoder, as `auto_plan` says
+        if name and name == self.first_block and self._is_decoder:
+            styles[name] = split()
         elif own:
             styles[name] = self._of_leaf(name, module, whole, left) if not container else self._of_holder(frame, whole)
         elif container and not frame and not whole and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -179,7 +200,7 @@ class _Tree:
         """Give up the candidate that an error is about; False where none is left."""
         for name in (error.module, error.before):
             for around in reversed(list(_around(name))):
-                if around not in self.frames and self._give_up(around, error):
+                if self._give_up(around, error):
                     return True
         near = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
         regions = [name for name in self.modules if self.options(name)]
@@ -224,23 +245,29 @@ class _Tree:
         return all(
             self.tried.get(self.kind(around), 0) >= len(self.options(around))
             for around in _around(name)
-            if around != name and around not in self.frames
+            if around != name
         )
 
 
 def _longest_list(modules: Mapping[str, nn.Module]) -> list[str]:
     """The members of the longest list of modules that have modules in them, as layers of several types are."""
-    lists = [
-        [f"{name}.{index}" for index in range(len(module))]
-        for name, module in modules.items()
-        if isinstance(module, nn.ModuleList) and all(any(True for _ in member.children()) for member in module)
-    ]
-    return max(lists, key=len, default=[])
+    return max(_lists(modules), key=len, default=[])
 
 
-def _rows(style: Style) -> str:
+def _lists(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The members of lists of modules that have modules in them, and that are in no other such list."""
+    lists: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList) or not all(any(True for _ in member.children()) for member in module):
+            continue
+        if not any(name.startswith(f"{other}.") for other in lists):
+            lists[name] = [f"{name}.{index}" for index in range(len(module))]
+    return list(lists.values())
+
+
+def _rows(style: Style, key: str) -> str:
     """Equal for styles that lay a parameter out alike: vocabularies and columns are split by rows."""
-    return "rows" if style.kind in ("vocab", "column") else style.kind
+    return "rows" if style.kind in ("vocab", "column") or key in style.columns else style.kind
 
 
 def _around(name: str) -> Iterator[str]:

@@ -108,7 +108,7 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
             _add_container(layout, name, modules[name], style, modules)
     # Columns after containers: those inside of one share its entry.
     for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
-        if style.kind == "column" and not style.inner:
+        if style.kind == "column" and not style.inner and not isinstance(modules[name], nn.Embedding):
             _add_column_calls(layout, name, _linear(name, modules[name], "column"), style)
     for name, child in modules.items():
         _refuse_split_blocks(layout, name, child)
@@ -140,7 +140,9 @@ def _add_replicated(layout: TensorLayout, name: str, module: nn.Module, style: S
     """A module that every rank holds in full. If it computes with a shard of heads or tokens, its gradients are summands."""
     summed = style.kind == "per_head" or (style.kind == "sequence" and layout.sequence)
     for key in keys:
-        layout.params[_join(name, key)] = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
+        whole = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
+        split = ParamLayout(placement=Shard(0), gradient="own")
+        layout.params[_join(name, key)] = split if key in style.columns else whole
     gathers = style.kind == "replicate" and layout.sequence and not style.inner and not layout.is_in_whole(name)
     if gathers and (keys or name in layout.whole):
         layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
@@ -192,6 +194,9 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
         layout.params[weight] = shard
         splits = any(other.kind == "split" for other in layout.styles.values())
         layout.calls.append(Call(module=name, kind="leave_whole" if splits else "leave", width=module.embedding_dim))
+        return
+    if style.kind == "column" and isinstance(module, nn.Embedding):
+        layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
         return
     linear = _linear(name, module, style.kind)
     if style.group > 1:
@@ -313,6 +318,8 @@ def _add_container(
     ]
     if not columns:
         raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
+    if style.each:
+        return
     layout.shared_entry.update(dict.fromkeys(columns, name))
     # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
     inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
@@ -466,7 +473,8 @@ def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
 def _width(module: nn.Module) -> int:
     if isinstance(module, nn.Linear):
         return module.in_features
-    return next(module.parameters()).shape[-1]
+    # The size of the stream, which norms and layers of a module end in; a scalar says nothing.
+    return next((param.shape[-1] for param in module.parameters() if param.ndim), 1)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -92,9 +93,16 @@ def prove_at_first_call(
             return
         known.add(signature)
         program.model.train(model.training)
-        prove_layout(program, layout, Example(args, kwargs), blocks=blocks)
+        prove_layout(program, layout, Example(*_torch.tree_map(_not_empty, (args, kwargs))), blocks=blocks)
 
     model.register_forward_pre_hook(prove, with_kwargs=True)
+
+
+def _not_empty(leaf: Any) -> Any:
+    """Of no elements nothing shows which a rank has: rows without images are read as if they had two."""
+    if not isinstance(leaf, Tensor) or leaf.numel():
+        return leaf
+    return torch.empty([size or 2 for size in leaf.shape], dtype=leaf.dtype, device="meta")
 
 
 def _signature(model: nn.Module, args: Any, kwargs: Any) -> Hashable:

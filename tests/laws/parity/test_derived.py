@@ -14,7 +14,7 @@ from meshkit.core.sharding import full_tensor
 from meshkit.preflight.explain import Message
 from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
-from tests.parallel.tensor.parts import Attention, Gated, Model, Normed
+from tests.parallel.tensor.parts import Attention, Gated, Model, Normed, Relative, Spread
 from tests.world import pool
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
@@ -22,7 +22,7 @@ TOL_FP64_SUM = 1e-10  # only summation order differs
 
 def build() -> Model:
     torch.manual_seed(5)
-    return Model(Attention, Gated, Normed).double()
+    return Model(Attention, Gated, Normed, Spread, Relative).double()
 
 
 def observe_derived(sequence: bool) -> tuple[Counter[Message], Counter[Message]]:

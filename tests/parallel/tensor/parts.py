@@ -52,6 +52,45 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Spread(nn.Module):
+    """Two linear layers in two children, the second with a residual and a norm, as encoders have them."""
+
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(24, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+            return self.norm(self.dense(hidden) + x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU()), self.Second()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x), x)
+
+
+class Relative(nn.Module):
+    """Attention with a number for each head and distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.distances = nn.Embedding(3, HEADS)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (
+            each.view(rows, tokens, self.num_heads, HEAD).transpose(1, 2)
+            for each in (self.q(x), self.k(x / 2), self.v(x))
+        )
+        place = torch.arange(tokens, device=x.device)
+        scores = q @ k.mT + self.distances((place[:, None] - place).clamp(-1, 1) + 1).permute(2, 0, 1)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()

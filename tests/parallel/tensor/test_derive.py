@@ -15,7 +15,7 @@ from meshkit.plan import Plan, Style, column, enter, replicate, row, sequence, v
 from meshkit.program import Example, Unproved, read_program
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
-from tests.parallel.tensor.parts import WIDTH, Attention, Gated, Model, Normed
+from tests.parallel.tensor.parts import VOCABULARY, WIDTH, Attention, Gated, Model, Normed, Relative, Spread
 
 
 def derived(model: nn.Module, *, sequence: bool = False) -> Plan:
@@ -44,6 +44,54 @@ def test_layers_that_differ_have_plans_of_their_own() -> None:
     assert plan["layers.0.part.down"] == row()
     assert plan["layers.1.part"] == replicate()
     assert plan["layers.*.part.up"] == plan["layers.1.part.down"] == column(gather=True)
+
+
+def test_columns_and_their_row_may_stand_in_different_modules() -> None:
+    plan = derived(Model(Spread)).tensor
+    assert plan["layers.*.part.first.0"] == column()
+    assert plan["layers.*.part.second.dense"] == row()
+    assert plan["layers.*.part.second.norm"] == sequence()
+
+
+def test_a_table_of_numbers_for_heads_is_split_by_them() -> None:
+    plan = derived(Model(Relative)).tensor
+    assert plan["layers.*.part.distances"] == plan["layers.*.part.k"] == column()
+    assert plan["layers.*.part"] == enter(local=("num_heads",))
+
+
+def test_layers_that_stand_in_the_block_itself_are_split() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.one, self.two, self.alone = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.alone(self.last(x + self.two(self.one(self.norm(x)).relu()))).tanh()
+
+    model = Model()
+    model.layers.append(Flat())
+    plan = derived(model).tensor
+    assert plan["layers.*.one"] == column()
+    assert plan["layers.*.two"] == row()
+
+
+def test_a_bias_that_a_head_keeps_for_its_layer_is_split_with_it() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+            self.decoder = nn.Linear(WIDTH, VOCABULARY)
+            self.decoder.bias = self.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(x)
+
+    model = Model(Gated)
+    model.lm_head = Head()
+    plan = derived(model).tensor
+    assert plan["lm_head.decoder"].kind == "column"
+    assert plan["lm_head"].columns == ("bias",)
 
 
 def test_a_plan_says_what_share_it_splits_and_why_not_more() -> None:
