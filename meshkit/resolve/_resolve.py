@@ -34,6 +34,7 @@ from meshkit.resolve._refusals import (
     refuse_idle_ranks,
     refuse_meta,
     refuse_other_mesh,
+    refuse_pointers,
     refuse_units,
     refuse_without_blocks,
     refuse_without_pp,
@@ -61,6 +62,7 @@ def resolve(
     names = name_modules(program, strategy, proved)
     refuse_without_blocks(strategy, names.blocks)
     refuse_meta(program)
+    refuse_pointers(program, spec)
     refuse_complex(program)
     refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
     refuse_batch_norm(program, spec)

@@ -18,7 +18,7 @@ from meshkit.core.noting import AnyMask
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of
-from meshkit.program import ReadingError, trace
+from meshkit.program import ReadingError, trace, twice
 
 
 class Reading:
@@ -38,7 +38,7 @@ class Reading:
             self._set_training(running)
             args, kwargs = _torch.tree_map(_unmasked, call())
             try:
-                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+                read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=twice)
             except ReadingError as error:
                 raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
             self._flows[key] = flow_of(read, self.model, self.stages)
