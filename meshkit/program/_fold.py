@@ -36,17 +36,19 @@ def fold(
     programs = [_programs(each, blocks) for each in traces]
     calls = {name: key for name, key in programs[0].items() if all(name in each for each in programs)}
     kinds: dict[Hashable, list[list[str]]] = {}
+    counted = False
     for number, name in enumerate(calls):
         key = (tuple(each[name] for each in programs), layout(name))
         for kind in kinds.setdefault(key, []):
             first = list(calls).index(kind[0])
             if _hold_alike(modules[kind[0]], modules[name], number - first):
+                counted |= not _hold_alike(modules[kind[0]], modules[name], 0)
                 kind.append(name)
                 break
         else:
             kinds[key].append([name])
     left_out = {name: kind[0] for found in kinds.values() for kind in found for name in kind[1:]}
-    return Fold(tuple(name for name in calls if name not in left_out), left_out)
+    return Fold(tuple(name for name in calls if name not in left_out), left_out, counted)
 
 
 def _programs(trace: Trace, blocks: Sequence[str]) -> dict[str, Hashable]:

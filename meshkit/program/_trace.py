@@ -134,10 +134,11 @@ class Trace:
 @dataclass(frozen=True)
 class Fold:
     """Blocks that need not be read. kept: those that are; what each returns is noted as an operation, RETURNED. left_out:
-    others -> the kept one, called before, whose output they return."""
+    others -> the kept one, called before, whose output they return. counted: some have the number of the block in them."""
 
     kept: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    counted: bool = False
 
 
 RETURNED = "returned"

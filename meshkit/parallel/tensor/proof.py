@@ -39,8 +39,8 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
     full = program.read(example, closed)
     alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands
     foldable = [block for block in blocks if block not in alone]
-    folded = Fold()
-    if len(foldable) > 1:
+    folded = fold(full, program.modules, foldable, lambda block: _styles_in(layout, block))
+    if folded.counted:  # one that knows its number may run something else of a part than the others
         on_rank = _on_rank(program.model, layout, example, closed, rank=0)
         folded = fold(full, program.modules, foldable, lambda block: _styles_in(layout, block), on_rank)
     if folded.left_out:
