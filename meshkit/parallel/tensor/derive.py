@@ -30,11 +30,24 @@ def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *,
     plan: by names, of `auto_plan`. prove: raises Unproved for a layout.
     Raises: Unproved where even the model with all regions whole is not proved; PlanError where it cannot be read.
     """
-    tree = _Tree(program, plan, example, size, sequence)
+    first: Unproved | None = None
+    # The sequence is split before the first block, as `auto_plan` says; or by the embedding, where blocks run twice, or what
+    # the first is given is read again later.
+    for splits in (True, False) if sequence else (True,):
+        try:
+            return _derived(_Tree(program, plan, example, size, sequence, splits), prove)
+        except Unproved as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _derived(tree: _Tree, prove: Prove) -> Plan:
+    program, plan = tree.program, tree.plan
     while True:
         narrowed = replace(plan, tensor=by_patterns(tree.styles(), tree.modules))
         try:
-            layout = tensor_layout(program.model, narrowed.tensor, size=size, sequence=sequence)
+            layout = tensor_layout(program.model, narrowed.tensor, size=tree.size, sequence=tree.sequence)
             prove(layout)
         except Unproved as error:
             if not tree.narrow(error):
@@ -45,13 +58,17 @@ def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *,
 
 @dataclass
 class _Tree:
-    """The regions of a model, and of each kind of region how many of its candidates were not proved."""
+    """The regions of a model, and of each kind of region how many of its candidates were not proved.
+
+    splits: whether the first block that is called splits the sequence.
+    """
 
     program: Program
     plan: Plan
     example: Example
     size: int
     sequence: bool
+    splits: bool = True
 
     def __post_init__(self) -> None:
         self.modules = dict(self.program.model.named_modules(remove_duplicate=False))
@@ -64,7 +81,8 @@ class _Tree:
         # Experts are shared over axes of their own. What is around them hands each token on, as a block does.
         self.experts = {name for name, style in self.named.items() if style.kind == "experts"}
         self.frames |= {around for name in self.experts for around in _around(name) if around != name}
-        self.first_block = blocks[0] if blocks else ""
+        called = dict.fromkeys(call.name for call in self.program.read(self.example, {}).calls)
+        self.first_block = next((name for name in called if name in set(blocks)), "") if self.splits else ""
         first = {id(module): name for name, module in self.program.modules.items()}
         # Further names of modules that stand in several places, which the program knows by their first.
         self.again = {name: first[id(child)] for name, child in self.modules.items() if first[id(child)] != name}
