@@ -10,6 +10,7 @@ from ._live import live as live
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._proof import Held as Held
+from ._proof import Mixed as Mixed
 from ._proof import Uneven as Uneven
 from ._proof import Unproved as Unproved
 from ._proof import draws as draws

@@ -43,6 +43,10 @@ class Unproved(PlanError):
         self.module, self.before = module, before
 
 
+class Mixed(Unproved):
+    """An operation needs all of what the ranks have parts of, or it is run for another number of them alone."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What a rank has of a parameter or input: all of it, or some indices along a dim."""
@@ -243,7 +247,7 @@ class _Proof:
             return Unproved(f"{rank.where(local)}: {why}.")
 
         if full.name != local.name:
-            raise unproved(f"the single-device model runs {full} there")
+            raise Mixed(f"{rank.where(local)}: the single-device model runs {full} there.")
         if _numbers(full) != _numbers(local):
             raise unproved(f"its arguments are {_numbers(local)}, and the single-device model's {_numbers(full)}")
         if draws(full):
@@ -294,7 +298,7 @@ class _Proof:
         if name in rule.summed:
             return "partial", name, indices
         if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
-            raise unproved("it needs all of a dim, of which this rank has a part")
+            raise Mixed(f"{rank.where(local)}: it needs all of a dim, of which this rank has a part.")
         return "varying", name, indices
 
     def _joined(self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]) -> Kind:

@@ -18,6 +18,7 @@ from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
 from meshkit.parallel.tensor.proof import prove_layout
@@ -79,6 +80,9 @@ def resolve(
     if proved is None and example is not None:
         plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
+    rows = example or program.example or example_of(program.model)
+    if proved is None and rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+        refuse_mixed_rows(program, rows, blocks=names.blocks)
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
