@@ -1,4 +1,4 @@
-"""Rows of a batch (data parallelism, microbatches): a forward that mixes them is not the sum of what each part of them gives."""
+"""Rows of a batch (data parallelism, microbatches): a forward that mixes them is not one of each part."""
 
 from __future__ import annotations
 

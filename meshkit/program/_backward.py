@@ -1,21 +1,21 @@
 """Backwards that a model writes itself (torch.autograd.Function, hooks on tensors and modules): operators do not show them.
 
-Each is noted as an operation on the tensor whose gradient it changes. One that treats a gradient element by element may run on
-a part of it; of another nothing is known, and it must see the whole gradient.
+Each is noted as an operation on the tensor whose gradient it changes. One that treats a gradient element by element may run
+on a part of it; of another nothing is known, and it must see the whole gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from meshkit.core._torch import TorchDispatchMode, tree_leaves, tree_map
-from meshkit.core._torch import functions_replaced as _replaced
+from meshkit.core._torch import TorchDispatchMode, functions_replaced, tree_leaves, tree_map
 
 OF_ELEMENTS, OF_ALL = "backward of elements", "backward of all"
 Note = Callable[[str, Any, Any, Any], None]  # (operation, tensors whose gradients it makes, numbers it uses, outputs)
@@ -37,47 +37,52 @@ _HARMLESS = frozenset(
 
 
 @contextmanager
-def backwards_noted(note: Note) -> Iterator[None]:
-    """Inside, each function with a backward of its own is noted when it is called."""
+def checkpoints_run() -> Iterator[None]:
+    """Inside, a checkpoint with a backward of its own runs as what it computes, with autograd."""
 
     def apply(kind: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kind is CheckpointFunction and not kwargs:
-            return args[0](*args[2:])  # it computes the same again; without autograd its gradients would not be seen
-        out = original(*args, **kwargs)
-        known = kind.__module__.startswith(("meshkit.", "torch.")) and kind.__name__ != "BackwardHookFunction"
-        if not known and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
-            runs = None if kind.__module__.startswith("torch.") else _backward_of(kind, out)
-            note(OF_ALL if runs is None else OF_ELEMENTS, (args, kwargs), runs, out)
-        return out
+        return args[0](*args[2:]) if kind is CheckpointFunction else original(*args, **kwargs)
 
-    with _replaced(apply):
+    with functions_replaced(apply):
         yield
+
+
+def own_backward(tensor: Tensor) -> Any:
+    """The node of the function with a backward of its own that returned the tensor; None of any other tensor."""
+    node = tensor.grad_fn
+    if not isinstance(node, BackwardCFunction):
+        return None
+    kind: Any = node._forward_cls  # type: ignore[attr-defined]
+    trusted = kind.__module__.startswith(("meshkit.", "torch.")) and kind.__name__ != "BackwardHookFunction"
+    return None if trusted else node
+
+
+def kind_of(node: Any) -> tuple[str, Any]:
+    """(OF_ELEMENTS or OF_ALL, the operators of the backward and their numbers)."""
+    if node._forward_cls.__module__.startswith("torch."):
+        return OF_ALL, None  # a module's hooks, which it does not show
+    try:
+        grads = [torch.empty(each.shape, dtype=each.dtype) for each in node._input_metadata]
+        runs = _elementwise(lambda *given: node._forward_cls.backward(node, *given), grads)[0]
+    except Exception:
+        runs = None
+    return (OF_ALL if runs is None else OF_ELEMENTS), runs
 
 
 def hook_noted(tensor: Tensor, hook: Callable[[Tensor], Any], note: Note) -> None:
     """Of Tensor.register_hook. One that only looks at the gradient changes nothing."""
     changes, runs = True, None
     try:
-        runs, changes = _elementwise(hook, (tensor,))
+        runs, changes = _elementwise(hook, [torch.empty_like(tensor)])
     except Exception:
         pass  # it needs values
     if changes:
         note(OF_ALL if runs is None else OF_ELEMENTS, (tensor,), runs, tensor)
 
 
-def _backward_of(kind: Any, out: Any) -> Any:
-    outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
-    node = next((leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor) and leaf.grad_fn is not None), None)
-    try:
-        return _elementwise(lambda *grads: kind.backward(node, *grads), outputs)[0]
-    except Exception:
-        return None
-
-
-def _elementwise(function: Callable[..., Any], like: tuple[Any, ...]) -> tuple[Any, bool]:
+def _elementwise(function: Callable[..., Any], grads: Sequence[Tensor]) -> tuple[Any, bool]:
     """(the operators that a function of gradients runs, with their numbers; None if one is not element by element; whether it
     returns or writes something)."""
-    grads = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in like]
     seen = _Seen()
     with torch.no_grad(), seen:
         result = function(*grads)

@@ -24,7 +24,7 @@ from meshkit.core import _torch, noting
 from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect_nothing
-from meshkit.program._backward import backwards_noted, hook_noted
+from meshkit.program._backward import checkpoints_run, hook_noted, kind_of, own_backward
 from meshkit.program._copy import copied, originals
 
 
@@ -265,7 +265,7 @@ def _recorded(
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
-    with recorder.watching(copy), fake, recorder, _Unfused(recorder), backwards_noted(recorder.note_backward):
+    with recorder.watching(copy), fake, recorder, _Unfused(recorder), checkpoints_run():
         copy(*args, **kwargs)
     return recorder.trace()
 
@@ -303,6 +303,7 @@ class Recorder(TorchDispatchMode):
         self._stack: list[int] = []
         self._sources: list[str] = []
         self._numbers: dict[tuple[int, torch.dtype], int] = {}
+        self._nodes: dict[tuple[int, int], Any] = {}  # functions with a backward of their own, kept alive
         self._paused = False
         self._before: BaseException | None = None  # what was being handled already
         self._failed: str | None = None
@@ -388,6 +389,7 @@ class Recorder(TorchDispatchMode):
             self._returned[call.name] = output
             self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
         if not self._stack:
+            self._see(output)
             self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
 
@@ -399,6 +401,7 @@ class Recorder(TorchDispatchMode):
             # A product and a sum, as the split model runs it that sums products over ranks before it adds the bias.
             product = self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
             return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
+        self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
         out = func(*args, **kwargs)
         self._add(func, refs, out)
@@ -406,6 +409,7 @@ class Recorder(TorchDispatchMode):
 
     def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of one of our own functions as one operation; see `noting`."""
+        self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
         before, self._paused = self._paused, True
         token = noting.reader.set(None)
@@ -428,6 +432,36 @@ class Recorder(TorchDispatchMode):
             self._operations.append(
                 Operation(name, (refs[0], runs), {}, refs[1], self._call(), model_line(), torch.is_grad_enabled())
             )
+
+    def _see(self, tree: Any) -> None:
+        """Note the functions with a backward of their own that returned these tensors."""
+        if self._paused:
+            return
+        for tensor in _torch.tree_leaves(tree):
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad or (node := own_backward(tensor)) is None:
+                continue
+            ref = self._ref(tensor, "constant")
+            if (id(node), ref.storage) not in self._nodes:
+                self._nodes[id(node), ref.storage] = node
+                before, self._paused = self._paused, True
+                try:
+                    name, runs = kind_of(node)
+                finally:
+                    self._paused = before
+                self._operations.append(
+                    Operation(name, (self._inputs_of(ref), runs), {}, ref, self._call(), model_line(), True)
+                )
+
+    def _inputs_of(self, ref: TensorRef) -> list[TensorRef]:
+        """What a function that ran without autograd was given, as far as it requires gradients."""
+        found, pending = [ref], {ref.storage}
+        for operation in reversed(self._operations):
+            if operation.grad_mode or not any(out.storage in pending for out in tensors(operation.outputs)):
+                continue
+            for each in tensors((operation.args, dict(operation.kwargs))):
+                pending.add(each.storage)
+                found += [each] if each.requires_grad else []
+        return found
 
     def look(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
         """A hook on a tensor's gradient."""

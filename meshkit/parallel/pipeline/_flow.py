@@ -65,8 +65,8 @@ def data_flow(
     for operation in trace.operations:
         if operation.op == CLOSED_BY_VALUE:
             raise PlanError(
-                f"pipeline: {_name(trace, operation.call)!r} reads a value that all rows of a batch have part in, and a stage "
-                "is given a microbatch at a time. Write it row by row (torch.where), or use a mesh without pp."
+                f"pipeline: {_name(trace, operation.call)!r} reads a value that all rows of a batch have part in, and a "
+                "stage is given a microbatch at a time. Write it row by row (torch.where), or use a mesh without pp."
             )
     return _Walk(trace, stages, stage_of, modules, holders).flow()
 
