@@ -7,7 +7,7 @@ on a part of it; of another nothing is known, and it must see the whole gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -72,10 +72,8 @@ def kind_of(node: Any) -> tuple[str, Any]:
 def hook_noted(tensor: Tensor, hook: Callable[[Tensor], Any], note: Note) -> None:
     """Of Tensor.register_hook. One that only looks at the gradient changes nothing."""
     changes, runs = True, None
-    try:
+    with suppress(Exception):  # of one that needs values
         runs, changes = _elementwise(hook, [torch.empty_like(tensor)])
-    except Exception:
-        pass  # it needs values
     if changes:
         note(OF_ALL if runs is None else OF_ELEMENTS, (tensor,), runs, tensor)
 

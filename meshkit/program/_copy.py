@@ -95,8 +95,8 @@ def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int
 
 
 def pointed_at(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(module, its attribute, parameter) for each parameter of the model that a module has in a list, dict, partial or closure,
-    beside the module whose parameter it is.
+    """(module, its attribute, parameter) for each parameter of the model that a module has in a list, dict, partial or
+    closure, beside the module whose parameter it is.
     """
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     for owner, module in model.named_modules():

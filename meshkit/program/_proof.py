@@ -539,7 +539,8 @@ def _own_backward(proof: _Proof, operations: Sequence[Operation]) -> None:
             ):
                 parts = "parts" if kind == "varying" else "summands"
                 raise Unproved(
-                    f"{where}: a hook, or a backward that the model writes itself, reads a gradient of which ranks have {parts}."
+                    f"{where}: a hook, or a backward that the model writes itself, reads a gradient of which ranks have "
+                    f"{parts}."
                 )
 
 

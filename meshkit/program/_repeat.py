@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -35,7 +36,7 @@ def twice(model: nn.Module, read: Callable[[], Trace]) -> Trace:
         value = vars(model.get_submodule(module))[attribute]
         if type(value) in (int, float):
             label = f"{module}.{attribute}".lstrip(".")
-            vars(model.get_submodule(module))[attribute] = _watched(value, lambda label=label: asked.append(label))
+            vars(model.get_submodule(module))[attribute] = _watched(value, partial(asked.append, label))
     said = f" ({', '.join(f'{module}.{attribute}'.lstrip('.') for module, attribute in changed[:3])} changed)" * bool(
         changed
     )
@@ -107,7 +108,7 @@ def _arguments(trace: Trace, operation: Any) -> Any:
 
 @contextmanager
 def _without_draws(name: str) -> Iterator[None]:
-    """Raises: Unreadable where what is inside draws of Python's random numbers, which are others on each rank and each call."""
+    """Raises: Unreadable where what is inside draws of Python's random numbers: others on each rank and in each call."""
     before = random.getstate()
     yield
     if random.getstate() != before:

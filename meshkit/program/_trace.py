@@ -181,8 +181,8 @@ def trace(
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
     operation, by name -> the operation's name; each returns a tensor like its first. So is a module that makes tensors whose
-    sizes depend on values, CLOSED, or that reads a value, CLOSED_BY_VALUE. fold: blocks that are left out. again: is given the
-    copy that is read, and what reads it, which it may do more than once.
+    sizes depend on values, CLOSED, or that reads a value, CLOSED_BY_VALUE. fold: blocks that are left out. again: is given
+    the copy that is read, and what reads it, which it may do more than once.
     Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
     whatever else the forward raises.
     """
