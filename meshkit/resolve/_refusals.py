@@ -34,8 +34,8 @@ def refuse_pointers(program: Program, spec: MeshSpec) -> None:
     if spec.world_size > 1 and (found := next(pointed_at(program.model), None)) is not None:
         owner, attribute, param = found
         raise PlanError(
-            f"{f'{owner}.{attribute}'.lstrip('.')!r} has {param!r} in a list, dict or closure: it would keep the parameter as "
-            "it was before it is sharded, which gets no gradient. Keep the module in it, or use a torch.nn.ParameterList."
+            f"{f'{owner}.{attribute}'.lstrip('.')!r} has {param!r} in a list, dict or closure: it would keep the parameter "
+            "as it was before it is sharded, which gets no gradient. Keep the module in it, or use a torch.nn.ParameterList."
         )
 
 
