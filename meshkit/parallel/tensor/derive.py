@@ -267,19 +267,24 @@ def _around(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def share_of(program: Program, layout: TensorLayout) -> float:
-    """The share of the parameters' elements that the axis splits."""
+def share_of(program: Program, layout: TensorLayout, *, gathered: bool = False) -> float:
+    """The share of the parameters' elements that the axis splits; gathered: of those, by column(gather=True) alone."""
     total = sum(param.numel() for param in program.parameters.values())
     split = sum(
         param.numel()
         for name, param in program.parameters.items()
-        if name in layout.params and isinstance(layout.params[name].placement, Shard)
+        if name in layout.params
+        and isinstance(layout.params[name].placement, Shard)
+        and (not gathered or getattr(layout.styles.get(name.rpartition(".")[0]), "gather", False))
     )
     return split / total if total else 0.0
 
 
 def _notes(program: Program, layout: TensorLayout, tree: _Tree) -> Iterator[str]:
-    yield f"tp={layout.size} splits {share_of(program, layout):.1%} of the parameters"
+    share = f"tp={layout.size} splits {share_of(program, layout):.1%} of the parameters"
+    gathered = share_of(program, layout, gathered=True)
+    # Less memory, but attention and norms between such layers run whole on every rank.
+    yield share + f", {gathered:.1%} by column(gather=True), whose outputs every rank has whole" * bool(gathered)
     for kind, why in tree.why.items():
         name = next(name for name in tree.modules if tree.kind(name) == kind)
         yield f"{name} is not split otherwise: {why}"
