@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -316,14 +317,17 @@ class ByNumber(Plain):
 
 
 class Scripted(Plain):
-    class block(Block):
-        class mlp_type(Mlp):
-            def between(self, hidden: Tensor) -> Tensor:
-                return _scripted(hidden)
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, and in many models
+            self.gate = torch.jit.script(_gated)
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + self.gate(x)
+        return x
 
 
 def _gated(hidden: Tensor) -> Tensor:
     return hidden * torch.sigmoid(1.7 * hidden) / hidden.abs().sum(-1, keepdim=True)
-
-
-_scripted = torch.jit.script(_gated)
