@@ -156,7 +156,8 @@ class Run:
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
-            total, reports = self.pipeline.forward_backward(parts, loss, tokens)
+            with self._explained():
+                total, reports = self.pipeline.forward_backward(parts, loss, tokens)
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
@@ -193,9 +194,13 @@ class Run:
     @contextmanager
     def _forward(self) -> Iterator[None]:
         """Around each forward of a training step with its loss. Raises: PlanError for what only a running model shows."""
+        with self._explained(), self.agreement.forward() if self.agreement is not None else nullcontext():
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            with self.agreement.forward() if self.agreement is not None else nullcontext():
-                yield
+            yield
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -209,7 +214,8 @@ class Run:
                 f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "
                 "module that holds it (by a parent, or in another method), and there it is a shard. "
                 + (
-                    f"Use tp=1 instead of tp={tp}, or call the module."
+                    f"Use tp=1 instead of tp={tp}, or call the module. Logits are split too: your own loss gathers them by "
+                    "`full_tensor()`, or is one of mk.loss."
                     if tp > 1
                     else "Leave that module out of the plan's blocks and units (Plan(blocks=...)), or call its forward; for "
                     "a method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."

@@ -1,6 +1,7 @@
 """The program: what the model does, read once from the user's module, without values."""
 
 from ._copy import copied as copied
+from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values
 from ._example import Example as Example
 from ._example import example_of as example_of
@@ -9,11 +10,15 @@ from ._live import live as live
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._proof import Held as Held
+from ._proof import Mixed as Mixed
 from ._proof import Uneven as Uneven
 from ._proof import Unproved as Unproved
 from ._proof import draws as draws
 from ._proof import prove as prove
+from ._repeat import twice as twice
 from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS
+from ._trace import CLOSED as CLOSED
+from ._trace import CLOSED_BY_VALUE as CLOSED_BY_VALUE
 from ._trace import Fold as Fold
 from ._trace import ModuleCall as ModuleCall
 from ._trace import Operation as Operation

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +32,17 @@ def without_values(model: nn.Module, *, emptied: Collection[str] = ()) -> nn.Mod
             params[id(param)] = nn.Parameter(empty, param.requires_grad)
             params[id(param)].__dict__.update(param.__dict__)
             _share_hooks(param, params[id(param)])
-    return copied(model, params, copies)
+    top = copied(model, params, copies)
+    _ORIGINALS[top] = originals(model)
+    return top
+
+
+def originals(model: nn.Module) -> dict[int, ref[nn.Parameter]]:
+    """The parameters of a model and of what it is a copy of, by id."""
+    return {**_ORIGINALS.get(model, {}), **{id(param): ref(param) for param in model.parameters()}}
+
+
+_ORIGINALS: WeakKeyDictionary[nn.Module, dict[int, ref[nn.Parameter]]] = WeakKeyDictionary()
 
 
 def _emptied(module: nn.Module) -> nn.Module:
@@ -46,7 +60,23 @@ def _share_hooks(param: nn.Parameter, copy: nn.Parameter) -> None:
 
 
 def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
-    """params, copies: by id of the original. A module that occurs twice is copied once."""
+    """params, copies: by id of the original. A module that occurs twice is copied once.
+
+    What a module has in lists, dicts, bound methods, partials and closures is followed to the copies too.
+    """
+    given = dict(copies)
+    top = _copied(module, params, copies)
+    pointers = _Pointers({**params, **copies})
+    for key, twin in copies.items():
+        if key in given:
+            continue
+        for name, value in vars(twin).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                vars(twin)[name] = pointers.to_copies(value)
+    return top
+
+
+def _copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int, nn.Module]) -> nn.Module:
     if id(module) not in copies:
         twin: nn.Module = object.__new__(type(module))
         copies[id(module)] = twin
@@ -59,9 +89,126 @@ def copied(module: nn.Module, params: dict[int, nn.Parameter], copies: dict[int,
             key: None if buffer is None else params.get(id(buffer), buffer) for key, buffer in module._buffers.items()
         }
         vars(twin)["_modules"] = {
-            key: None if child is None else copied(child, params, copies) for key, child in module._modules.items()
+            key: None if child is None else _copied(child, params, copies) for key, child in module._modules.items()
         }
     return copies[id(module)]
+
+
+def pointed_at(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(module, its attribute, parameter) for each parameter of the model that a module has in a list, dict, partial or
+    closure, beside the module whose parameter it is.
+    """
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    for owner, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                for each in _leaves(value, set()):
+                    if id(each) in names:
+                        yield owner, attribute, names[id(each)]
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, str | int | float | torch.dtype | nn.Module | None) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | deque | dict) and len(value) <= _LONGEST:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each, seen)
+    elif isinstance(value, partial):
+        yield from _leaves((value.func, value.args, value.keywords), seen)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            for each in _contents(cell):
+                yield from _leaves(each, seen)
+
+
+_LONGEST = 4096  # a list of more holds data, as a tokenizer's words
+
+
+class _Pointers:
+    """Turns what points at modules and parameters into what points at their copies. Lists and dicts are copied, for a forward
+    may add to them.
+    """
+
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self._copies = copies  # by id of the original
+        self._alive: list[Any] = []  # an id of what is freed would be given to another
+
+    def to_copies(self, value: Any) -> Any:
+        if isinstance(value, str | int | float | torch.dtype | None):
+            return value
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if type(value) in (list, dict, OrderedDict, set, deque) and len(value) <= _LONGEST:
+            # Before what it holds: it may hold itself.
+            made = self._remember(value, copy.copy(value))
+            made.clear()
+            if isinstance(value, dict):
+                made.update({self.to_copies(key): self.to_copies(each) for key, each in value.items()})
+            elif isinstance(value, set):
+                made.update(map(self.to_copies, value))
+            else:
+                made.extend(map(self.to_copies, value))
+            return made
+        if type(value) is tuple:
+            turned = tuple(map(self.to_copies, value))
+            return turned if any(a is not b for a, b in zip(turned, value, strict=True)) else value
+        if isinstance(value, MethodType):
+            turned = self.to_copies(value.__self__)
+            return value if turned is value.__self__ else MethodType(value.__func__, turned)
+        if type(value) is partial:
+            function, args = self.to_copies(value.func), self.to_copies(value.args)
+            keywords = {key: self.to_copies(each) for key, each in value.keywords.items()}
+            same = function is value.func and args is value.args
+            same = same and all(each is value.keywords[key] for key, each in keywords.items())
+            return value if same else partial(function, *args, **keywords)
+        if type(value) is FunctionType and value.__closure__:
+            return self._function(value)
+        return value
+
+    def _function(self, value: FunctionType) -> FunctionType:
+        """With a closure of its own where that points at a module; else the same function, which what is alike is told by."""
+        assert value.__closure__ is not None
+        if not any(id(each) in self._copies for cell in value.__closure__ for each in _held(cell)):
+            return value
+        cells = tuple(CellType() for _ in value.__closure__)
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        self._remember(value, made)  # before its closure, which may hold it
+        for cell, old in zip(cells, value.__closure__, strict=True):
+            for each in _contents(old):
+                cell.cell_contents = self.to_copies(each)
+        return made
+
+    def _remember(self, value: Any, made: Any) -> Any:
+        self._copies[id(value)] = made
+        self._alive.append(value)
+        return made
+
+
+def _contents(cell: CellType) -> Iterator[Any]:
+    """What a closure's cell holds, if anything yet."""
+    try:
+        yield cell.cell_contents
+    except ValueError:
+        return
+
+
+def _held(cell: CellType) -> Iterator[Any]:
+    """What a cell holds, and what that holds: a list's elements, or what a method is bound to."""
+    for value in _contents(cell):
+        yield value
+        if isinstance(value, list | tuple | set | deque):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, MethodType):
+            yield value.__self__
+        elif isinstance(value, partial):
+            yield from (value.func, *value.args)
 
 
 _TABLES = frozenset(vars(nn.Module()))

@@ -21,24 +21,43 @@ from meshkit.program._trace import Fold, ModuleCall, TensorRef, Trace, tensors
 
 
 def fold(
-    trace: Trace, modules: Mapping[str, nn.Module], blocks: Sequence[str], layout: Callable[[str], Hashable]
+    trace: Trace,
+    modules: Mapping[str, nn.Module],
+    blocks: Sequence[str],
+    layout: Callable[[str], Hashable],
+    on_rank: Trace | None = None,
 ) -> Fold:
-    """Which blocks are left out. layout(block): what else must be alike, such as how its parameters are split."""
-    calls = _only_calls(trace, blocks)
-    returned: dict[int, int] = {}  # storages that blocks before returned -> which tensor of the output
+    """Which blocks are left out. layout(block): what else must be alike, such as how its parameters are split.
+
+    on_rank: a rank's program, of all blocks, in which they must be alike too: one that asks how wide its part is may be like
+    the others on one device alone.
+    """
+    traces = [trace] if on_rank is None else [trace, on_rank]
+    programs = [_programs(each, blocks) for each in traces]
+    calls = {name: key for name, key in programs[0].items() if all(name in each for each in programs)}
     kinds: dict[Hashable, list[list[str]]] = {}
-    for number, (name, call) in enumerate(calls.items()):
-        key = (_program(trace, call, returned), layout(name))
+    counted = False
+    for number, name in enumerate(calls):
+        key = (tuple(each[name] for each in programs), layout(name))
         for kind in kinds.setdefault(key, []):
             first = list(calls).index(kind[0])
             if _hold_alike(modules[kind[0]], modules[name], number - first):
+                counted |= not _hold_alike(modules[kind[0]], modules[name], 0)
                 kind.append(name)
                 break
         else:
             kinds[key].append([name])
-        returned |= {ref.storage: leaf for leaf, ref in enumerate(tensors(call.output))}
     left_out = {name: kind[0] for found in kinds.values() for kind in found for name in kind[1:]}
-    return Fold(tuple(name for name in calls if name not in left_out), left_out)
+    return Fold(tuple(name for name in calls if name not in left_out), left_out, counted)
+
+
+def _programs(trace: Trace, blocks: Sequence[str]) -> dict[str, Hashable]:
+    returned: dict[int, int] = {}  # storages that blocks before returned -> which tensor of the output
+    programs: dict[str, Hashable] = {}
+    for name, call in _only_calls(trace, blocks).items():
+        programs[name] = _program(trace, call, returned)
+        returned |= {ref.storage: leaf for leaf, ref in enumerate(tensors(call.output))}
+    return programs
 
 
 def _only_calls(trace: Trace, blocks: Sequence[str]) -> dict[str, ModuleCall]:

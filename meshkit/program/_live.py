@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from meshkit.program._trace import Operation, Trace, tensors
 
 
-def live(trace: Trace) -> Trace:
-    """The trace less operations that the output does not depend on. What writes into memory is kept."""
-    read = {ref.storage for ref in tensors(trace.output)}
+def live(trace: Trace, result: Any = None) -> Trace:
+    """The trace less operations that the output does not depend on, or a part of it. What writes into memory is kept."""
+    read = {ref.storage for ref in tensors(trace.output if result is None else result)}
     kept: list[Operation] = []
     for operation in reversed(trace.operations):
         writes = not isinstance(operation.op, str) and operation.op._schema.is_mutable

@@ -19,6 +19,7 @@ from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
 from meshkit.program._copy import without_values
 from meshkit.program._example import Example
+from meshkit.program._repeat import twice
 from meshkit.program._trace import Trace, trace
 
 
@@ -55,7 +56,7 @@ class Program:
         """The trace of the forward on an example; read once. Raises as `trace` does."""
         key = (example, frozenset(closed.items()), self.model.training)
         if key not in self._readings:
-            self._readings[key] = trace(self.model, example.args, example.kwargs, closed=closed)
+            self._readings[key] = trace(self.model, example.args, example.kwargs, closed=closed, again=twice)
         return self._readings[key]
 
     @cached_property

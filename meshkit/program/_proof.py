@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map, without_modes
 from meshkit.errors import PlanError
+from meshkit.program._backward import OF_ALL, OF_ELEMENTS
 from meshkit.program._elements import Numbers, Part, Replay, TooLarge, equal
 from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
 from meshkit.program._trace import RETURNED, Operation, TensorRef, Trace, tensors
@@ -40,6 +41,10 @@ class Unproved(PlanError):
     def __init__(self, text: str, module: str = "", before: str = "") -> None:
         super().__init__(text)
         self.module, self.before = module, before
+
+
+class Mixed(Unproved):
+    """An operation needs all of what the ranks have parts of, or it is run for another number of them alone."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ class _Proof:
             return Unproved(f"{rank.where(local)}: {why}.")
 
         if full.name != local.name:
-            raise unproved(f"the single-device model runs {full} there")
+            raise Mixed(f"{rank.where(local)}: the single-device model runs {full} there.")
         if _numbers(full) != _numbers(local):
             raise unproved(f"its arguments are {_numbers(local)}, and the single-device model's {_numbers(full)}")
         if draws(full):
@@ -293,7 +298,7 @@ class _Proof:
         if name in rule.summed:
             return "partial", name, indices
         if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
-            raise unproved("it needs all of a dim, of which this rank has a part")
+            raise Mixed(f"{rank.where(local)}: it needs all of a dim, of which this rank has a part.")
         return "varying", name, indices
 
     def _joined(self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]) -> Kind:
@@ -520,6 +525,25 @@ def _attend(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
 
 
+def _own_backward(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """What a model's own backward changes: gradients that are whole; of parts only if element by element."""
+    full = proof.next(operations[0])
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        where = rank.where(operation)
+        if full.name != operation.name or full.args[1] != operation.args[1]:
+            raise Unproved(f"{where}: the single-device model has another backward there.")
+        for ref in (*tensors(operation.args), *tensors(operation.outputs)):
+            kind = rank.kind(ref)
+            if rank.needs_gradient(ref) and kind not in (
+                ("invariant", "varying") if full.op == OF_ELEMENTS else ("invariant",)
+            ):
+                parts = "parts" if kind == "varying" else "summands"
+                raise Unproved(
+                    f"{where}: a hook, or a backward that the model writes itself, reads a gradient of which ranks have "
+                    f"{parts}."
+                )
+
+
 def _returned(proof: _Proof, operations: Sequence[Operation]) -> None:
     full = tensors(proof.next(operations[0]).args)
     states: list[Hashable] = []
@@ -541,6 +565,8 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "context_attend": _attend,
     "meshkit.decode_few_bits.default": _decode,
     RETURNED: _returned,
+    OF_ELEMENTS: _own_backward,
+    OF_ALL: _own_backward,
 }
 
 

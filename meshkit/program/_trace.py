@@ -24,7 +24,8 @@ from meshkit.core import _torch, noting
 from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect_nothing
-from meshkit.program._copy import copied
+from meshkit.program._backward import checkpoints_run, hook_noted, kind_of, own_backward
+from meshkit.program._copy import copied, originals
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,11 @@ class Trace:
 @dataclass(frozen=True)
 class Fold:
     """Blocks that need not be read. kept: those that are; what each returns is noted as an operation, RETURNED. left_out:
-    others -> the kept one, called before, whose output they return."""
+    others -> the kept one, called before, whose output they return. counted: some have the number of the block in them."""
 
     kept: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    counted: bool = False
 
 
 RETURNED = "returned"
@@ -151,12 +153,19 @@ def _text(tree: Any) -> str:
     return ", ".join(map(str, tensors(tree))) or str(tree)
 
 
+class Unreadable(PlanError):
+    """What the forward does cannot be followed."""
+
+
 class ReadingError(PlanError):
     """The forward raised. module: the innermost one."""
 
     def __init__(self, module: str, where: str, error: Exception) -> None:
         super().__init__(f"{module or 'the model'} at {where}: {type(error).__name__}: {error}")
         self.module = module
+
+
+CLOSED, CLOSED_BY_VALUE = "closed", "closed by a value"
 
 
 def trace(
@@ -166,12 +175,14 @@ def trace(
     *,
     closed: Mapping[str, str] = MappingProxyType({}),
     fold: Fold | None = None,
+    again: Callable[[nn.Module, Callable[[], Trace]], Trace] | None = None,
 ) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
-    operation, by name -> the operation's name; each returns a tensor like its first. So is a module that reads values of
-    tensors, or makes tensors whose sizes depend on values: "closed". fold: blocks that are left out.
+    operation, by name -> the operation's name; each returns a tensor like its first. So is a module that makes tensors whose
+    sizes depend on values, CLOSED, or that reads a value, CLOSED_BY_VALUE. fold: blocks that are left out. again: is given
+    the copy that is read, and what reads it, which it may do more than once.
     Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
     whatever else the forward raises.
     """
@@ -181,15 +192,19 @@ def trace(
         recorder = Recorder(fold)
         try:
             with torch.inference_mode(False), torch.enable_grad():
-                return _trace(model, args, kwargs, closed, recorder)
+                return _trace(model, args, kwargs, closed, recorder, again)
+        except Unreadable:
+            raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed
+            kind = CLOSED_BY_VALUE if isinstance(error, DataDependentOutputException) else CLOSED
             if not name:
                 raise PlanError(
                     f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
                     "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
                 ) from error
         except Exception as error:
+            kind = closed[guessed[-1]] if guessed else CLOSED
             # A module that was closed may return something else than a tensor like its first; then so is what is around it.
             name = guessed[-1].rpartition(".")[0] if guessed else ""
             if not name and guessed:
@@ -206,26 +221,41 @@ def trace(
             if alike.__module__.startswith("torch.")
             else [n for n, m in model.named_modules() if type(m) is alike]
         )
-        closed.update(dict.fromkeys((each for each in named if each), "closed"))
+        closed.update(dict.fromkeys((each for each in named if each), kind))
         guessed.append(name)
 
 
 def _trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    closed: Mapping[str, str],
+    recorder: Recorder,
+    again: Callable[[nn.Module, Callable[[], Trace]], Trace] | None,
 ) -> Trace:
     # Neither routers' reports nor whoever watches operators or saves tensors may know of a forward that is only read.
     unseen = saved_tensors_hooks(lambda x: x, lambda x: x)
     with collect_nothing(), _torch.without_modes(), _torch.without_fake_errors(), unseen:
-        return _recorded(model, args, kwargs, closed, recorder)
+        with _torch.fake_mode() as fake:
+            copy = _fake_copy(model)
+            args, kwargs = tree_map(_without_value, (args, kwargs))
+        recorder.known = originals(model)
+        recorders = iter((recorder,))
+
+        def read() -> Trace:
+            return _recorded(copy, args, kwargs, closed, next(recorders, None) or recorder.anew(), fake)
+
+        return read() if again is None else again(copy, read)
 
 
 def _recorded(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], closed: Mapping[str, str], recorder: Recorder
+    copy: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    closed: Mapping[str, str],
+    recorder: Recorder,
+    fake: Any,
 ) -> Trace:
-    fake = _torch.fake_mode()
-    with fake:
-        copy = _fake_copy(model)
-        args, kwargs = tree_map(_without_value, (args, kwargs))
     for name, operation in closed.items():
         _close(copy.get_submodule(name), operation, recorder)
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
@@ -235,7 +265,7 @@ def _recorded(
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
-    with recorder.watching(copy), fake, recorder, _Unfused():
+    with recorder.watching(copy), fake, recorder, _Unfused(recorder), checkpoints_run():
         copy(*args, **kwargs)
     return recorder.trace()
 
@@ -243,7 +273,7 @@ def _recorded(
 def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
     """Let a module be one operation, of its inputs and parameters."""
     # The gradients of experts are their own axes' matter; those of other modules are followed.
-    params = list(module.parameters()) if operation == "closed" else []
+    params = list(module.parameters()) if operation in (CLOSED, CLOSED_BY_VALUE) else []
 
     def run(inputs: Any, params: list[Tensor]) -> Tensor:
         first = next((leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
@@ -266,12 +296,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fold: Fold | None = None) -> None:
         super().__init__()
         self._fold = fold or Fold()
+        self.known: Mapping[int, Any] = {}  # the model's own parameters by id, of which it has copies
         self._returned: dict[str, Any] = {}  # by blocks that others are like
         self._operations: list[Operation] = []
         self._calls: list[ModuleCall] = []
         self._stack: list[int] = []
         self._sources: list[str] = []
         self._numbers: dict[tuple[int, torch.dtype], int] = {}
+        self._nodes: dict[tuple[int, int], Any] = {}  # functions with a backward of their own, kept alive
         self._paused = False
         self._before: BaseException | None = None  # what was being handled already
         self._failed: str | None = None
@@ -279,10 +311,22 @@ class Recorder(TorchDispatchMode):
         self._inputs: dict[str, Any] = {}
         self._result: Any = None
 
+    def anew(self) -> Recorder:
+        """One for another call of the same model."""
+        other = Recorder(self._fold)
+        other.known = self.known
+        return other
+
     def name_storage(self, tensor: Tensor, source: str) -> int:
         # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
         key = (_torch.storage_key(tensor), tensor.dtype)
         if key not in self._numbers:
+            if source == "constant" and id(tensor) in self.known and self.known[id(tensor)]() is tensor:
+                raise Unreadable(
+                    f"{self._at()} at {model_line()}: it reaches a parameter {list(tensor.shape)} of the model by an object "
+                    "that is no module, list, dict, method or closure, so what it does with it cannot be followed. Let a "
+                    "module hold the module, or use dp axes only."
+                )
             self._numbers[key] = len(self._sources)
             self._sources.append(source)
             self._alive.append(tensor)
@@ -345,6 +389,7 @@ class Recorder(TorchDispatchMode):
             self._returned[call.name] = output
             self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
         if not self._stack:
+            self._see(output)
             self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
 
@@ -356,6 +401,7 @@ class Recorder(TorchDispatchMode):
             # A product and a sum, as the split model runs it that sums products over ranks before it adds the bias.
             product = self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
             return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
+        self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
         out = func(*args, **kwargs)
         self._add(func, refs, out)
@@ -363,6 +409,7 @@ class Recorder(TorchDispatchMode):
 
     def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call of one of our own functions as one operation; see `noting`."""
+        self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
         before, self._paused = self._paused, True
         token = noting.reader.set(None)
@@ -377,8 +424,64 @@ class Recorder(TorchDispatchMode):
             self._add(name, refs, out)
         return out
 
+    def note_backward(self, name: str, inputs: Any, runs: Any, out: Any) -> None:
+        if not self._paused:
+            refs = self._refs(
+                ([leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)], out), "constant"
+            )
+            self._operations.append(
+                Operation(name, (refs[0], runs), {}, refs[1], self._call(), model_line(), torch.is_grad_enabled())
+            )
+
+    def _see(self, tree: Any) -> None:
+        """Note the functions with a backward of their own that returned these tensors."""
+        if self._paused:
+            return
+        for tensor in _torch.tree_leaves(tree):
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad or (node := own_backward(tensor)) is None:
+                continue
+            ref = self._ref(tensor, "constant")
+            if (id(node), ref.storage) not in self._nodes:
+                self._nodes[id(node), ref.storage] = node
+                before, self._paused = self._paused, True
+                try:
+                    name, runs = kind_of(node)
+                finally:
+                    self._paused = before
+                self._operations.append(
+                    Operation(name, (self._inputs_of(ref), runs), {}, ref, self._call(), model_line(), True)
+                )
+
+    def _inputs_of(self, ref: TensorRef) -> list[TensorRef]:
+        """What a function that ran without autograd was given, as far as it requires gradients."""
+        found, pending = [ref], {ref.storage}
+        for operation in reversed(self._operations):
+            if operation.grad_mode or not any(out.storage in pending for out in tensors(operation.outputs)):
+                continue
+            for each in tensors((operation.args, dict(operation.kwargs))):
+                pending.add(each.storage)
+                found += [each] if each.requires_grad else []
+        return found
+
+    def look(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        """A hook on a tensor's gradient."""
+        before, self._paused = self._paused, True
+        try:
+            found = list[Any]()
+            hook_noted(tensor, hook, lambda *noted: found.append(noted))
+        finally:
+            self._paused = before
+        for noted in found:
+            self.note_backward(*noted)
+
+    def _call(self) -> int:
+        return self._stack[-1] if self._stack else -1
+
+    def _at(self) -> str:
+        return (self._calls[self._call()].name if self._stack else "") or "the model"
+
     def _add(self, op: Any, refs: Any, out: Any) -> None:
-        call = self._stack[-1] if self._stack else -1
+        call = self._call()
         outputs = self._refs(out, f"op {len(self._operations)}")
         self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
 
@@ -411,6 +514,10 @@ class _Unfused(TorchFunctionMode):
     Raises: _NoGuess where the forward takes the output of a closed module apart, as it would a tuple.
     """
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear:
@@ -421,6 +528,8 @@ class _Unfused(TorchFunctionMode):
             query, key, value, *rest = args
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
             return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})
+        if func is Tensor.register_hook:
+            self._recorder.look(args[0], args[1])
         if func is Tensor.unbind and getattr(args[0], "_guessed", False):
             raise _NoGuess
         return func(*args, **kwargs)

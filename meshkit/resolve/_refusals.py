@@ -13,7 +13,7 @@ from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.data import normalises_by_rows, refuse_unshardable
 from meshkit.parallel.pipeline import Cut
-from meshkit.program import Program
+from meshkit.program import Program, pointed_at
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
@@ -26,6 +26,16 @@ def refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
         raise PlanError(
             f"the strategy is for the mesh {_short(wanted)}, but this one is {_short(spec)}. Use "
             "init_mesh(strategy.mesh), or a strategy without mesh."
+        )
+
+
+def refuse_pointers(program: Program, spec: MeshSpec) -> None:
+    """Sharding puts new parameters in place of a module's own; what else points at the old ones would not see it."""
+    if spec.world_size > 1 and (found := next(pointed_at(program.model), None)) is not None:
+        owner, attribute, param = found
+        raise PlanError(
+            f"{f'{owner}.{attribute}'.lstrip('.')!r} has {param!r} in a list, dict or closure: it would keep the parameter "
+            "as it was before it is sharded, which gets no gradient. Keep the module in it, or use a torch.nn.ParameterList."
         )
 
 

@@ -19,6 +19,7 @@ from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
 from meshkit.parallel.tensor.proof import prove_layout
@@ -35,6 +36,7 @@ from meshkit.resolve._refusals import (
     refuse_idle_ranks,
     refuse_meta,
     refuse_other_mesh,
+    refuse_pointers,
     refuse_units,
     refuse_without_blocks,
     refuse_without_pp,
@@ -62,6 +64,7 @@ def resolve(
     names = name_modules(program, proved or strategy.plan)
     refuse_without_blocks(strategy, names.blocks)
     refuse_meta(program)
+    refuse_pointers(program, spec)
     refuse_complex(program)
     refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
     refuse_batch_norm(program, spec)
@@ -78,6 +81,9 @@ def resolve(
     if proved is None and example is not None:
         plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
+    rows = example or program.example or example_of(program.model)
+    if proved is None and rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+        refuse_mixed_rows(program, rows, blocks=names.blocks)
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)

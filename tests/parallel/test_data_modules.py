@@ -195,6 +195,8 @@ RIGHT = [Scalars, GradientHooks, AccumulatedHooks, RemovedHook, SomeRowsAlone, S
 def test_an_ordinary_module_equals_one_device(make: type[nn.Module], spec: str, sizes: tuple[int, ...]) -> None:
     if make is SomeRowsAlone and "tp" in spec:
         pytest.skip("which rows there are decides what runs, so it is refused on tp")
+    if make is SharedCounter and "tp" in spec:
+        pytest.skip("a call reads a tensor that the call before made, so it is refused on tp")
     assert all(pool(mk.MeshSpec.parse(spec).world_size).run(on_ranks, make, spec, sizes, 1, 3, 3))
 
 

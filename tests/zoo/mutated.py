@@ -1,7 +1,8 @@
 """The mutation test: a small decoder whose forward has one to three random edits, drawn by a seed.
 
 An edit puts a function at a place of the forward (before, between and after the blocks, in attention, in the MLP, on the
-logits), or changes its shape (blocks repeated, reversed, left out at times; products fused; residuals in parallel; a branch).
+logits), or changes its shape (blocks repeated, reversed, left out in turn or at random; products fused; residuals in
+parallel; parts moved; a branch on a value, a shape or what an earlier call left behind).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ PLACES = (
 SHAPES = (
     *("reversed", "repeated", "left out", "parallel", "fused", "skip", "skip to blocks", "branch", "tuple", "keyword"),
     *("norm after", "tied", "head bias", "scores", "on shape", "state"),
+    *("dropped", "moved", "gated", "branch in blocks", "memory"),
 )
 
 
@@ -117,10 +119,15 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
-        self.edits, self.up, self.down = edits, nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        gated = "gated" in edits.shapes
+        self.edits, self.up, self.down = edits, nn.Linear(WIDTH, HIDDEN * (1 + gated)), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.edits("hidden", F.gelu(self.up(self.edits("mlp in", x))))
+        hidden = self.up(self.edits("mlp in", x))
+        if "gated" in self.edits.shapes:
+            gate, hidden = hidden.chunk(2, -1)
+            hidden = F.silu(gate) * hidden
+        hidden = self.edits("hidden", F.gelu(hidden))
         return self.edits("mlp out", self.down(hidden))
 
 
@@ -133,11 +140,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
         if skip is not None:
             x = x + skip / 4
+        if "branch in blocks" in self.edits.shapes and bool(x.detach().mean() > 0):
+            x = -x
         if "parallel" in self.edits.shapes:
             out = x + self.self_attn(self.norm1(x)) + self.mlp(self.norm2(x))
         elif "norm after" in self.edits.shapes:
             x = x + self.norm1(self.self_attn(x))
             out = x + self.norm2(self.mlp(x))
+        elif "moved" in self.edits.shapes:
+            x = x + self.mlp(self.norm2(x))
+            out = x + self.self_attn(self.norm1(x))
         else:
             x = x + self.self_attn(self.norm1(x))
             out = x + self.mlp(self.norm2(x))
@@ -156,6 +168,7 @@ class Mutated(nn.Module):
         if "tied" in edits.shapes:
             self.lm_head.weight = self.embed_tokens.weight
         self.calls = 0
+        self.before: Tensor | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         shapes = self.edits.shapes
@@ -165,9 +178,14 @@ class Mutated(nn.Module):
             x = x.tanh()
         if "branch" in shapes and (x.detach().sum() > 0 or self.calls > 1):
             x = x * 2
+        if "memory" in shapes:
+            x = x if self.before is None else x + self.before.mean()
+            self.before = x.detach()
         layers = list(self.layers)[:: -1 if "reversed" in shapes else 1]
         for index, layer in enumerate(layers * 2 if "repeated" in shapes else layers):
             if "left out" in shapes and (self.calls + index) % 3 == 0:
+                continue
+            if "dropped" in shapes and torch.rand(()) < 0.3:
                 continue
             given = {"skip": embedded} if "skip to blocks" in shapes else {}
             out = layer(x=x, **given) if "keyword" in shapes else layer(x, **given)

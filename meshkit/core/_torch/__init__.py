@@ -57,6 +57,7 @@ from .tracing import DataDependentOutputException as DataDependentOutputExceptio
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
 from .tracing import fake_mode as fake_mode
 from .tracing import FakeTensorMode as FakeTensorMode
+from .tracing import functions_replaced as functions_replaced
 from .tracing import is_fake as is_fake
 from .tracing import is_fake_type as is_fake_type
 from .tracing import TorchDispatchMode as TorchDispatchMode

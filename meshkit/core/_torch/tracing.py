@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,3 +96,21 @@ def allow_recompiles(modules: int) -> None:
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, 8 * modules)
+
+
+@contextmanager
+def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `apply(kind, original, args, kwargs)` is called for each torch.autograd.Function that is applied.
+
+    Private: that `apply` is looked up on the class. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    before = Function.__dict__["apply"]
+
+    def called(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(kind, before.__get__(None, kind), args, kwargs)
+
+    Function.apply = classmethod(called)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = before

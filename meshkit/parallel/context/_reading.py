@@ -28,7 +28,21 @@ from meshkit.parallel.context._foreign import (
 )
 from meshkit.parallel.context._pattern import Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
-from meshkit.program import Held, Operation, Program, ReadingError, Trace, live, prove, tensors, trace, without_values
+from meshkit.program import (
+    CLOSED,
+    CLOSED_BY_VALUE,
+    Held,
+    Operation,
+    Program,
+    ReadingError,
+    Trace,
+    live,
+    prove,
+    tensors,
+    trace,
+    twice,
+    without_values,
+)
 
 # The tokens of two ranks, in no order that something else could follow too: zigzag is the same from both ends, and with whole
 # runs of tokens, pairs of neighbours stay together.
@@ -201,7 +215,7 @@ class Reader:
         else:
             for name in self.named or ("",):
                 read_calls(model.get_submodule(name))
-        return self._with_values(live(trace(model, args, kwargs, closed=self.closed)))
+        return self._with_values(live(trace(model, args, kwargs, closed=self.closed, again=twice)))
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
         model = without_values(self.program.model)
@@ -226,7 +240,9 @@ class Reader:
 
     def _prove(self, full: Trace, doors: Doors, call: Call, tokens: tuple[tuple[int, ...], ...]) -> None:
         # What was found to read values need not be found again, which takes a reading for each module.
-        guessed = {full.calls[each.call].name: each.name for each in full.operations if each.name == "closed"}
+        guessed = {
+            full.calls[each.call].name: each.name for each in full.operations if each.name in (CLOSED, CLOSED_BY_VALUE)
+        }
         reader = replace(self, closed={**self.closed, **guessed})
         ranks = [_with_positions(reader._on_rank(doors, call, len(own)), call, own) for own in tokens]
         held = []

@@ -92,7 +92,7 @@ def plan_experts(
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
     if ep * etp * tp > 1:
-        modules = dict(module.named_modules())
+        modules = dict(module.named_modules(remove_duplicate=False))
         prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
     return layouts
 

@@ -15,7 +15,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.expert._stacks import ExpertLayout, packed_rows
 from meshkit.parallel.tensor.apply import FakeAxis
 from meshkit.plan import Style
-from meshkit.program import Held, Trace, Unproved, prove, tensors, trace
+from meshkit.program import CLOSED, CLOSED_BY_VALUE, Held, Trace, Unproved, prove, tensors, trace
 
 # Sizes of the reading: no two alike, so that a dim that is taken for another one shows.
 EXPERTS, WIDTH, CHOSEN, TOKENS_OF_RANK = 3, 7, 2, 5
@@ -80,7 +80,7 @@ class _Reading:
             full = self.read(2 * TOKENS_OF_RANK, features=2 * etp)
         except PlanError:
             return None
-        return None if any(operation.op == "closed" for operation in full.operations) else full
+        return None if any(operation.op in (CLOSED, CLOSED_BY_VALUE) for operation in full.operations) else full
 
     def read(self, tokens: int, *, features: int, join: Any = None) -> Trace:
         floats = self.module.get_parameter(self.style.columns[0]).dtype

@@ -43,7 +43,7 @@ def expert_layouts(module: nn.Module, plan: Mapping[str, Style], *, ep: int, etp
 
     Raises: PlanError for parameters that are not as the style says, and for a rank that would hold no expert or feature.
     """
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     layouts = {}
     for name, style in match_table(plan, modules, what="module").items():
         if style.kind == "experts":

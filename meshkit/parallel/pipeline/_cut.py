@@ -16,7 +16,7 @@ from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import Generator, named
-from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace
+from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace, twice
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _read(model: nn.Module, example: Example | None) -> Trace | None:
     if given is None:
         return None
     try:
-        return trace(model, given.args, given.kwargs)
+        return trace(model, given.args, given.kwargs, again=twice)
     except ReadingError:
         if example is not None:
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
-from meshkit.program import ModuleCall, Operation, TensorRef, Trace, draws, tensors
+from meshkit.program import CLOSED_BY_VALUE, ModuleCall, Operation, TensorRef, Trace, draws, tensors
 
 
 @dataclass(frozen=True, order=True)
@@ -72,6 +72,12 @@ def data_flow(
 
     Raises: PlanError for a model that cannot run in these stages, with the operation and its line.
     """
+    for operation in trace.operations:
+        if operation.op == CLOSED_BY_VALUE:
+            raise PlanError(
+                f"pipeline: {_name(trace, operation.call)!r} reads a value that all rows of a batch have part in, and a "
+                "stage is given a microbatch at a time. Write it row by row (torch.where), or use a mesh without pp."
+            )
     return _Walk(trace, stages, stage_of, modules, holders).flow()
 
 

@@ -20,7 +20,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._sizes import Readings, Sizes
 from meshkit.parallel.pipeline._stages import Stages, flow_of
-from meshkit.program import ReadingError, trace
+from meshkit.program import ReadingError, Trace, tensors, trace, twice
 
 KEPT = 64  # flows of different sizes
 
@@ -55,9 +55,10 @@ class Reading:
         self._set_training(running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
         try:
-            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed)
+            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=twice)
         except ReadingError as error:
             raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+        _refuse_mixed_logits(read)
         return flow_of(read, self.model, self.stages)
 
     def _set_training(self, running: nn.Module) -> None:
@@ -71,6 +72,21 @@ class Reading:
         """Without a mask that only context parallelism takes away."""
         parameters = inspect.signature(self.model.forward).parameters
         return {name: value for name, value in kwargs.items() if name in parameters or not isinstance(value, AnyMask)}
+
+
+def _refuse_mixed_logits(read: Trace) -> None:
+    """Before anything runs: else only the ranks of the last stage would know. Raises: PlanError."""
+    distributed: set[int] = set()
+    for operation in read.operations:
+        refs = tensors((operation.args, dict(operation.kwargs)))
+        if operation.name == "sharded_logits" or any(ref.storage in distributed for ref in refs):
+            distributed |= {ref.storage for ref in tensors(operation.outputs)}
+            plain = [ref for ref in refs if ref.shape and ref.storage not in distributed]
+            if plain and operation.name != "sharded_logits":
+                raise PlanError(
+                    f"pipeline: {operation} computes with logits that are split over tp and {plain[0]} that is not. Let the "
+                    "forward return the logits, and the loss function compute with them; or use tp=1."
+                )
 
 
 def _unmasked(value: Any) -> Any:

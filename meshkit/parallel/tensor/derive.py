@@ -31,11 +31,24 @@ def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *,
     plan: by names, of `auto_plan`. prove: raises Unproved for a layout.
     Raises: Unproved where even the model with all regions whole is not proved; PlanError where it cannot be read.
     """
-    tree = _Tree(program, plan, example, size, sequence)
+    first: Unproved | None = None
+    # The sequence is split before the first block, as `auto_plan` says; or by the embedding, where blocks run twice, or what
+    # the first is given is read again later.
+    for splits in (True, False) if sequence else (True,):
+        try:
+            return _derived(_Tree(program, plan, example, size, sequence, splits), prove)
+        except Unproved as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _derived(tree: _Tree, prove: Prove) -> Plan:
+    program, plan = tree.program, tree.plan
     while True:
         narrowed = replace(plan, tensor=by_patterns(tree.styles(), tree.modules))
         try:
-            layout = tensor_layout(program.model, narrowed.tensor, size=size, sequence=sequence)
+            layout = tensor_layout(program.model, narrowed.tensor, size=tree.size, sequence=tree.sequence)
             prove(layout)
         except Unproved as error:
             if not tree.narrow(error):
@@ -46,13 +59,17 @@ def derive_plan(program: Program, plan: Plan, example: Example, prove: Prove, *,
 
 @dataclass
 class _Tree:
-    """The regions of a model, and of each kind of region how many of its candidates were not proved."""
+    """The regions of a model, and of each kind of region how many of its candidates were not proved.
+
+    splits: whether the first block that is called splits the sequence.
+    """
 
     program: Program
     plan: Plan
     example: Example
     size: int
     sequence: bool
+    splits: bool = True
 
     def __post_init__(self) -> None:
         self.modules = dict(self.program.model.named_modules(remove_duplicate=False))
@@ -66,7 +83,8 @@ class _Tree:
         # Experts are shared over axes of their own. What is around them hands each token on, as a block does.
         self.experts = {name for name, style in self.named.items() if style.kind == "experts"}
         self.frames |= {around for name in self.experts for around in _around(name) if around != name}
-        self.first_block = blocks[0] if blocks else ""
+        called = dict.fromkeys(call.name for call in self.program.read(self.example, {}).calls)
+        self.first_block = next((name for name in called if name in set(blocks)), "") if self.splits else ""
         first = {id(module): name for name, module in self.program.modules.items()}
         # Further names of modules that stand in several places, which the program knows by their first.
         self.again = {name: first[id(child)] for name, child in self.modules.items() if first[id(child)] != name}
@@ -276,19 +294,24 @@ def _around(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def share_of(program: Program, layout: TensorLayout) -> float:
-    """The share of the parameters' elements that the axis splits."""
+def share_of(program: Program, layout: TensorLayout, *, gathered: bool = False) -> float:
+    """The share of the parameters' elements that the axis splits; gathered: of those, by column(gather=True) alone."""
     total = sum(param.numel() for param in program.parameters.values())
     split = sum(
         param.numel()
         for name, param in program.parameters.items()
-        if name in layout.params and isinstance(layout.params[name].placement, Shard)
+        if name in layout.params
+        and isinstance(layout.params[name].placement, Shard)
+        and (not gathered or getattr(layout.styles.get(name.rpartition(".")[0]), "gather", False))
     )
     return split / total if total else 0.0
 
 
 def _notes(program: Program, layout: TensorLayout, tree: _Tree) -> Iterator[str]:
-    yield f"tp={layout.size} splits {share_of(program, layout):.1%} of the parameters"
+    share = f"tp={layout.size} splits {share_of(program, layout):.1%} of the parameters"
+    gathered = share_of(program, layout, gathered=True)
+    # Less memory, but attention and norms between such layers run whole on every rank.
+    yield share + f", {gathered:.1%} by column(gather=True), whose outputs every rank has whole" * bool(gathered)
     for kind, why in tree.why.items():
         name = next(name for name in tree.modules if tree.kind(name) == kind)
         yield f"{name} is not split otherwise: {why}"

@@ -41,6 +41,9 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
     alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands
     foldable = [block for block in blocks if block not in alone]
     folded = fold(full, program.modules, foldable, lambda block: _styles_in(layout, block))
+    if folded.counted:  # one that knows its number may run something else of a part than the others
+        on_rank = _on_rank(program.model, layout, example, closed, rank=0)
+        folded = fold(full, program.modules, foldable, lambda block: _styles_in(layout, block), on_rank)
     if folded.left_out:
         try:
             _prove(program, layout, example, closed, folded)
@@ -57,15 +60,25 @@ def _prove(program: Program, layout: TensorLayout, example: Example, closed: Map
         present = dict(whole.named_modules())
         closed = {name: operation for name, operation in closed.items() if name in present}
         full = trace(whole, example.args, example.kwargs, closed=closed, fold=folded)
-    ranks: list[Trace] = []
-    for rank in range(layout.size):
-        model = without_values(whole)
-        shard_without_ranks(model, "", layout, rank=rank)
-        try:
-            ranks.append(trace(model, example.args, example.kwargs, closed=closed, fold=folded))
-        except ReadingError as error:
-            raise Unproved(f"on a rank of tp={layout.size}, {error}", error.module) from error
+    ranks = [_on_rank(whole, layout, example, closed, rank=rank, folded=folded) for rank in range(layout.size)]
     prove(full, ranks, [_held(program, layout, rank) for rank in range(layout.size)])
+
+
+def _on_rank(
+    whole: nn.Module,
+    layout: TensorLayout,
+    example: Example,
+    closed: Mapping[str, str],
+    *,
+    rank: int,
+    folded: Fold | None = None,
+) -> Trace:
+    model = without_values(whole)
+    shard_without_ranks(model, "", layout, rank=rank)
+    try:
+        return trace(model, example.args, example.kwargs, closed=closed, fold=folded)
+    except ReadingError as error:
+        raise Unproved(f"on a rank of tp={layout.size}, {error}", error.module) from error
 
 
 def _styles_in(layout: TensorLayout, block: str) -> Hashable:

@@ -70,8 +70,6 @@ def another_order() -> None:
         run.forward_backward(batch(4, 8), microbatches=2)
 
 
-def test_a_forward_that_leaves_the_order_that_was_read_is_named() -> None:
-    with pytest.raises(
-        RankError, match=r"StepError: pipeline: the forward calls 'layers.\d' where it called 'layers.\d' when"
-    ):
+def test_a_forward_that_would_leave_the_order_that_was_read_is_refused() -> None:
+    with pytest.raises(RankError, match="what runs next depends on 'calls', which each call changes"):
         run_ranks(2, another_order)

@@ -98,7 +98,7 @@ def test_a_plan_says_what_share_it_splits_and_why_not_more() -> None:
     text = str(derived(Model(Normed)))
     assert "tp=2 splits" in text
     assert "layers.0.part is not split otherwise" in text
-    assert "column(gather=True)" in text
+    assert "% by column(gather=True), whose outputs every rank has whole" in text
 
 
 @pytest.mark.parametrize("split", (False, True))
