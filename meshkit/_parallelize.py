@@ -44,7 +44,8 @@ def parallelize(
     example: `Example(args, kwargs)` of the model's forward, by which its program is read; by default token ids,
     where it takes those. With neither, the first forward shows what must be proved.
     Names of parameters do not change.
-    Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks; on tp the proved plan.
+    Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks; a
+    broadcast of the proved plan.
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """

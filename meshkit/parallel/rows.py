@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,18 @@ from meshkit.program import Example, Fold, Held, Mixed, Program, Trace, fold, li
 _PARTS = ((0, 1), (2, 3))  # not one row: a model may treat that apart
 
 
-def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str]) -> None:
-    """Nothing is refused of a model that cannot be followed, as one that sorts tokens by their experts.
+def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> None:
+    """Nothing is refused of a model that cannot be followed, as one that sorts tokens by its own experts.
+
+    closed: modules whose inside is not read, as in `trace`.
 
     Raises: PlanError for a forward that is shown to mix rows, with the operation and its line.
     """
     try:
-        read = program.read(_of(example, len(_PARTS[0])), {})
+        read = program.read(_of(example, len(_PARTS[0])), closed)
         if any("c10d" in operation.name for operation in read.operations):
             return  # it asks the other ranks by itself
-        _prove(program, example, fold(read, program.modules, blocks, lambda block: None))
+        _prove(program, example, fold(read, program.modules, blocks, lambda block: None), closed)
     except Mixed as error:
         raise PlanError(
             f"{type(program.model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a "
@@ -34,11 +36,13 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
         return
 
 
-def _prove(program: Program, example: Example, folded: Fold) -> None:
+def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str]) -> None:
     def read(rows: int) -> Trace:
         given = _of(example, rows)
         model = without_values(program.model, emptied=folded.left_out)
-        found = trace(model, given.args, given.kwargs, fold=folded)
+        present = dict(model.named_modules())
+        inside = {name: operation for name, operation in closed.items() if name in present}
+        found = trace(model, given.args, given.kwargs, closed=inside, fold=folded)
         return live(found, found.result)
 
     full, of_rank = read(sum(map(len, _PARTS))), read(len(_PARTS[0]))

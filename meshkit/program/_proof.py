@@ -298,7 +298,8 @@ class _Proof:
         if name in rule.summed:
             return "partial", name, indices
         if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
-            raise Mixed(f"{rank.where(local)}: it needs all of a dim, of which this rank has a part.")
+            text = f"{rank.where(local)}: it needs all of a dim, of which this rank has a part."
+            raise Unproved(text) if _only_orders(full) else Mixed(text)
         return "varying", name, indices
 
     def _joined(self, rank: _Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]) -> Kind:
@@ -609,6 +610,16 @@ def draws(operation: Operation) -> bool:
         given = dict(zip((argument.name for argument in schema), operation.args, strict=False)) | dict(operation.kwargs)
         return bool(given.get("dropout_p", 0.0))
     return True
+
+
+def _only_orders(operation: Operation) -> bool:
+    """Whether an operator puts elements in another place, which a later one may undo, or counts: that alone mixes nothing."""
+    counts = not any(ref.dtype.is_floating_point for ref in tensors(operation.outputs))
+    return counts or isinstance(operation.op, str) or operation.op.overloadpacket.__name__ in _ORDERING
+
+
+_ORDERING = {"sort", "argsort", "topk", "gather", "scatter", "scatter_add", "index", "index_put"}
+_ORDERING |= {"index_select", "index_add", "index_copy", "masked_select"}
 
 
 def _numbers(operation: Operation) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -81,22 +81,23 @@ def resolve(
     if proved is None and example is not None:
         plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
+    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
+    closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
     rows = example or program.example or example_of(program.model)
     if proved is None and rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
-        refuse_mixed_rows(program, rows, blocks=names.blocks)
+        refuse_mixed_rows(program, rows, blocks=names.blocks, closed=closed)
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
-    cut = _plan_cut(program, strategy, spec, names, example)
+    cut = _plan_cut(program, strategy, spec, names, example, closed)
     layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
-    experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     reading = plan_context(
         program,
         strategy.context,
         size=spec.cp,
         attention=names.plan.attention,
-        closed=dict.fromkeys(experts, "experts"),
+        closed=closed,
     )
     refuse_sequence_balance(program.model, cp=spec.cp)
 
@@ -160,7 +161,12 @@ def _plan_head(
 
 
 def _plan_cut(
-    program: Program, strategy: Strategy, spec: MeshSpec, names: Names, example: Example | None
+    program: Program,
+    strategy: Strategy,
+    spec: MeshSpec,
+    names: Names,
+    example: Example | None,
+    closed: Mapping[str, str],
 ) -> Cut | None:
     """The pipeline stages. With the number of microbatches known, its table is checked too: else the first step does it."""
     if spec.pp == 1:
@@ -173,7 +179,8 @@ def _plan_cut(
         schedule=policy.schedule,
         split=policy.stages,
         example=program.example,
-        read=program.read(example, {}) if example is not None else None,
+        closed=closed,
+        read=program.read(example, closed) if example is not None else None,
     )
     refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
@@ -233,15 +240,15 @@ def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, 
 
 
 def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
-    """`resolve` on every rank of the mesh. A plan on tp is proved by the first rank alone, and the others are told.
+    """`resolve` on every rank of the mesh. The model is proved by the first rank alone, and the others are told its plan.
 
-    Wire: on tp, a broadcast of the plan.
+    Wire: a broadcast of the plan.
     """
 
     def resolved(proved: Plan | None) -> Resolved:
         return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
 
-    if mesh.spec.tp == 1 or _torch.is_fake_group(mesh.group):
+    if mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group):
         return resolved(None)
     own: Resolved | None = None
     told: list[Plan | MeshkitError | None] = [None]

@@ -65,7 +65,12 @@ def layout_of(
     blocks = match_names(plan.blocks, dict(model.named_modules()), what="module")
     # The same functions that `parallelize` calls, on sizes alone: a layout of its own rules could differ from what is
     # really held.
-    cut = plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages) if spec.pp > 1 else None
+    closed = dict.fromkeys(expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp), "experts")
+    cut = (
+        plan_pipeline(model, spec.pp, blocks=blocks, schedule=schedule, split=stages, closed=closed)
+        if spec.pp > 1
+        else None
+    )
     split = tensor_layout(model, plan.tensor, size=spec.tp, sequence=False) if spec.tp > 1 else None
     experts = expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp) if in_expert_view(spec) else {}
     tensors = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -95,14 +95,15 @@ def plan_pipeline(
     schedule: Generator | Schedule | str,
     split: Sequence[int] | None = None,
     example: Example | None = None,
+    closed: Mapping[str, str] | None = None,
     read: Trace | None = None,
 ) -> Cut:
     """Share the model's blocks among stages. Changes nothing; call it before the model is sharded.
 
     schedule: a name, the path of a table in CSV, a function of (ranks, microbatches), or a table. split: blocks of each
     stage; default: by parameters. example: by which the model's program is read; default: token ids, if it takes those.
-    read: the program, where it was read already. Without either, one hidden state is taken to cross each cut until the
-    first step shows what does.
+    closed: modules whose inside is not read, as in `trace`. read: the program, where it was read already. Without either, one
+    hidden state is taken to cross each cut until the first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
     if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
@@ -112,7 +113,7 @@ def plan_pipeline(
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    read = read or _read(model, example)
+    read = read or _read(model, example, closed or {})
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
     width: int | None
     if read is None:
@@ -124,12 +125,12 @@ def plan_pipeline(
     return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
 
 
-def _read(model: nn.Module, example: Example | None) -> Trace | None:
+def _read(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:
     given = example or example_of(model)
     if given is None:
         return None
     try:
-        return trace(model, given.args, given.kwargs, again=twice)
+        return trace(model, given.args, given.kwargs, closed=closed, again=twice)
     except ReadingError:
         if example is not None:
             raise
