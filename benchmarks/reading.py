@@ -48,7 +48,7 @@ LLAMA_70B: dict[str, Any] = {
 DEEPSEEK_671B: dict[str, Any] = {"num_hidden_layers": 61}  # the defaults are DeepSeek-V3's
 Name = Literal["70b", "671b"]
 MESHES: dict[Name, list[str]] = {
-    "70b": ["tp=8", "tp=8, sequence", "pp=8", "cp=8", "pp=4 tp=8"],
+    "70b": ["dp_shard=8", "tp=8", "tp=8, sequence", "pp=8", "cp=8", "pp=4 tp=8"],
     "671b": ["tp=8", "pp=16", "ep=64 dp_shard=64"],
 }
 

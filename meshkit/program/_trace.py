@@ -6,9 +6,10 @@ of a tensor is its storage and how it looks at it: that says by itself which ten
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy as copy_of
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -380,6 +381,7 @@ class Recorder(TorchDispatchMode):
         return enter
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._see(output)  # what the module itself changes in backward is its own
         call = self._calls[self._stack.pop()]
         error = sys.exc_info()[1]
         if error is not None and error is not self._before and self._failed is None:
@@ -403,7 +405,8 @@ class Recorder(TorchDispatchMode):
             return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
         self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
-        out = func(*args, **kwargs)
+        with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
+            out = func(*args, **kwargs)
         self._add(func, refs, out)
         return out
 
@@ -497,6 +500,14 @@ class Recorder(TorchDispatchMode):
             tensor.dtype,
             tensor.requires_grad,
         )
+
+
+@contextmanager
+def _own_draws() -> Iterator[None]:
+    """torch numbers collectives without values by Python's random numbers; those are not draws of the model."""
+    before = random.getstate()
+    yield
+    random.setstate(before)
 
 
 class _NoGuess(Exception):
