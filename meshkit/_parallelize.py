@@ -25,7 +25,7 @@ from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.apply import shard_without_ranks
-from meshkit.parallel.tensor.proof import prove_at_first_call
+from meshkit.parallel.tensor.guard import guard_of
 from meshkit.parallel.tensor.regather import regions
 from meshkit.program import Example, read_program, without_values
 from meshkit.resolve import resolve_together
@@ -84,6 +84,7 @@ def parallelize(
         policy=resolved.strategy.experts,
     )
     share_counts(model, mesh, sequence=sequence)
+    guard = guard_of(program, resolved.layout, resolved.example, blocks=resolved.blocks)
     if resolved.cut is not None:
         on_rank = without_values(program.model)
         if resolved.layout is not None:
@@ -97,6 +98,7 @@ def parallelize(
             device=mesh.device,
             dtype=resolved.compute if resolved.memory.precision is not None else None,
             closed=resolved.experts,
+            guard=guard,
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)
@@ -108,8 +110,8 @@ def parallelize(
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
-    if resolved.layout is not None and resolved.cut is None:
-        prove_at_first_call(model, program, resolved.layout, resolved.example, blocks=resolved.blocks)
+    if guard is not None and resolved.cut is None:
+        model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)

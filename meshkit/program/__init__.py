@@ -7,6 +7,8 @@ from ._example import Example as Example
 from ._example import example_of as example_of
 from ._fold import fold as fold
 from ._live import live as live
+from ._outline import computing as computing
+from ._outline import outline as outline
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._proof import Held as Held

@@ -28,6 +28,7 @@ EQUAL = [
     ("foreign.Vit", "pp=2"),
     ("odd.Plain", "dp_shard=2 tp=2"),
     ("odd.ScaledHead", "pp=2"),
+    ("odd.Reversed", "pp=2"),
     ("odd.SoftmaxBetween", "tp=2"),
     ("odd.MaskedPositions", "cp=2"),
     ("odd.Scalar", "dp_shard=2"),

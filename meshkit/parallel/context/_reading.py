@@ -36,9 +36,9 @@ from meshkit.program import (
     Program,
     ReadingError,
     Trace,
+    computing,
     live,
     prove,
-    tensors,
     trace,
     twice,
     without_values,
@@ -268,25 +268,14 @@ def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:
 
 
 def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterable[int]) -> None:
-    expected = _computing(read(proved))
+    expected = computing(read(proved))
     for count in counts:
-        for a, b in zip_longest(expected, _computing(read(count))):
+        for a, b in zip_longest(expected, computing(read(count))):
             if a is None or b is None or a.name != b.name:
                 runs, runs_not = (count, proved) if b is not None else (proved, count)
                 raise PlanError(
                     f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
                 )
-
-
-def _computing(trace: Trace) -> list[Operation]:
-    """Less those that only look at memory in another way, or copy it, which may depend on strides."""
-    kept = []
-    for operation in trace.operations:
-        read = {ref.storage for ref in tensors((operation.args, operation.kwargs))}
-        if operation.name.startswith("aten.clone") or any(ref.storage in read for ref in tensors(operation.outputs)):
-            continue
-        kept.append(operation)
-    return kept
 
 
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:

@@ -221,7 +221,7 @@ class _Walk:
         if producer > stage:
             raise PlanError(
                 f"pipeline: {user} of stage {stage} needs what {source.name!r} of stage {producer} returns, which runs after "
-                "it: blocks run in reverse order, or again. Use fewer stages, or a mesh without pp."
+                "it: blocks run again. Use fewer stages, or a mesh without pp."
             )
         if self.trace.storages[ref.storage].source != f"op {index}" and not self._made_in(ref.storage, owner):
             raise PlanError(

@@ -23,14 +23,16 @@ from meshkit.parallel.pipeline._stages import Stages, flow_of
 from meshkit.program import ReadingError, Trace, tensors, trace, twice
 
 KEPT = 64  # flows of different sizes
+Guard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 class Reading:
     """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
-    modules whose inside is not read, as in `trace`."""
+    modules whose inside is not read, as in `trace`. guard: called with the model, and the arguments that it is about to be
+    called with for the first time in these sizes."""
 
-    def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str]) -> None:
-        self.model, self.stages, self.closed = model, stages, closed
+    def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str], guard: Guard | None = None) -> None:
+        self.model, self.stages, self.closed, self.guard = model, stages, closed, guard
         self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._readings: dict[Any, Readings] = {}
 
@@ -41,6 +43,8 @@ class Reading:
         kind, sizes = _like(microbatch)
         kind = (kind, _code(loss), torch.is_grad_enabled(), running.training)
         if (kind, sizes) not in self._flows:
+            if self.guard is not None:
+                self.guard(running, *call())
             readings = self._readings.setdefault(kind, Readings())
             flow = readings.infer(sizes)
             if flow is None:

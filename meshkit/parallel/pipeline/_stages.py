@@ -70,7 +70,8 @@ def plan_stages(
     split: Sequence[int] | None = None,
     read: Trace | None = None,
 ) -> Stages:
-    """Share the blocks among `count` stages, in order, so that the most expensive stage is as cheap as possible.
+    """Share the blocks among `count` stages, in the order of their calls, so that the most expensive stage is as cheap as
+    possible.
 
     The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
     number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called;
@@ -86,6 +87,8 @@ def plan_stages(
         raise PlanError(
             f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
         )
+    if read is not None:
+        blocks = _in_order_of_calls(blocks, read)
     head, tail, called_between = _ends(model, blocks, read)
     if split is not None:
         if len(split) != count or sum(split) != len(blocks) or min(split) < 1:
@@ -105,6 +108,17 @@ def plan_stages(
     stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail, between)
     _refuse_shared(model, stages)
     return stages
+
+
+def _in_order_of_calls(blocks: Sequence[str], read: Trace) -> list[str]:
+    """A block that is not called stays behind the one before it."""
+    first: dict[str, int] = {}
+    for number, call in enumerate(read.calls):
+        first.setdefault(call.name, number)
+    places: list[int] = []
+    for name in blocks:
+        places.append(first.get(name, places[-1] if places else -1))
+    return [name for _, name in sorted(zip(places, blocks, strict=True), key=lambda each: each[0])]
 
 
 def _refuse_shared(model: nn.Module, stages: Stages) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Shard
 
-from meshkit.core import _torch
 from meshkit.core.sharding import chunk
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout
@@ -35,8 +32,7 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
 
     Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
     """
-    experts = EXPERTS_OF_PARTS if layout.sequence else "experts"
-    closed = {name: experts for name, style in layout.styles.items() if style.kind == "experts"}
+    closed = closed_of(layout)
     full = program.read(example, closed)
     alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands
     foldable = [block for block in blocks if block not in alone]
@@ -87,45 +83,10 @@ def _styles_in(layout: TensorLayout, block: str) -> Hashable:
     return tuple((name[len(block) :], style) for name, style in inside.items())
 
 
-def prove_at_first_call(
-    model: nn.Module, program: Program, layout: TensorLayout, example: Example | None, *, blocks: Sequence[str]
-) -> None:
-    """Let a split model prove its layout when its forward is first called with other arguments than the example's, by which
-    it was proved, or in another mode (train, eval); before it runs.
-
-    A `mask` is left away: attention follows it head by head.
-
-    Wire: nothing; every rank proves for itself.
-    """
-    known = {_signature(model, example.args, example.kwargs)} if example is not None else set()
-
-    def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kwargs = {name: value for name, value in kwargs.items() if name != "mask"}
-        signature = _signature(model, args, kwargs)
-        if signature in known or any(map(_torch.is_fake, _torch.tree_leaves((args, kwargs)))):
-            return
-        known.add(signature)
-        program.model.train(model.training)
-        prove_layout(program, layout, Example(*_torch.tree_map(_not_empty, (args, kwargs))), blocks=blocks)
-
-    model.register_forward_pre_hook(prove, with_kwargs=True)
-
-
-def _not_empty(leaf: Any) -> Any:
-    """Of no elements nothing shows which a rank has: rows without images are read as if they had two."""
-    if not isinstance(leaf, Tensor) or leaf.numel():
-        return leaf
-    return torch.empty([size or 2 for size in leaf.shape], dtype=leaf.dtype, device="meta")
-
-
-def _signature(model: nn.Module, args: Any, kwargs: Any) -> Hashable:
-    """What the program may depend on, but for sizes: names, numbers of dims, dtypes, and the mode."""
-    leaves, tree = _torch.tree_flatten((args, dict(kwargs)))
-    kinds = tuple(
-        (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf)
-        for leaf in leaves
-    )
-    return str(tree), kinds, model.training
+def closed_of(layout: TensorLayout) -> dict[str, str]:
+    """The modules that are read as one operation, with its name: experts, which are proved apart."""
+    experts = EXPERTS_OF_PARTS if layout.sequence else "experts"
+    return {name: experts for name, style in layout.styles.items() if style.kind == "experts"}
 
 
 def _held(program: Program, layout: TensorLayout, rank: int) -> Mapping[str, Held]:

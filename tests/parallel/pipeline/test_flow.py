@@ -120,7 +120,6 @@ class Own(Plain):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (decoders.Reversed, r"'layers.1' of stage 0 needs what 'layers.2' of stage 1 returns, which runs after it"),
         (decoders.Repeated, r"'layers.0' of stage 0 needs what 'layers.3' of stage 1 returns, which runs after it"),
         (decoders.OneNorm, r"'layers.1' of stage 0 needs what 'norm' of stage 1 returns, which runs after it"),
         (decoders.HeadByWeight, r"mm.default at decoders.py:\d+ .* reads 'embed_tokens.weight' outside of the module"),

@@ -1,0 +1,133 @@
+"""Guards of a split model: a call that may run another program than the one that was proved is read before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.core import _torch
+from meshkit.parallel.tensor.layout import TensorLayout
+from meshkit.parallel.tensor.proof import closed_of, prove_layout
+from meshkit.program import Example, Program, ReadingError, outline, trace
+
+Sizes = tuple[int, ...]
+
+
+@dataclass
+class _Seen:
+    """Of calls that differ in sizes alone: fewest and most of each size, and the outlines that are proved."""
+
+    least: Sizes
+    most: Sizes
+    proved: set[Hashable] = field(default_factory=set)
+
+    def covers(self, sizes: Sizes) -> bool:
+        return all(low <= size <= high for low, size, high in zip(self.least, sizes, self.most, strict=True))
+
+    def cover(self, sizes: Sizes) -> None:
+        self.least = tuple(map(min, self.least, sizes))
+        self.most = tuple(map(max, self.most, sizes))
+
+
+class Guard:
+    """Of a layout that was proved on `example`. Calls with other arguments, or in another mode (train, eval), are proved
+    before they run. Those with a size beyond all that were seen are read, and proved if the operations are others; so what
+    depends on a size is found where it parts the sizes in two, but not where it holds in a middle, or for odd ones.
+
+    A `mask` is left away: attention follows it head by head.
+    Wire: nothing; every rank reads for itself, and ranks of the axis have the same calls.
+    """
+
+    def __init__(
+        self, program: Program, layout: TensorLayout, example: Example | None, *, blocks: Sequence[str]
+    ) -> None:
+        self.program, self.layout, self.blocks = program, layout, tuple(blocks)
+        self._seen: dict[Hashable, _Seen] = {}
+        self._proved = example
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of a call of the model. Raises: Unproved where its program is not shown to be right on parts."""
+        given = args, {name: value for name, value in kwargs.items() if name != "mask"}
+        if any(map(_torch.is_fake, _torch.tree_leaves(given))):
+            return
+        if self._proved is not None:  # of which nothing was asked yet
+            example, self._proved = self._proved, None
+            self._note(_signature(self.program.model, example), example)
+        example = Example(*_torch.tree_map(_not_empty, given))
+        signature, sizes = _signature(model, example), _sizes(example)
+        seen = self._seen.get(signature)
+        if seen is not None and seen.covers(sizes):
+            return
+        self.program.model.train(model.training)
+        # What is proved without gradients is not proved with them.
+        with torch.inference_mode(False), torch.enable_grad():
+            self._read(example, signature, seen)
+
+    def _read(self, example: Example, signature: Hashable, seen: _Seen | None) -> None:
+        if seen is None:
+            prove_layout(self.program, self.layout, example, blocks=self.blocks)
+            self._note(signature, example)
+            return
+        # Sizes that grow step by step, as a cache of keys, are not read in each.
+        rounded = _rounded_up(example, seen)
+        for each in (example, rounded) if _sizes(rounded) != _sizes(example) else (example,):
+            try:
+                read = outline(trace(self.program.model, each.args, each.kwargs, closed=closed_of(self.layout)))
+            except ReadingError:
+                if each is example:
+                    raise
+                continue  # sizes that do not fit together
+            if read not in seen.proved:
+                prove_layout(self.program, self.layout, each, blocks=self.blocks)
+                seen.proved.add(read)
+            seen.cover(_sizes(each))
+
+    def _note(self, signature: Hashable, example: Example) -> None:
+        sizes, read = _sizes(example), self.program.read(example, closed_of(self.layout))
+        self._seen[signature] = _Seen(sizes, sizes, {outline(read)})
+
+
+def guard_of(
+    program: Program, layout: TensorLayout | None, example: Example | None, *, blocks: Sequence[str]
+) -> Guard | None:
+    """None where nothing is split."""
+    return None if layout is None else Guard(program, layout, example, blocks=blocks)
+
+
+def _sizes(example: Example) -> Sizes:
+    leaves = _torch.tree_leaves((example.args, dict(example.kwargs)))
+    return tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
+
+
+def _rounded_up(example: Example, seen: _Seen) -> Example:
+    """With the sizes that are larger than any that were seen rounded up to powers of two."""
+    most = iter(seen.most)
+
+    def larger(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = [1 << (size - 1).bit_length() if size > next(most) else size for size in leaf.shape]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    return Example(*_torch.tree_map(larger, (example.args, dict(example.kwargs))))
+
+
+def _not_empty(leaf: Any) -> Any:
+    """Of no elements nothing shows which a rank has: rows without images are read as if they had two."""
+    if not isinstance(leaf, Tensor) or leaf.numel():
+        return leaf
+    return torch.empty([size or 2 for size in leaf.shape], dtype=leaf.dtype, device="meta")
+
+
+def _signature(model: nn.Module, example: Example) -> Hashable:
+    """What the program may depend on, but for sizes: names, numbers of dims, dtypes, and the mode."""
+    leaves, tree = _torch.tree_flatten((example.args, dict(example.kwargs)))
+    kinds = tuple(
+        (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf)
+        for leaf in leaves
+    )
+    return str(tree), kinds, model.training
