@@ -24,6 +24,7 @@ from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
+from meshkit.parallel.tensor.replicate import replicate_unproved
 from meshkit.plan import Plan, match_table
 from meshkit.program import Example, Program, ReadingError, Unproved, example_of
 from meshkit.resolve._names import Names, name_modules
@@ -79,7 +80,7 @@ def resolve(
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
     if proved is None and example is not None:
-        plan = _prove(program, names, spec, example, sequence=sequence, auto=strategy.plan is None)
+        plan = _prove(program, names, strategy, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
@@ -215,7 +216,16 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     return example
 
 
-def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, sequence: bool, auto: bool) -> Plan:
+def _prove(
+    program: Program,
+    names: Names,
+    strategy: Strategy,
+    spec: MeshSpec,
+    example: Example,
+    *,
+    sequence: bool,
+    auto: bool,
+) -> Plan:
     """The plan, proved on an axis of tp. auto: what is unproved of a derived plan is split otherwise, or left whole."""
 
     def proved(layout: TensorLayout) -> None:
@@ -224,7 +234,7 @@ def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, 
     if auto and lora_of(program.model) is not None:
         # Adapters are split as their layers are: what these are is derived without them, and the whole is proved.
         bare = Program(without_adapters(program.model), program.example)
-        plan = _prove(bare, name_modules(bare, None), spec, example, sequence=sequence, auto=True)
+        plan = _prove(bare, name_modules(bare, None), strategy, spec, example, sequence=sequence, auto=True)
         plan = with_adapters(plan, program.model)
         proved(tensor_layout(program.model, plan.tensor, size=spec.tp, sequence=sequence))
         return plan
@@ -235,7 +245,13 @@ def _prove(program: Program, names: Names, spec: MeshSpec, example: Example, *, 
             change = "sequence=False" if sequence else f"tp=1 instead of tp={spec.tp}, or a plan of your own"
             text = f"{error} No derived plan of {type(program.model).__name__} is proved. Use {change}."
             raise Unproved(text, error.module, error.before) from error
-    proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))
+    if strategy.unproved == "replicate":
+        return replicate_unproved(program, names.plan, proved, size=spec.tp, sequence=sequence)
+    try:
+        proved(tensor_layout(program.model, names.plan.tensor, size=spec.tp, sequence=sequence))
+    except Unproved as error:
+        text = f"{error} Change the plan there, or leave such modules whole with unproved='replicate'."
+        raise Unproved(text, error.module, error.before) from error
     return names.plan
 
 

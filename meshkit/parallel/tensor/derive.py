@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from meshkit.parallel.tensor.candidates import Candidates, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
-from meshkit.parallel.tensor.splits import Names
+from meshkit.parallel.tensor.splits import Names, enclosing, likeness
 from meshkit.plan import Plan, Style, column, head, match_names, match_table, replicate, sequence, split, vocab
 from meshkit.plan.auto import by_patterns
 from meshkit.program import Example, Program, Unproved
@@ -79,10 +79,10 @@ class _Tree:
         blocks = match_names(self.plan.blocks, self.modules, what="module") or _longest_list(self.modules)
         # What the residual stream runs through: the model, blocks, and what is around them.
         stacks = (name for members in _lists(self.modules) for name in members)
-        self.frames = {"", *(around for name in (*blocks, *stacks) for around in _around(name))}
+        self.frames = {"", *(around for name in (*blocks, *stacks) for around in enclosing(name))}
         # Experts are shared over axes of their own. What is around them hands each token on, as a block does.
         self.experts = {name for name, style in self.named.items() if style.kind == "experts"}
-        self.frames |= {around for name in self.experts for around in _around(name) if around != name}
+        self.frames |= {around for name in self.experts for around in enclosing(name) if around != name}
         called = dict.fromkeys(call.name for call in self.program.read(self.example, {}).calls)
         self.first_block = next((name for name in called if name in set(blocks)), "") if self.splits else ""
         first = {id(module): name for name, module in self.program.modules.items()}
@@ -104,14 +104,9 @@ class _Tree:
         return candidates(self.program, self.example, self.named, self.frames, size=self.size)
 
     def kind(self, name: str) -> object:
-        """Equal for regions that are alike: the same place in other layers, and the same modules with the same shapes."""
+        """Equal for regions that are alike."""
         if name not in self._kinds:
-            inside = tuple(
-                (child, type(module), tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)))
-                for child, module in self.modules[name].named_modules()
-            )
-            general = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            self._kinds[name] = general, inside
+            self._kinds[name] = likeness(name, self.modules[name])
         return self._kinds[name]
 
     @cached_property
@@ -217,7 +212,7 @@ class _Tree:
     def narrow(self, error: Unproved) -> bool:
         """Give up the candidate that an error is about; False where none is left."""
         for name in (error.module, error.before):
-            for around in reversed(list(_around(name))):
+            for around in reversed(list(enclosing(name))):
                 if self._give_up(around, error):
                     return True
         near = [name for name in self.modules if name.startswith(f"{error.module}.") or not error.module]
@@ -262,7 +257,7 @@ class _Tree:
         """Whether no region around it says what it is."""
         return all(
             self.tried.get(self.kind(around), 0) >= len(self.options(around))
-            for around in _around(name)
+            for around in enclosing(name)
             if around != name
         )
 
@@ -286,12 +281,6 @@ def _lists(modules: Mapping[str, nn.Module]) -> list[list[str]]:
 def _rows(style: Style, key: str) -> str:
     """Equal for styles that lay a parameter out alike: vocabularies and columns are split by rows."""
     return "rows" if style.kind in ("vocab", "column") or key in style.columns else style.kind
-
-
-def _around(name: str) -> Iterator[str]:
-    """The modules around a name, outermost first, and itself; not the model."""
-    parts = name.split(".") if name else []
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def share_of(program: Program, layout: TensorLayout, *, gathered: bool = False) -> float:

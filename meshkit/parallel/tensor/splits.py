@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -209,3 +209,18 @@ def _gives_heads(module: nn.Module, around: nn.Module, size: int) -> bool:
 
 def _counts_heads(name: str) -> bool:
     return "head" in name and not any(part in name for part in ("dim", "size", "group", "per"))
+
+
+def enclosing(name: str) -> Iterator[str]:
+    """The modules around a name, outermost first, and itself; not the model."""
+    parts = name.split(".") if name else []
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def likeness(name: str, module: nn.Module) -> Hashable:
+    """Equal for regions that are alike: the same place in other layers, and the same modules with the same shapes."""
+    inside = tuple(
+        (child, type(part), tuple((key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)))
+        for child, part in module.named_modules()
+    )
+    return ".".join("*" if part.isdigit() else part for part in name.split(".")), inside
