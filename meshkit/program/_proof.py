@@ -526,6 +526,27 @@ def _attend(proof: _Proof, operations: Sequence[Operation]) -> None:
         rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
 
 
+def _all_tokens(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """Each rank's tokens in, all of them in their order out, read by ranks as they like."""
+    assert proof.tokens is not None
+    dim = operations[0].args[1]
+    parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+    joined = torch.cat(parts, dim).index_select(dim, torch.cat(proof.tokens).argsort())
+    for rank, operation, source, out in proof.each(operations):
+        if rank.needs_gradient(source):
+            proof.require(rank, operation, source, "varying")
+        rank.define(out, joined, "replicated")
+
+
+def _own_tokens(proof: _Proof, operations: Sequence[Operation]) -> None:
+    """All tokens in, each rank's out: of the others it has no gradient."""
+    assert proof.tokens is not None
+    for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
+        (source,), (out,) = tensors(operation.args), tensors(operation.outputs)
+        proof.require(rank, operation, source, "replicated")
+        rank.define(out, rank.replay.elements(source).index_select(operation.args[1], own), "varying")
+
+
 def _own_backward(proof: _Proof, operations: Sequence[Operation]) -> None:
     """What a model's own backward changes: gradients that are whole; of parts only if element by element."""
     full = proof.next(operations[0])
@@ -564,6 +585,8 @@ _STEPS: dict[str, Callable[[_Proof, Sequence[Operation]], None]] = {
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
     "context_attend": _attend,
+    "gather_tokens": _all_tokens,
+    "own_tokens": _own_tokens,
     "meshkit.decode_few_bits.default": _decode,
     RETURNED: _returned,
     OF_ELEMENTS: _own_backward,

@@ -14,7 +14,7 @@ from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
 from meshkit.mesh import Mesh, MeshSpec
-from meshkit.parallel.context import plan_context
+from meshkit.parallel.context import plan_context, refuse_whole_tokens
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.parameter_hooks import refuse_hooks
@@ -99,7 +99,10 @@ def resolve(
         size=spec.cp,
         attention=names.plan.attention,
         closed=closed,
+        unproved=strategy.unproved,
     )
+    if sequence:
+        refuse_whole_tokens(reading[1])
     refuse_sequence_balance(program.model, cp=spec.cp)
 
     choices = choose(

@@ -21,4 +21,5 @@ from ._memory import RecomputeMode as RecomputeMode
 from ._memory import States as States
 from ._pipeline import PipelinePolicy as PipelinePolicy
 from ._strategy import BlockOverride as BlockOverride
+from ._strategy import IfUnproved as IfUnproved
 from ._strategy import Strategy as Strategy

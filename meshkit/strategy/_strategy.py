@@ -20,7 +20,7 @@ from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
 from meshkit.strategy._pipeline import PipelinePolicy
 from meshkit.strategy._toml import from_table, to_table, toml_text
 
-Unproved = Literal["refuse", "replicate"]
+IfUnproved = Literal["refuse", "replicate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Strategy:
     how tokens are split, and how attention exchanges keys and values. experts: capacity, copies of hot experts, another
     dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
     a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
-    unproved: what a module that is not shown to be right on parts is: "refuse" raises, "replicate" computes it whole on every
-    rank of the axis, and says so in `print(run.plan)`.
+    unproved: what becomes of a module that is not shown to be right on parts: "refuse" raises; "replicate" leaves it whole on
+    every rank of tp or cp, which `print(run.plan)` and `explain` say.
     overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
     A choice that a run can do nothing with is refused by `resolve`. What an axis of one rank has as it was asked for is not:
     sequence on tp=1, context on cp=1, zero on dp_shard=1; so one file fits many meshes.
@@ -70,7 +70,7 @@ class Strategy:
     pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
     microbatches: int | None = None
     compile: bool | str = False
-    unproved: Unproved = "refuse"
+    unproved: IfUnproved = "refuse"
     overrides: Mapping[str, BlockOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class Strategy:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
                 raise PlanError(f"Strategy({name}={value!r}): give {wanted}.")
-        if self.unproved not in get_args(Unproved):
-            raise PlanError(f"Strategy(unproved={self.unproved!r}): choose one of {', '.join(get_args(Unproved))}.")
+        if self.unproved not in get_args(IfUnproved):
+            raise PlanError(f"Strategy(unproved={self.unproved!r}): choose one of {', '.join(get_args(IfUnproved))}.")
         overrides = frozen_table(self.overrides, BlockOverride, where="Strategy", argument="overrides")
         object.__setattr__(self, "overrides", overrides)
         count = self.microbatches

@@ -6,6 +6,7 @@ from ._apply import context_parallel as context_parallel
 from ._apply import layer_windows as layer_windows
 from ._apply import model_window as model_window
 from ._apply import plan_context as plan_context
+from ._apply import refuse_whole_tokens as refuse_whole_tokens
 from ._apply import split_batch as split_batch
 from ._scheme import Choice as Choice
 from ._scheme import choose as choose
@@ -17,3 +18,4 @@ from ._split import Context as Context
 from ._split import SplitMask as SplitMask
 from ._traffic import Shape as Shape
 from ._traffic import traffic as traffic
+from ._whole import notes_of as notes_of

@@ -22,7 +22,7 @@ from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import match_names
 from meshkit.plan.match import listed
 from meshkit.program import Program, example_of, without_values
-from meshkit.strategy import ContextPolicy
+from meshkit.strategy import ContextPolicy, IfUnproved
 
 
 def context_parallel(
@@ -35,6 +35,7 @@ def context_parallel(
     window: int | None = None,
     multiple: int = 1,
     dtype: torch.dtype | None = None,
+    unproved: IfUnproved = "refuse",
     reading: tuple[Reader, Doors] | None = None,
 ) -> nn.Module:
     """Let the module's attention reach over the tokens of all ranks of one mesh axis, in place.
@@ -48,6 +49,8 @@ def context_parallel(
     Its forward must take `position_ids` where it uses positions: a rank's tokens are not 0, 1, 2, ...
     The model's program is read, and its first forward proves that nothing else mixes tokens.
 
+    unproved: what becomes of a module that mixes tokens otherwise than by attention, such as a convolution: "refuse" raises,
+    "replicate" gathers the tokens before it, lets every rank run it on all of them, and keeps the rank's own.
     reading: of the model before other axes split it, as `parallelize` has it; default: it is read here.
     policy: the scheme (ring, Ulysses, ...) and the order of tokens over ranks. heads: (query heads, key/value heads,
     head_dim) of one rank, from which "auto" computes what each scheme sends; default: the module's config. window: the
@@ -70,7 +73,7 @@ def context_parallel(
         )
     policy = policy or ContextPolicy()
     reading = reading or plan_context(
-        Program(without_values(module)), policy, size=mesh.size(), attention=attention, closed={}
+        Program(without_values(module)), policy, size=mesh.size(), attention=attention, closed={}, unproved=unproved
     )
     reader, doors = reading
     config = getattr(module, "config", None)
@@ -91,16 +94,22 @@ def context_parallel(
 
 
 def plan_context(
-    program: Program, policy: ContextPolicy, *, size: int, attention: Iterable[str], closed: Mapping[str, str]
+    program: Program,
+    policy: ContextPolicy,
+    *,
+    size: int,
+    attention: Iterable[str],
+    closed: Mapping[str, str],
+    unproved: IfUnproved = "refuse",
 ) -> tuple[Reader, Doors]:
     """How the model's attention is reached, proved where it is known what its forward takes. Changes nothing.
 
-    closed: modules that are read as one operation. Raises: PlanError as `context_parallel` does.
+    closed: modules that are read as one operation. unproved: as in `context_parallel`. Raises: PlanError, as that does.
     """
     policy.refuse_misfit(size)
     model = program.model
     named = tuple(match_names(attention, program.modules, what="module"))
-    reader = Reader(program, named, closed)
+    reader = Reader(program, named, closed, replicate=unproved == "replicate")
     if size == 1:
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)
@@ -114,6 +123,16 @@ def plan_context(
         "its attention would see this rank's tokens only. Give parallelize(example=...), take a `mask` and call "
         'mask.attend(q, k, v), or name the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
     )
+
+
+def refuse_whole_tokens(doors: Doors) -> None:
+    """With sequence parallelism on tp. Raises: PlanError for modules that run on all tokens."""
+    if doors.whole:
+        name, whole = next(iter(doors.whole.items()))
+        raise PlanError(
+            f"context parallelism: {name!r} would run on all tokens (unproved='replicate'), but with sequence=True a rank of "
+            f"tp has some of those of its rank of cp. Use sequence=False, or a mesh without cp. {whole.why}"
+        )
 
 
 def _call(program: Program, policy: ContextPolicy) -> Call | None:

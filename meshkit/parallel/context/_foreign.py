@@ -34,7 +34,7 @@ class Attending(Protocol):
 _running: ContextVar[Attending | None] = ContextVar("split mask", default=None)
 
 
-def _mask_of_forward() -> Attending:
+def mask_of_forward() -> Attending:
     mask = _running.get()
     if mask is None:
         raise PlanError(
@@ -125,7 +125,7 @@ def _transformers_attention(
     # Where the program was read, it tells what the layer sees; else its arguments must.
     pattern = module.__dict__.get("_attention_pattern") or Pattern(causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    split = (_mask_of_forward() if mask is None else mask).following(pattern, who)
+    split = (mask_of_forward() if mask is None else mask).following(pattern, who)
     return split.attend(q, k, v, scale=scaling, softcap=softcap, sinks=s_aux if sinks is None else sinks), None
 
 
@@ -195,7 +195,7 @@ def _attend_dot_products(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The signature of F.scaled_dot_product_attention: q [B, H, T, D]. Refuses arguments that it cannot honour."""
-    mask = _mask_of_forward()
+    mask = mask_of_forward()
     if attn_mask is not None or dropout_p:
         what = "attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}"
         raise PlanError(

@@ -22,6 +22,8 @@ _NAME = "meshkit_read"
 class ReadMask:
     """Stands for a split mask while a program is read: its attention is one operation."""
 
+    ranks = 2  # that have the tokens together
+
     def __init__(self, pattern: Pattern | None = None) -> None:
         self.pattern = pattern
 

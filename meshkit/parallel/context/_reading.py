@@ -28,6 +28,7 @@ from meshkit.parallel.context._foreign import (
 )
 from meshkit.parallel.context._pattern import Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
+from meshkit.parallel.context._whole import Whole, whole_around
 from meshkit.program import (
     CLOSED,
     CLOSED_BY_VALUE,
@@ -36,6 +37,7 @@ from meshkit.program import (
     Program,
     ReadingError,
     Trace,
+    Unproved,
     computing,
     live,
     prove,
@@ -53,11 +55,12 @@ _TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
 class Doors:
     """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
     scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. Neither: the forward
-    takes `mask`."""
+    takes `mask`. whole: modules that run on all tokens, on every rank."""
 
     registry: bool = False
     intercepted: tuple[str, ...] = ()
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    whole: Mapping[str, Whole] = field(default_factory=dict)
 
     def open(self, module: nn.Module) -> None:
         """Let the module's attention follow the split mask that its forward is given."""
@@ -68,7 +71,9 @@ class Doors:
             use_registry(module)
             follow_patterns(module, self.patterns)
         takes = {"mask", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
-        if self.registry or self.intercepted or not takes:
+        for each in self.whole.values():
+            each.open(module)
+        if self.registry or self.intercepted or self.whole or not takes:
             hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
             patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
 
@@ -114,11 +119,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`."""
+    """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`.
+    replicate: whether modules that mix tokens in another way run on all of them, on every rank; else they are refused."""
 
     program: Program
     named: tuple[str, ...] = ()
     closed: Mapping[str, str] = field(default_factory=dict)
+    replicate: bool = False
 
     @property
     def takes_mask(self) -> bool:
@@ -152,8 +159,21 @@ class Reader:
                 doors = Doors(intercepted=self.named or places)
             if places or not registry:
                 break
-        self._prove(full, doors, call, _TOKENS)
-        return doors
+        while True:
+            try:
+                self._prove(full, doors, call, _TOKENS)
+                return doors
+            except Unproved as error:
+                if not self.replicate or not (found := self._whole_around(error, full, doors, call)):
+                    raise
+                inside = {name for name in doors.whole if any(name.startswith(f"{other}.") for other in found)}
+                kept = {name: each for name, each in doors.whole.items() if name not in inside}
+                doors = replace(doors, whole={**kept, **found})
+
+    def _whole_around(self, error: Unproved, full: Trace, doors: Doors, call: Call) -> Mapping[str, Whole]:
+        wider = self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
+        apart = {*self.closed, *(name for name, _ in _attentions(full))}
+        return whole_around(error, full, wider, apart=apart, known=doors.whole)
 
     def prove(self, doors: Doors, call: Call) -> None:
         """Raises: PlanError unless the model follows its split on another call too."""

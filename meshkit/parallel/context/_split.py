@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -308,15 +309,34 @@ class SplitMask:
         For losses over whole sequences, log-probabilities and generation. Differentiable if every rank then computes the
         same from the result. Wire: one all-gather, padded to the longest rank.
         """
+        return self.in_order(join_dim(self.padded(values), 1, self.axis))
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[B, T, ...] with as many tokens as the longest rank has."""
+        return F.pad(values, (0, 0) * (values.ndim - 2) + (0, max(self.layout.lengths) - self.tokens))
+
+    def in_order(self, gathered: Tensor) -> Tensor:
+        """All ranks' padded tokens, rank after rank, as the rows of the batch."""
+        joined = gathered.index_select(1, self._places.to(gathered.device))
+        return rearrange(joined, "1 (b t) ... -> b t ...", b=self.rows) if self.rows else joined
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of all tokens [rows, tokens, ...] this rank's, where padding repeats token 0."""
+        flat = rearrange(values, "b t ... -> 1 (b t) ...") if self.rows else values
+        return flat.index_select(1, self._index.to(values.device))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of each token, where it is among those of all ranks, rank after rank."""
         layout = self.layout
-        longest = max(layout.lengths)
-        padded = F.pad(values, (0, 0) * (values.ndim - 2) + (0, longest - self.tokens))
-        gathered = join_dim(padded, 1, self.axis)
         index = torch.empty(layout.mask.tokens, dtype=torch.int64)
         for rank, runs in enumerate(layout.runs):
-            start = rank * longest
+            start = rank * max(layout.lengths)
             for first, after in runs:
                 index[first:after] = torch.arange(start, start + after - first)
                 start += after - first
-        joined = gathered.index_select(1, index.to(values.device))
-        return rearrange(joined, "1 (b t) ... -> b t ...", b=self.rows) if self.rows else joined
+        return index
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return _token_index(self.layout, self.rank)[0]

@@ -11,7 +11,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import attention_shape, choose_for_rows, model_window
+from meshkit.parallel.context import attention_shape, choose_for_rows, model_window, notes_of
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
@@ -93,6 +93,7 @@ def explain_resolved(
         for row_ids in torch.arange(rows).tensor_split(microbatches)
     ]
     notes = list(dict.fromkeys(batch.note for batch in batches if batch.note))
+    notes += notes_of(resolved.reading[1].whole, spec.cp)
     for batch in batches:
         if spec.cp > 1:
             add_context(log, rank_model, batch)

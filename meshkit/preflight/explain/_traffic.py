@@ -27,6 +27,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     assert batch.layout is not None
     # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
     log.add("cp", "all_reduce", 16, "batches compared, forward")
+    _add_whole(log, rank_model, batch)
     layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
     if not layers:
         raise PlanError(
@@ -48,6 +49,27 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
             log.add("cp", op, size, "attention, recompute", count * again)
         for (op, size), count in backward.items():
             log.add("cp", op, size, "attention, backward", count * rank_model.flow.attends(module))
+
+
+def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """Modules that run on all tokens: these are gathered, and their gradients scattered."""
+    assert batch.layout is not None
+    tokens = max(batch.layout.lengths) * rank_model.spec.cp
+    for module, whole in rank_model.resolved.reading[1].whole.items():
+        if not rank_model.runs(module):
+            continue
+        again = not rank_model.treatment(module).recompute.keeps("collective")
+        for size, trains in whole.sent(batch.rows, tokens, rank_model.compute):
+            log.add("cp", "all_gather", size, "all tokens of a module, forward")
+            log.add("cp", "all_gather", size, "all tokens of a module, recompute", int(again))
+            # What nothing before it trains has no gradient.
+            log.add(
+                "cp",
+                "reduce_scatter",
+                size,
+                "all tokens of a module, backward",
+                int(trains and rank_model.flow.enters(module)),
+            )
 
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
