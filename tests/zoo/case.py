@@ -18,12 +18,14 @@ ROWS, TOKENS = 4, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A model on a mesh. padded: batches have an `attention_mask`, by which some rows begin later."""
+    """A model on a mesh. padded: batches have an `attention_mask`, by which some rows begin later. replicate: what is unproved
+    is left whole."""
 
     model: str
     mesh: str
     sequence: bool = False
     padded: bool = False
+    replicate: bool = False
 
     @property
     def ranks(self) -> int:
@@ -32,13 +34,15 @@ class Cell:
     @property
     def column(self) -> str:
         """The cell's mesh and variant in one text, which the table has a line for."""
-        return self.mesh + ", sequence" * self.sequence + ", padded" * self.padded
+        return self.mesh + "".join(f", {name}" for name in _VARIANTS if getattr(self, name))
 
     @staticmethod
     def of(model: str, column: str) -> Cell:
         mesh, *variants = column.split(", ")
-        return Cell(model=model, mesh=mesh, sequence="sequence" in variants, padded="padded" in variants)
+        return Cell(model=model, mesh=mesh, **{name: name in variants for name in _VARIANTS})
 
+
+_VARIANTS = ("sequence", "padded", "replicate")
 
 COLUMNS = (
     "dp_shard=2",
@@ -46,6 +50,7 @@ COLUMNS = (
     "tp=2, sequence",
     "pp=2",
     "cp=2",
+    "cp=2, replicate",
     "dp_shard=2 ep=2",
     "dp_shard=2 etp=2",
     "dp_shard=2, padded",

@@ -104,7 +104,14 @@ def _trained(cell: Cell, case: Case, expected: Alone, stages: list[str]) -> Said
     mesh = mesh_for(cell.mesh)
     example = case.example(case.batch(0)) if case.example is not None else None
     microbatches = 2 if mesh.spec.pp > 1 else None
-    run = mk.parallelize(case.build(), mesh, example=example, sequence=cell.sequence, microbatches=microbatches)
+    run = mk.parallelize(
+        case.build(),
+        mesh,
+        example=example,
+        sequence=cell.sequence,
+        microbatches=microbatches,
+        unproved="replicate" if cell.replicate else "refuse",
+    )
     choices = {name: value for name, value in (("loss", case.loss), ("count", case.count)) if value is not None}
     faults: list[tuple[float, str]] = []
     optimizer, names, split = None, tuple[str, ...](), split_share(run)

@@ -163,14 +163,16 @@ class Reader:
             try:
                 self._prove(full, doors, call, _TOKENS)
                 return doors
-            except Unproved as error:
+            except (Unproved, ReadingError) as error:
                 if not self.replicate or not (found := self._whole_around(error, full, doors, call)):
                     raise
                 inside = {name for name in doors.whole if any(name.startswith(f"{other}.") for other in found)}
                 kept = {name: each for name, each in doors.whole.items() if name not in inside}
                 doors = replace(doors, whole={**kept, **found})
 
-    def _whole_around(self, error: Unproved, full: Trace, doors: Doors, call: Call) -> Mapping[str, Whole]:
+    def _whole_around(
+        self, error: Unproved | ReadingError, full: Trace, doors: Doors, call: Call
+    ) -> Mapping[str, Whole]:
         wider = self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
         apart = {*self.closed, *(name for name, _ in _attentions(full))}
         return whole_around(error, full, wider, apart=apart, known=doors.whole)

@@ -22,7 +22,7 @@ from meshkit.core.patch_class import patch_class
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.program import ModuleCall, TensorRef, Trace, Unproved
+from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
 
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
 Dims = Mapping[Path, int]
@@ -70,7 +70,7 @@ def notes_of(whole: Mapping[str, Whole], ranks: int) -> list[str]:
 
 
 def whole_around(
-    error: Unproved, full: Trace, wider: Trace, *, apart: Collection[str], known: Collection[str]
+    error: Unproved | ReadingError, full: Trace, wider: Trace, *, apart: Collection[str], known: Collection[str]
 ) -> dict[str, Whole]:
     """The innermost module around what was not proved that can run on all tokens, and the modules of the same place in other
     layers; empty where there is none.
@@ -78,7 +78,7 @@ def whole_around(
     full, wider: the single-device model's program, on two numbers of tokens. apart: modules that attend, or are computed
     apart, as experts. known: modules that run on all tokens already.
     """
-    for at in (error.module, error.before):
+    for at in (error.module, getattr(error, "before", "")):
         name = at
         while name:
             if not any(_within(name, other) for other in known):
