@@ -18,8 +18,8 @@ ROWS, TOKENS = 4, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A model on a mesh. padded: batches have an `attention_mask`, by which some rows begin later. replicate: what is unproved
-    is left whole."""
+    """A model on a mesh. padded: batches have an `attention_mask`, by which some rows begin later. replicate: what is
+    unproved is left whole."""
 
     model: str
     mesh: str

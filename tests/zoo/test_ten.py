@@ -246,7 +246,8 @@ def saved_and_loaded(kind: str, first: str, second: str, folder: str) -> tuple[l
 
 
 @pytest.mark.parametrize(("kind", "first", "second"), [
-    (kind, *(("dp_shard=2", "tp=2") if index % 2 else ("tp=2", "pp=2"))) for index, kind in enumerate(TEN)
+    *((kind, *(("dp_shard=2", "tp=2") if index % 2 else ("tp=2", "pp=2"))) for index, kind in enumerate(TEN)),
+    ("gpt2", "dp_shard=2", "tp=2"),
 ])  # fmt: skip
 def test_training_goes_on_from_a_checkpoint_of_another_mesh(kind: str, first: str, second: str, tmp_path: Path) -> None:
     for losses, expected in pool(2).run(saved_and_loaded, kind, first, second, str(tmp_path / "ck")):
@@ -278,7 +279,7 @@ def both_ways(kind: str, mesh: str, folder: str) -> None:
             assert torch.equal(value, expected[name]), name
 
 
-FOLDERS = [*((kind, "tp=2") for kind in TEN), ("gemma2", "pp=2"), ("olmoe", "dp_shard=2 ep=2")]
+FOLDERS = [*((kind, "tp=2") for kind in TEN), ("gpt2", "tp=2"), ("gemma2", "pp=2"), ("olmoe", "dp_shard=2 ep=2")]
 
 
 @pytest.mark.parametrize(("kind", "mesh"), FOLDERS)

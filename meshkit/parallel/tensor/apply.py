@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
+from meshkit.core.linear import linear_shape
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
@@ -236,16 +237,21 @@ def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayo
             # Columns of a quantized weight are not columns of its bytes: the layer selects them after it has decoded.
             layouts["weight"] = replace(layouts["weight"], indices=None)
     views = {key: _view(each, mesh) for key, each in layouts.items()}
+    shape = linear_shape(module)
+    transposed = shape is not None and shape.transposed
     if kind == "row" and "bias" in views:
         # Added after the sum: the forward's own addition would count it once per rank.
         bias = views.pop("bias")
         views["bias"] = lambda param: None
-        module.register_forward_hook(lambda module, args, out: out + bias(module._parameters["bias"]))
+        add: Any = _add_to_tokens if transposed else torch.add
+        module.register_forward_hook(lambda module, args, out: add(out, bias(module._parameters["bias"])))
     forward = None
     if kind == "vocab" and isinstance(module, nn.Embedding):
         forward = _vocab_embedding_forward(module, mesh)
     if isinstance(module, nn.MultiheadAttention):
         forward = _forward_with_projection(module)
+    if transposed:
+        forward = _transposed_forward
     compute_with(module, views, forward, outside=layout.styles[name].outside)
 
 
@@ -261,6 +267,22 @@ def _forward_with_projection(module: nn.MultiheadAttention) -> Any:
             self.out_proj._computing = False  # type: ignore[assignment]
 
     return attend
+
+
+def _transposed_forward(self: nn.Module, x: Tensor) -> Tensor:
+    """transformers' Conv1D of this rank's features: its own forward knows how many all ranks have, and wants a bias."""
+    weight, bias = self.weight, self.bias
+    assert isinstance(weight, Tensor)
+    out = x.reshape(-1, x.shape[-1]) @ weight
+    if isinstance(bias, Tensor):
+        out = out + bias
+    return out.view(*x.shape[:-1], weight.shape[1])
+
+
+def _add_to_tokens(out: Tensor, bias: Tensor | None) -> Tensor:
+    """As Conv1D adds it: a proof compares operators."""
+    assert bias is not None
+    return (out.reshape(-1, out.shape[-1]) + bias).view_as(out)
 
 
 def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:

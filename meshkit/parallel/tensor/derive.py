@@ -15,6 +15,7 @@ from functools import cached_property
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from meshkit.core.linear import is_linear, linear_shape
 from meshkit.parallel.tensor.candidates import Candidates, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.parallel.tensor.splits import Names, enclosing, likeness
@@ -190,7 +191,8 @@ class _Tree:
 
     def _of_leaf(self, name: str, module: nn.Module, whole: bool, left: int) -> Style:
         by_name = self.named.get(name, replicate())
-        is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters and name in self._candidates.called
+        shape = linear_shape(module)
+        splits = shape is not None and "weight" in module._parameters and name in self._candidates.called
         leaf: list[Style] = []
         if name.rpartition(".")[0] in self._beside_experts:
             leaf.append(by_name)  # a router, which sees each token alone
@@ -198,11 +200,11 @@ class _Tree:
             leaf.append(vocab())
         elif by_name.kind == "vocab":
             leaf.append(by_name)
-        if is_linear and self.sequence and name in self._candidates.last:
+        if splits and self.sequence and name in self._candidates.last:
             leaf.append(head())  # the model's output is all tokens
-        elif is_linear and module.out_features % self.size == 0:  # type: ignore[operator]
+        elif splits and shape is not None and shape.out_features % self.size == 0:
             leaf.append(column(gather=True))
-        elif not isinstance(module, nn.Linear | nn.Embedding) and not whole:
+        elif shape is None and not isinstance(module, nn.Embedding) and not whole:
             leaf.append(sequence())
         leaf.append(replicate())
         return leaf[min(left, len(leaf) - 1)]
@@ -251,7 +253,7 @@ class _Tree:
         module = self.modules[name]
         if any(True for _ in module.children()) or not any(True for _ in module.parameters(recurse=False)):
             return 0
-        return 2 if isinstance(module, nn.Linear | nn.Embedding) else 1
+        return 2 if is_linear(module) or isinstance(module, nn.Embedding) else 1
 
     def _is_used(self, name: str) -> bool:
         """Whether no region around it says what it is."""

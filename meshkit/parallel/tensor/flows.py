@@ -8,12 +8,13 @@ from math import prod
 
 from torch import nn
 
+from meshkit.core.linear import is_linear, linear_shape
 from meshkit.program import TensorRef, Trace, tensors
 
 
 def flows_of(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
     """For each module with parameters: the linear layers whose output it reads, with no other linear layer between."""
-    linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linears = {name for name, module in modules.items() if is_linear(module)}
     sources: dict[int, set[str]] = defaultdict(set)  # storage -> the linear layers that it was computed from
     reads: dict[str, set[str]] = defaultdict(set)
     inside: dict[int, str] = {}  # call -> the linear layer that it is a part of
@@ -37,7 +38,7 @@ def parts_of(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, tuple[
     """Linear layer -> the sizes of the parts in which its output features are read, where they are several."""
     layers: dict[int, str] = {}  # storage -> the layer whose output it is
     for call in trace.calls:
-        if isinstance(modules.get(call.name), nn.Linear) and isinstance(call.output, TensorRef):
+        if is_linear(modules.get(call.name)) and isinstance(call.output, TensorRef):
             layers[call.output.storage] = call.name
     ranges: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for operation in trace.operations:
@@ -50,7 +51,9 @@ def parts_of(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, tuple[
 
 
 def features(linear: nn.Module) -> int:
-    return int(linear.out_features)  # type: ignore[arg-type]
+    shape = linear_shape(linear)
+    assert shape is not None
+    return shape.out_features
 
 
 def _features_shown(ref: TensorRef, width: int) -> set[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from meshkit.core.linear import LinearShape, is_linear, linear_shape
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
@@ -201,23 +202,24 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
     linear = _linear(name, module, style.kind)
     if style.group > 1:
         _refuse_split_groups(layout, name, linear, style)
+    biased = module._parameters.get("bias") is not None
     if style.kind == "row":
-        layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
-        if linear.bias is not None:  # added once, after the sum
+        layout.params[weight] = ParamLayout(placement=Shard(linear.in_dim), gradient="own", dim=linear.in_dim)
+        if biased:  # added once, after the sum
             gradient: Literal["same", "sum"] = "sum" if layout.sequence and not layout.is_in_whole(name) else "same"
             layout.params[bias] = ParamLayout(placement=Replicate(), gradient=gradient)
         if not style.inner:
             whole = layout.is_in_whole(name)
             layout.calls.append(Call(module=name, kind="leave", width=linear.out_features, whole=whole))
         return
-    layout.params[weight] = shard
-    if linear.bias is not None:
+    layout.params[weight] = ParamLayout(placement=Shard(linear.out_dim), gradient="own", dim=linear.out_dim)
+    if biased:
         layout.params[bias] = shard
     if style.kind == "vocab":
         layout.calls.append(Call(module=name, kind="enter", width=linear.in_features))
 
 
-def _add_column_calls(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
+def _add_column_calls(layout: TensorLayout, name: str, linear: LinearShape, style: Style) -> None:
     """What a column sends that its container does not send for it."""
     whole = layout.is_in_whole(name)
     if style.gather and linear.out_features % layout.size:
@@ -284,7 +286,7 @@ def _is_container(module: nn.Module) -> bool:
     return not lists and any(True for child in module.children() for _ in child.parameters())
 
 
-def _refuse_split_groups(layout: TensorLayout, name: str, linear: nn.Linear, style: Style) -> None:
+def _refuse_split_groups(layout: TensorLayout, name: str, linear: LinearShape, style: Style) -> None:
     features = linear.in_features if style.kind == "row" else linear.out_features
     groups = features // style.group
     if features % style.group or groups % layout.size:
@@ -323,7 +325,7 @@ def _add_container(
     layout.shared_entry.update(dict.fromkeys(columns, name))
     # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
     inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
-    first = next(child for child in inside if isinstance(modules[child], nn.Linear))
+    first = next(child for child in inside if is_linear(modules[child]))
     width = _linear(first, modules[first], "column").in_features
     layout.calls.append(Call(module=name, kind="enter", width=width, whole=layout.is_in_whole(name)))
     if style.kind == "attention":
@@ -391,7 +393,7 @@ def _all_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn
         raise PlanError(
             f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
         )
-    query, key = (_linear(child, modules[child], "column").out_features // head_dim for child in projections[:2])
+    query, key = (_linear(child, modules[child], "attention").out_features // head_dim for child in projections[:2])
     return Heads(query, key, head_dim)
 
 
@@ -458,8 +460,9 @@ def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) 
     ]
 
 
-def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
-    if not isinstance(module, nn.Linear):
+def _linear(name: str, module: nn.Module, kind: str) -> LinearShape:
+    shape = linear_shape(module)
+    if shape is None or (shape.transposed and kind in ("vocab", "attention")):
         allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
         raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
     if "weight" not in module._parameters:
@@ -467,12 +470,12 @@ def _linear(name: str, module: nn.Module, kind: str) -> nn.Linear:
             f"plan: {kind}() on {name!r} needs a weight to split, but it is computed from other parameters (weight_norm, "
             "spectral_norm). Leave the layer whole: replicate()."
         )
-    return module
+    return shape
 
 
 def _width(module: nn.Module) -> int:
-    if isinstance(module, nn.Linear):
-        return module.in_features
+    if (shape := linear_shape(module)) is not None:
+        return shape.in_features
     # The size of the stream, which norms and layers of a module end in; a scalar says nothing.
     return next((param.shape[-1] for param in module.parameters() if param.ndim), 1)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from meshkit.core.linear import is_linear, linear_shape
 from meshkit.parallel.tensor.flows import features
 from meshkit.parallel.tensor.layout import number_of
 from meshkit.plan import Style, column, enter, per_head, replicate, row, sequence
@@ -25,8 +26,8 @@ def inside_of(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
 
 def before_columns(module: nn.Module, size: int) -> Style:
     """A module between a region's input and its columns: its output is all features, on every rank."""
-    is_linear = isinstance(module, nn.Linear) and "weight" in module._parameters
-    return column(gather=True) if is_linear and not features(module) % size else per_head()
+    splits = is_linear(module) and "weight" in module._parameters and not features(module) % size
+    return column(gather=True) if splits else per_head()
 
 
 def holds_stacks(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -43,7 +44,7 @@ def by_flow(
 ) -> list[Names]:
     """Columns, whose features only meet again in a row; what makes their inputs is whole, or joined."""
     inside = inside_of(name, modules)
-    linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
+    linears = [child for child in inside if is_linear(modules[child])]
     reads = {child: flows.get(child, set()) & set(linears) for child in inside}
     before = {child: _all_before(child, reads) for child in linears}
     rows = [child for child in linears if reads[child] and not any(child in before[other] for other in linears)]
@@ -64,7 +65,8 @@ def by_flow(
             styles[child] = sequence()
         else:
             styles[child] = before_columns(modules[child], size)
-    widths = {features(modules[child]) for child in columns} | {int(modules[child].in_features) for child in rows}  # type: ignore[arg-type]
+    shapes = [linear_shape(modules[child]) for child in rows]
+    widths = {features(modules[child]) for child in columns} | {shape.in_features for shape in shapes if shape}
     own = tuple(
         key for key, param in modules[name].named_parameters(recurse=False) if param.shape and not param.shape[0] % size
     )
@@ -109,7 +111,7 @@ def by_groups(
     within: whether all of them together have to span the module; else one of them has to, and those that do come alone too.
     """
     inside = inside_of(name, modules)
-    linears = [child for child in inside if isinstance(modules[child], nn.Linear)]
+    linears = [child for child in inside if is_linear(modules[child])]
     reads = {child: flows.get(child, set()) & set(linears) for child in inside}
     groups = _groups(reads, linears)
     if not groups or holds_stacks(name, modules):
@@ -142,7 +144,7 @@ def _of_groups(
             styles[child] = column()
         elif reads[child] & columns:
             styles[child] = per_head()
-        elif isinstance(modules[child], nn.Linear):
+        elif is_linear(modules[child]):
             styles[child] = replicate() if features(modules[child]) % size else column(gather=True)
         else:
             styles[child] = sequence()

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import meshkit as mk
 from meshkit.mesh import MeshSpec
+from meshkit.parallel.tensor.derive import share_of
 from meshkit.parallel.tensor.layout import tensor_layout
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.plan import Plan, Style, column, enter, replicate, row, sequence, vocab
@@ -16,6 +18,7 @@ from meshkit.program import Example, Unproved, read_program
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
 from tests.parallel.tensor.parts import VOCABULARY, WIDTH, Attention, Gated, Model, Normed, Relative, Spread
+from tests.zoo import causal
 
 
 def derived(model: nn.Module, *, sequence: bool = False) -> Plan:
@@ -180,3 +183,23 @@ def test_adapters_of_joined_and_parted_layers_are_proved(split: bool) -> None:
         model = Model(part)
         plan = derived(model, sequence=split)
         prove(model, dict(mk.lora.attach(model, plan, rank=2, seed=0).tensor), split=split)
+
+
+def test_gpt2s_own_linear_layers_are_split() -> None:
+    program = read_program(causal.build("gpt2"))
+    resolved = resolve(program, Strategy(), MeshSpec(tp=2))
+    plan = resolved.plan.tensor
+    assert plan["transformer.h.*.attn.c_attn"] == column(parts=(32, 32, 32))
+    assert plan["transformer.h.*.mlp.c_fc"] == column()
+    assert plan["transformer.h.*.attn.c_proj"] == plan["transformer.h.*.mlp.c_proj"] == row()
+    assert resolved.layout is not None
+    # They keep their weights [in, out].
+    assert resolved.layout.params["transformer.h.0.mlp.c_fc.weight"].placement == Shard(1)
+    assert resolved.layout.params["transformer.h.0.mlp.c_proj.weight"].placement == Shard(0)
+    assert share_of(program, resolved.layout) > 0.98
+
+
+def test_a_vocabulary_of_such_a_layer_is_refused() -> None:
+    part = nn.ModuleDict({"head": causal.build("gpt2").transformer.h[0].mlp.c_fc})  # type: ignore[union-attr,index,dict-item]
+    with pytest.raises(mk.errors.PlanError, match=r"vocab\(\) on 'head' needs an nn.Linear"):
+        tensor_layout(part, {"head": vocab()}, size=2, sequence=False)
