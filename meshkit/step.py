@@ -35,7 +35,7 @@ from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.plan import Plan
-from meshkit.program import model_line
+from meshkit.program import model_line, without_values
 from meshkit.resolve import Resolved
 from meshkit.strategy import Strategy
 
@@ -96,8 +96,8 @@ class Run:
 
     @property
     def full_model(self) -> nn.Module:
-        """The single-device model with the layers of all stages, without values; `explain` takes it."""
-        return self.resolved.program.model
+        """The single-device model with the layers of all stages, without values, a copy in each call; `explain` takes it."""
+        return without_values(self.resolved.program.model)
 
     @property
     def blocks(self) -> list[str]:
@@ -211,8 +211,8 @@ class Run:
                     "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
                 ) from error
             raise PlanError(
-                f"{type(self.full_model).__name__} at {model_line(error)}: a parameter is used outside of the forward of the "
-                "module that holds it (by a parent, or in another method), and there it is a shard. "
+                f"{type(self.resolved.program.model).__name__} at {model_line(error)}: a parameter is used outside of the "
+                "forward of the module that holds it (by a parent, or in another method), and there it is a shard. "
                 + (
                     f"Use tp=1 instead of tp={tp}, or call the module. Logits are split too: your own loss gathers them by "
                     "`full_tensor()`, or is one of mk.loss."
@@ -264,7 +264,7 @@ class Run:
         counts = {name: value for stage_counts, _ in stages for name, value in stage_counts.items()}
         kinds = dict.fromkeys(kind for _, losses in stages for kind in losses)
         losses = {kind: torch.stack([losses[kind] for _, losses in stages if kind in losses]).sum() for kind in kinds}
-        return {name: counts[name] for name, _ in self.full_model.named_modules() if name in counts}, losses
+        return {name: counts[name] for name, _ in self.resolved.program.model.named_modules() if name in counts}, losses
 
     @torch.no_grad()
     def evaluate(

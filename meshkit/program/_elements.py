@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshkit.core._torch import tree_leaves, tree_map
-from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+from meshkit.program._records import Operation, TensorRef, Trace, tensors
 
 _LARGEST = 1 << 24  # elements of a tensor that are followed one by one; 128 MiB of numbers
 _FOLDED = 1 << 22  # elements of a constant that is computed

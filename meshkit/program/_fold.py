@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core._torch import tree_flatten
-from meshkit.program._trace import Fold, ModuleCall, TensorRef, Trace, tensors
+from meshkit.program._records import Fold, ModuleCall, TensorRef, Trace, tensors
 
 
 def fold(

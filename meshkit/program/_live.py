@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshkit.program._trace import Operation, Trace, tensors
+from meshkit.program._records import Operation, Trace, tensors
 
 
 def live(trace: Trace, result: Any = None) -> Trace:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from meshkit.core._torch import tree_flatten
-from meshkit.program._trace import Operation, TensorRef, Trace, tensors
+from meshkit.program._records import Operation, TensorRef, Trace, tensors
 
 
 def computing(trace: Trace) -> list[Operation]:

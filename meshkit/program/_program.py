@@ -19,8 +19,9 @@ from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
 from meshkit.program._copy import without_values
 from meshkit.program._example import Example
+from meshkit.program._records import Trace
 from meshkit.program._repeat import twice
-from meshkit.program._trace import Trace, trace
+from meshkit.program._trace import trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
-from meshkit.program._trace import TensorRef, Trace, Unreadable
+from meshkit.program._records import TensorRef, Trace, Unreadable
 
 REMEDY = "so one reading does not show what later steps do. Use dp axes only, or write it without"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshkit.program._trace import Operation, TensorRef, tensors
+from meshkit.program._records import Operation, TensorRef, tensors
 
 EXPERTS_OF_PARTS = "experts of parts"  # each rank has tokens of its own for them
 Name = str

@@ -1,7 +1,6 @@
 """The trace of a model (graph, dataflow): the operators of one forward, read once without values, as data.
 
-Operators are PyTorch's own (aten), seen below autograd, so every way to write an addition is one of a few. What is recorded
-of a tensor is its storage and how it looks at it: that says by itself which tensors share memory, and what a write changes.
+Operators are PyTorch's own (aten), seen below autograd, so every way to write an addition is one of a few.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy as copy_of
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,146 +25,20 @@ from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program._backward import checkpoints_run, hook_noted, kind_of, own_backward
 from meshkit.program._copy import copied, originals
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A tensor of the program, without values. storage: a number of `Trace.storages`; the rest as in torch.as_strided.
-
-    requires_grad: of inputs. Operators are seen below autograd, which marks their outputs afterwards.
-    """
-
-    storage: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        return f"t{self.storage}{list(self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Memory that tensors share. source: "parameter NAME", "buffer NAME", "input NAME", "constant" or "op N", which made it.
-
-    size: in elements. value: of a constant, which the model's code made outside of the forward; flat.
-    """
-
-    source: str
-    size: int
-    shape: tuple[int, ...]
-    value: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operator. args, kwargs and outputs have a `TensorRef` for each tensor.
-
-    call: number of the module call that runs it. where: FILE:LINE of the model's code. grad_mode: whether autograd recorded.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: Any
-    call: int
-    where: str
-    grad_mode: bool
-
-    @property
-    def name(self) -> str:
-        return str(self.op)
-
-    @property
-    def trains(self) -> bool:
-        """Whether gradients flow through it, from outputs to inputs."""
-        floats = any(ref.dtype.is_floating_point or ref.dtype.is_complex for ref in tensors(self.outputs))
-        return self.grad_mode and floats and any(ref.requires_grad for ref in tensors((self.args, self.kwargs)))
-
-    def __str__(self) -> str:
-        return f"{self.name} at {self.where}"
-
-
-@dataclass(slots=True)
-class ModuleCall:
-    """One call of a module. name: "" for the model. parent: number of the call around it, -1 for none.
-
-    operations: [first, last) of what runs inside.
-    """
-
-    name: str
-    parent: int
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any = None
-    operations: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    operations: tuple[Operation, ...]
-    calls: tuple[ModuleCall, ...]
-    storages: tuple[Storage, ...]
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    result: Any = None
-    """the logits, where the output has such, else all of it: what a loss reads"""
-
-    @property
-    def output(self) -> Any:
-        return self.calls[0].output
-
-    def __str__(self) -> str:
-        lines, depth = [], {-1: -1}
-        starts: dict[int, list[int]] = {}
-        for number, call in enumerate(self.calls):
-            depth[number] = depth[call.parent] + 1
-            starts.setdefault(call.operations[0], []).append(number)
-        for index, operation in enumerate(self.operations):
-            for number in starts.get(index, ()):
-                lines.append(f"{'  ' * depth[number]}{self.calls[number].name or '(the model)'}")
-            shown = ", ".join(str(value) for value in operation.args)
-            step = f"{_text(operation.outputs)} = {operation.name}({shown})"
-            lines.append(f"{'  ' * (depth[operation.call] + 1)}{step}  {operation.where}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Blocks that need not be read. kept: those that are; what each returns is noted as an operation, RETURNED. left_out:
-    others -> the kept one, called before, whose output they return. counted: some have the number of the block in them."""
-
-    kept: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    counted: bool = False
-
-
-RETURNED = "returned"
-
-
-def tensors(tree: Any) -> list[TensorRef]:
-    """The tensors of a tree of arguments, in order."""
-    return [leaf for leaf in _torch.tree_leaves(tree) if isinstance(leaf, TensorRef)]
-
-
-def _text(tree: Any) -> str:
-    return ", ".join(map(str, tensors(tree))) or str(tree)
-
-
-class Unreadable(PlanError):
-    """What the forward does cannot be followed."""
-
-
-class ReadingError(PlanError):
-    """The forward raised. module: the innermost one."""
-
-    def __init__(self, module: str, where: str, error: Exception) -> None:
-        super().__init__(f"{module or 'the model'} at {where}: {type(error).__name__}: {error}")
-        self.module = module
-
-
-CLOSED, CLOSED_BY_VALUE = "closed", "closed by a value"
+from meshkit.program._records import (
+    CLOSED,
+    CLOSED_BY_VALUE,
+    RETURNED,
+    Fold,
+    ModuleCall,
+    Operation,
+    ReadingError,
+    Storage,
+    TensorRef,
+    Trace,
+    Unreadable,
+    tensors,
+)
 
 
 def trace(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.program import ReadingError, trace
-from meshkit.program._trace import tensors
+from meshkit.program._records import tensors
 
 
 class Block(nn.Module):

@@ -58,8 +58,8 @@ def generate(
     """
     cache = cache or CachePolicy()
     _refuse_maskless(run)
-    head = head_of(run.full_model, run.plan, asked="generate")
-    whole_head = run.full_model.get_submodule(head)
+    head = head_of(run.resolved.program.model, run.plan, asked="generate")
+    whole_head = run.resolved.program.model.get_submodule(head)
     assert isinstance(whole_head, nn.Linear)
     refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
     generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)

@@ -1,0 +1,181 @@
+"""Our own steps in a proof, on all ranks at once: collectives, a vocabulary's rows, attention over ranks, backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import torch
+
+from meshkit.program._backward import OF_ALL, OF_ELEMENTS
+from meshkit.program._records import RETURNED, Operation, TensorRef, tensors
+from meshkit.program._states import Kind, Unproved
+from meshkit.program._walk import Step, Walk
+
+
+def _replace(needs: Kind, gives: Kind, *, keep: Literal["all", "slice"]) -> Step:
+    """The same tensor on every rank in; all of it, or the rank's slice of a dim out."""
+
+    def step(proof: Walk, operations: Sequence[Operation]) -> None:
+        proof.require_same(operations)
+        for number, (rank, operation, source, out) in enumerate(proof.each(operations)):
+            proof.require(rank, operation, source, needs)
+            elements = rank.replay.elements(source)
+            if keep == "slice":
+                dim = operation.args[1]
+                size = elements.shape[dim] // len(proof.ranks)
+                elements = elements.narrow(dim, number * size, size)
+            rank.define(out, elements, gives)
+
+    return step
+
+
+def _join(gives: Kind) -> Step:
+    """Slices of a dim in, the full tensor out."""
+
+    def step(proof: Walk, operations: Sequence[Operation]) -> None:
+        parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+        joined = torch.cat(parts, operations[0].args[1])
+        for rank, operation, source, out in proof.each(operations):
+            proof.require(rank, operation, source, "varying")
+            rank.define(out, joined, gives)
+
+    return step
+
+
+def _lookup(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Rows of this rank's vocabulary, zeros for others: summands of the embedding."""
+    full = proof.next(operations[0])
+    if isinstance(full.op, str) or full.op.overloadpacket.__name__ != "embedding":
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+    weight, ids = tensors(full.args)
+    (result,) = tensors(full.outputs)
+    proof.full.define(result)
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own_weight, own_ids = tensors(operation.args)
+        if not torch.equal(rank.replay.elements(own_ids), proof.full.elements(ids)):
+            raise Unproved(f"{rank.where(operation)}: it looks up other ids than the single-device model.")
+        if proof.slice(rank, weight, own_weight, rank.where(operation)).dim:
+            raise Unproved(f"{rank.where(operation)}: it looks up a part that is no part of the vocabulary.")
+        rank.define(tensors(operation.outputs)[0], proof.full.elements(result), "partial")
+
+
+def _decode(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Codes of a quantized weight into numbers: of the rank's rows, or of its columns, which are whole blocks."""
+    full = proof.next(operations[0])
+    (codes,), (result,) = tensors(full.args), tensors(full.outputs)
+    proof.full.define(result)
+    before = 0  # columns of the ranks before
+    for rank, operation, source, out in proof.each(operations):
+        part = proof.slice(rank, codes, source, rank.where(operation))
+        elements = proof.full.elements(result)
+        if part.indices is not None:
+            columns = torch.arange(before, before + out.shape[1])
+            elements = elements.index_select(part.dim, part.indices if part.dim == 0 else columns)
+            before += out.shape[1]
+        rank.define(out, elements, rank.kind(source))
+
+
+def _logits(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Logits over this rank's vocabulary become a DTensor."""
+    parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+    joined = torch.cat(parts, -1)
+    for rank, operation, source, out in proof.each(operations):
+        proof.require(rank, operation, source, "varying")
+        rank.define(out, joined, "distributed")
+
+
+def _attend(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Attention over all ranks: of this rank's queries, keys and values [B, T, H, D], and what all ranks have."""
+    full = proof.next(operations[0])
+    if full.name != operations[0].name:
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+    if proof.tokens is None:
+        raise Unproved(f"{full}: this axis does not split tokens.")
+    inputs, (result,) = tensors((full.args, full.kwargs)), tensors(full.outputs)
+    proof.full.define(result)
+    for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
+        where = rank.where(operation)
+        theirs, mine = {**full.kwargs}, {**operation.kwargs}
+        for name in theirs.keys() | mine.keys():
+            a, b = theirs.get(name), mine.get(name)
+            if not isinstance(a, TensorRef) and a != b:
+                raise Unproved(f"{where}: it attends with {name}={b}, and the single-device model with {a}.")
+        refs = tensors((operation.args, operation.kwargs))
+        if len(refs) != len(inputs):
+            raise Unproved(f"{where}: the single-device model attends with other tensors.")
+        for index, (a, b) in enumerate(zip(inputs, refs, strict=True)):
+            part = proof.slice(rank, a, b, where)
+            if rank.kind(b) == "partial":
+                raise Unproved(f"{where}: it reads {b}, summands that were not summed over the ranks yet.")
+            if part.indices is not None if index > 2 else not proof.is_tokens(rank, part):
+                raise Unproved(f"{where}: it attends with {b}, which is not of this rank's tokens.")
+        rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
+
+
+def _all_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Each rank's tokens in, all of them in their order out, read by ranks as they like."""
+    assert proof.tokens is not None
+    dim = operations[0].args[1]
+    parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
+    joined = torch.cat(parts, dim).index_select(dim, torch.cat(proof.tokens).argsort())
+    for rank, operation, source, out in proof.each(operations):
+        if rank.needs_gradient(source):
+            proof.require(rank, operation, source, "varying")
+        rank.define(out, joined, "replicated")
+
+
+def _own_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
+    """All tokens in, each rank's out: of the others it has no gradient."""
+    assert proof.tokens is not None
+    for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
+        (source,), (out,) = tensors(operation.args), tensors(operation.outputs)
+        proof.require(rank, operation, source, "replicated")
+        rank.define(out, rank.replay.elements(source).index_select(operation.args[1], own), "varying")
+
+
+def _own_backward(proof: Walk, operations: Sequence[Operation]) -> None:
+    """What a model's own backward changes: gradients that are whole; of parts only if element by element."""
+    full = proof.next(operations[0])
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        where = rank.where(operation)
+        if full.name != operation.name or full.args[1] != operation.args[1]:
+            raise Unproved(f"{where}: the single-device model has another backward there.")
+        for ref in (*tensors(operation.args), *tensors(operation.outputs)):
+            kind = rank.kind(ref)
+            if rank.needs_gradient(ref) and kind not in (
+                ("invariant", "varying") if full.op == OF_ELEMENTS else ("invariant",)
+            ):
+                parts = "parts" if kind == "varying" else "summands"
+                raise Unproved(
+                    f"{where}: a hook, or a backward that the model writes itself, reads a gradient of which ranks have "
+                    f"{parts}."
+                )
+
+
+def _returned(proof: Walk, operations: Sequence[Operation]) -> None:
+    full = tensors(proof.next(operations[0]).args)
+    states: list[Hashable] = []
+    for rank, operation in zip(proof.ranks, operations, strict=True):
+        own, where = tensors(operation.args), rank.where(operation)
+        states += [proof.state(rank, a, b, where) for a, b in zip(full, own, strict=True)]
+    proof.returned.append(tuple(states))
+
+
+STEPS: dict[str, Step] = {
+    "copy_to_axis": _replace("invariant", "replicated", keep="all"),
+    "reduce_from_axis": _replace("partial", "invariant", keep="all"),
+    "scatter_sum_dim": _replace("partial", "varying", keep="slice"),
+    "split_dim": _replace("invariant", "varying", keep="slice"),
+    "gather_dim": _join("replicated"),
+    "join_dim": _join("invariant"),
+    "vocab_lookup": _lookup,
+    "sharded_logits": _logits,
+    "context_attend": _attend,
+    "gather_tokens": _all_tokens,
+    "own_tokens": _own_tokens,
+    "meshkit.decode_few_bits.default": _decode,
+    RETURNED: _returned,
+    OF_ELEMENTS: _own_backward,
+    OF_ALL: _own_backward,
+}
