@@ -26,7 +26,7 @@ from meshkit.parallel.context._foreign import (
     with_attention_intercepted,
     with_mask_set,
 )
-from meshkit.parallel.context._pattern import Pattern
+from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
 from meshkit.parallel.context._whole import Whole, whole_around
 from meshkit.program import (
@@ -41,6 +41,7 @@ from meshkit.program import (
     computing,
     live,
     prove,
+    tensors,
     trace,
     twice,
     without_values,
@@ -52,15 +53,27 @@ _TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
 
 
 @dataclass(frozen=True)
+class Attention:
+    """A call of attention, of all heads. width: of a head, the wider of keys and values."""
+
+    module: str
+    heads: int
+    kv_heads: int
+    width: int
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
 class Doors:
     """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
     scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. Neither: the forward
-    takes `mask`. whole: modules that run on all tokens, on every rank."""
+    takes `mask`. whole: modules that run on all tokens, on every rank. calls: of attention, in order, where it was read."""
 
     registry: bool = False
     intercepted: tuple[str, ...] = ()
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    calls: tuple[Attention, ...] | None = None
 
     def open(self, module: nn.Module) -> None:
         """Let the module's attention follow the split mask that its forward is given."""
@@ -159,6 +172,7 @@ class Reader:
                 doors = Doors(intercepted=self.named or places)
             if places or not registry:
                 break
+        doors = replace(doors, calls=tuple(_attention(name, each) for name, each in _attentions(full)))
         while True:
             try:
                 self._prove(full, doors, call, _TOKENS)
@@ -303,6 +317,12 @@ def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterab
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
     """(module that runs it, attention) of each."""
     return [(trace.calls[each.call].name, each) for each in trace.operations if each.name == ATTEND]
+
+
+def _attention(name: str, operation: Operation) -> Attention:
+    query, key, value = tensors(operation.args)[:3]
+    width = max(key.shape[3], value.shape[3])
+    return Attention(name, query.shape[2], key.shape[2], width, operation.kwargs["pattern"] or FULL)
 
 
 def _patterns(trace: Trace) -> dict[str, Pattern]:

@@ -13,7 +13,7 @@ import torch
 
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
-from meshkit.parallel.context import attention_shape, layer_windows, traffic
+from meshkit.parallel.context import Layout, Shape, attention_shape, layer_windows, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
@@ -28,19 +28,10 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
-    layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
-    if not layers:
-        raise PlanError(
-            "explain: the plan names no attention() modules, so what they send on cp is not known. Give them the style "
-            "attention() in the plan's tensor table, with the names of their projections, or enter(query=...) where keys and "
-            "values come out of a latent."
-        )
-    windows = layer_windows(getattr(rank_model.model, "config", None), len(layers))
-    for (module, heads), window in zip(layers.items(), windows, strict=True):
+    for module, shape, layout in _attentions(rank_model, batch):
         if not rank_model.runs(module):
             continue
-        shape = replace(attention_shape(None, heads[rank_model.at("tp")], rank_model.compute), rows=batch.rows)
-        forward, backward = traffic(batch.layout.windowed(window), rank_model.at("cp"), shape)
+        forward, backward = traffic(layout, rank_model.at("cp"), shape)
         recompute = rank_model.treatment(module).recompute
         # Attention over ranks is one operator, its messages inside: kept as the one or as the other, it does not run again.
         again = not (recompute.keeps("attention") or recompute.keeps("collective"))
@@ -49,6 +40,31 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
             log.add("cp", op, size, "attention, recompute", count * again)
         for (op, size), count in backward.items():
             log.add("cp", op, size, "attention, backward", count * rank_model.flow.attends(module))
+
+
+def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str, Shape, Layout]]:
+    """(module, its shape on this rank, what it sees) of each layer of attention: by the plan, or as it was read."""
+    assert batch.layout is not None
+    layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
+    calls = rank_model.resolved.reading[1].calls
+    if not layers and calls is not None and (rank_model.spec.tp == 1 or not calls):
+        for call in calls:
+            shape = attention_shape(None, (call.heads, call.kv_heads, call.width), rank_model.compute)
+            seen = batch.layout
+            if call.pattern.window is not None or call.pattern.chunk is not None:
+                seen = replace(seen, mask=call.pattern.of(seen.mask, None))
+            yield call.module, replace(shape, rows=batch.rows), seen
+        return
+    if not layers:
+        raise PlanError(
+            "explain: the plan names no attention() modules, so what they send on cp is not known. Give them the style "
+            "attention() in the plan's tensor table, with the names of their projections, or enter(query=...) where keys and "
+            "values come out of a latent."
+        )
+    windows = layer_windows(getattr(rank_model.model, "config", None), len(layers))
+    for (module, heads), window in zip(layers.items(), windows, strict=True):
+        shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
+        yield module, replace(shape, rows=batch.rows), batch.layout.windowed(window)
 
 
 def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:

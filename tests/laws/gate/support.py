@@ -11,7 +11,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from tests.laws.gate.cell import CHOICES, MODELS, REFUSALS, SCHEDULES, Cell, draw
+from tests.laws.gate.cell import CHOICES, MODELS, REFUSALS, SCHEDULES, UNDRAWN, Cell, draw
 from tests.laws.gate.choose import Seed, seeds, tuples
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -173,6 +173,8 @@ def _triples_page(results: Results, cells: Sequence[Cell]) -> str:
 def _entry(row: str, column: str, met: Counter[tuple[str, ...]]) -> str:
     if any({refusal.one, refusal.other} == {row, column} for refusal in REFUSALS):
         return "**no**"
+    if {row, column} == UNDRAWN:
+        return "by name"
     if row == column or _cannot_meet(row, column):
         return "–"
     return str(met[tuple(sorted((row, column)))])
@@ -189,6 +191,7 @@ def _cannot_meet(row: str, column: str) -> bool:
             return True
         needed = NEEDS.get(one)
         refused = any({refusal.one, refusal.other} == {needed, other} for refusal in REFUSALS)
+        refused |= {needed, other} == UNDRAWN
         if needed is not None and refused:
             return True
     return False
