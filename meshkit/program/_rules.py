@@ -88,7 +88,7 @@ def _reduced(*, summed: bool = False) -> Callable[[Operation], Dims]:
         # Some take a number first: how many, or the order of the norm.
         kind = operation.op.overloadpacket.__name__
         index = 2 if kind in ("topk", "norm", "linalg_vector_norm") else 1
-        default = -1 if kind == "topk" else None
+        default = -1 if kind in ("topk", "sort", "argsort") else None
         given = operation.args[index] if len(operation.args) > index else operation.kwargs.get("dim", default)
         gone = _dims_of(given, ndim)
         names = _letters(ndim)

@@ -94,6 +94,7 @@ def _attend(proof: Walk, operations: Sequence[Operation]) -> None:
         raise Unproved(f"{full}: this axis does not split tokens.")
     inputs, (result,) = tensors((full.args, full.kwargs)), tensors(full.outputs)
     proof.full.define(result)
+    everything = proof.full.elements(result)
     for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
         where = rank.where(operation)
         theirs, mine = {**full.kwargs}, {**operation.kwargs}
@@ -104,13 +105,19 @@ def _attend(proof: Walk, operations: Sequence[Operation]) -> None:
         refs = tensors((operation.args, operation.kwargs))
         if len(refs) != len(inputs):
             raise Unproved(f"{where}: the single-device model attends with other tensors.")
-        for index, (a, b) in enumerate(zip(inputs, refs, strict=True)):
-            part = proof.slice(rank, a, b, where)
+        parts = [proof.slice(rank, a, b, where) for a, b in zip(inputs, refs, strict=True)]
+        if all(part.indices is None for part in parts):  # inside of what runs on all tokens
+            for ref in refs:
+                if rank.needs_gradient(ref):
+                    proof.require(rank, operation, ref, "replicated")
+            rank.define(tensors(operation.outputs)[0], everything, "replicated")
+            continue
+        for index, (part, b) in enumerate(zip(parts, refs, strict=True)):
             if rank.kind(b) == "partial":
                 raise Unproved(f"{where}: it reads {b}, summands that were not summed over the ranks yet.")
             if part.indices is not None if index > 2 else not proof.is_tokens(rank, part):
                 raise Unproved(f"{where}: it attends with {b}, which is not of this rank's tokens.")
-        rank.define(tensors(operation.outputs)[0], proof.full.elements(result).index_select(1, own), "varying")
+        rank.define(tensors(operation.outputs)[0], everything.index_select(1, own), "varying")
 
 
 def _all_tokens(proof: Walk, operations: Sequence[Operation]) -> None:

@@ -100,6 +100,7 @@ def resolve(
         attention=names.plan.attention,
         closed=closed,
         unproved=strategy.unproved,
+        blocks=names.blocks or None,
     )
     if sequence:
         refuse_whole_tokens(reading[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshkit.parallel.context._proof import Proofs
 from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
-from meshkit.plan import match_names
+from meshkit.plan import auto_plan, match_names
 from meshkit.plan.match import listed
 from meshkit.program import Program, example_of, without_values
 from meshkit.strategy import ContextPolicy, IfUnproved
@@ -101,15 +101,19 @@ def plan_context(
     attention: Iterable[str],
     closed: Mapping[str, str],
     unproved: IfUnproved = "refuse",
+    blocks: Sequence[str] | None = None,
 ) -> tuple[Reader, Doors]:
     """How the model's attention is reached, proved where it is known what its forward takes. Changes nothing.
 
-    closed: modules that are read as one operation. unproved: as in `context_parallel`. Raises: PlanError, as that does.
+    closed: modules that are read as one operation. unproved: as in `context_parallel`. blocks: the
+    repeated layers; default: those of `auto_plan`. Raises: PlanError, as that does.
     """
     policy.refuse_misfit(size)
     model = program.model
     named = tuple(match_names(attention, program.modules, what="module"))
-    reader = Reader(program, named, closed, replicate=unproved == "replicate")
+    if blocks is None:
+        blocks = match_names(auto_plan(model).blocks, program.modules, what="module")
+    reader = Reader(program, named, closed, replicate=unproved == "replicate", blocks=tuple(blocks))
     if size == 1:
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)

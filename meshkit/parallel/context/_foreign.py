@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -32,6 +33,16 @@ class Attending(Protocol):
 # The mask of the forward that is running, for modules that are not handed one. A context variable and not an attribute:
 # recompute copies the context of the forward, so attention that runs again in backward finds the mask of its own microbatch.
 _running: ContextVar[Attending | None] = ContextVar("split mask", default=None)
+
+
+@contextmanager
+def following(mask: Attending) -> Iterator[None]:
+    """Inside, it is the mask of the forward."""
+    token = _running.set(mask)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def mask_of_forward() -> Attending:
@@ -141,13 +152,10 @@ def with_mask_set(forward: Callable[..., Any], *, hand_on: bool = False) -> Call
 
     @functools.wraps(forward)
     def forward_with_mask(self: nn.Module, *args: Any, mask: Attending, **kwargs: Any) -> Any:
-        token = _running.set(mask)
         if not takes_positions:
             kwargs.pop("position_ids", None)
-        try:
+        with following(mask):
             return forward(self, *args, **kwargs, **({"mask": mask} if takes_mask else {}))
-        finally:
-            _running.reset(token)
 
     return forward_with_mask
 

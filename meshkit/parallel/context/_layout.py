@@ -47,6 +47,18 @@ class Layout:
     def windowed(self, window: int | None) -> Layout:
         return self if window is None else replace(self, mask=self.mask.windowed(window))
 
+    def on_one_rank(self) -> Layout:
+        """Of ranks that have all tokens each, in their order: nothing is sent."""
+        nothing = self.ranks - 1
+        return replace(
+            self,
+            runs=(((0, self.mask.tokens),), *((),) * nothing),
+            lengths=(self.mask.tokens, *(0,) * nothing),
+            exchange="ring",
+            ulysses=self.ranks,
+            kv_heads=1,
+        )
+
     def members(self, group: int) -> range:
         return range(group * self.ulysses, (group + 1) * self.ulysses)
 

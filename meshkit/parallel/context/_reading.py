@@ -133,12 +133,14 @@ class Call:
 @dataclass(frozen=True)
 class Reader:
     """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`.
-    replicate: whether modules that mix tokens in another way run on all of them, on every rank; else they are refused."""
+    replicate: whether modules that mix tokens in another way run on all of them, on every rank; else they are refused.
+    blocks: the repeated layers."""
 
     program: Program
     named: tuple[str, ...] = ()
     closed: Mapping[str, str] = field(default_factory=dict)
     replicate: bool = False
+    blocks: tuple[str, ...] = ()
 
     @property
     def takes_mask(self) -> bool:
@@ -188,8 +190,7 @@ class Reader:
         self, error: Unproved | ReadingError, full: Trace, doors: Doors, call: Call
     ) -> Mapping[str, Whole]:
         wider = self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
-        apart = {*self.closed, *(name for name, _ in _attentions(full))}
-        return whole_around(error, full, wider, apart=apart, known=doors.whole)
+        return whole_around(error, full, wider, apart=self.closed.keys(), known=doors.whole, blocks=self.blocks)
 
     def prove(self, doors: Doors, call: Call) -> None:
         """Raises: PlanError unless the model follows its split on another call too."""

@@ -259,14 +259,9 @@ class SplitMask:
         narrower of them is sent as wide as the other.
         Raises: PlanError for shapes that do not fit the split.
         """
-        wide, narrow = q_BTHD.shape[3], v_BTKE.shape[3]
-        scale = wide**-0.5 if scale is None else scale
-        if wide != narrow and k_BTKD.shape[3] == wide:
-            # Keys and values travel in one message. The zeros change no score, and no value but those that are cut off.
-            width = max(wide, narrow)
-            q, k, v = (F.pad(each, (0, width - each.shape[3])) for each in (q_BTHD, k_BTKD, v_BTKE))
-            return self._attend(q, k, v, scale, softcap or 0.0, sinks)[..., :narrow]
-        return self._attend(q_BTHD, k_BTKD, v_BTKE, scale, softcap or 0.0, sinks)
+        narrow, scale = v_BTKE.shape[3], q_BTHD.shape[3] ** -0.5 if scale is None else scale
+        q, k, v = equally_wide(q_BTHD, k_BTKD, v_BTKE)
+        return self._attend(q, k, v, scale, softcap or 0.0, sinks)[..., :narrow]
 
     def _attend(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scale: float, softcap: float, sinks: Tensor | None
@@ -326,6 +321,11 @@ class SplitMask:
         return flat.index_select(1, self._index.to(values.device))
 
     @cached_property
+    def table_of_all(self) -> Tensor:
+        """Of attention on all tokens."""
+        return self.layout.on_one_rank().table()
+
+    @cached_property
     def _places(self) -> Tensor:
         """Of each token, where it is among those of all ranks, rank after rank."""
         layout = self.layout
@@ -340,3 +340,45 @@ class SplitMask:
     @cached_property
     def _index(self) -> Tensor:
         return _token_index(self.layout, self.rank)[0]
+
+
+class AllTokens:
+    """A split mask inside of a module that runs on all tokens: every rank attends to all of them by itself."""
+
+    def __init__(self, split: SplitMask) -> None:
+        self.split = split
+
+    def windowed(self, window: int | None) -> AllTokens:
+        return AllTokens(self.split.windowed(window))
+
+    def following(self, pattern: Pattern, who: str) -> AllTokens:
+        return AllTokens(self.split.following(pattern, who))
+
+    def attend(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `SplitMask.attend`, of all tokens. No communication."""
+        split, narrow = self.split, v_BTKE.shape[3]
+        scale = q_BTHD.shape[3] ** -0.5 if scale is None else scale
+        q, k, v = equally_wide(q_BTHD, k_BTKD, v_BTKE)
+        if split.rows:
+            q, k, v = (rearrange(each, "b t ... -> 1 (b t) ...") for each in (q, k, v))
+        out: Tensor = context_attention(q, k, v, split.table_of_all, split.group, scale, softcap or 0.0, sinks)[0]
+        out = rearrange(out, "1 (b t) ... -> b t ...", b=split.rows) if split.rows else out
+        return out[..., :narrow]
+
+
+def equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values as wide as the wider of them, for they travel in one message; the zeros change no score."""
+    wide, narrow = q.shape[3], v.shape[3]
+    if wide == narrow or k.shape[3] != wide:
+        return q, k, v
+    q, k, v = (F.pad(each, (0, max(wide, narrow) - each.shape[3])) for each in (q, k, v))
+    return q, k, v

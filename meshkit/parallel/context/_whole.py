@@ -1,8 +1,9 @@
 """Modules that mix tokens otherwise than by attention, left whole: every rank of cp gathers the tokens, runs the module on
 all of them as one device does, and keeps its own. `Strategy(unproved="replicate")`.
 
-What is computed so is computed on each rank, and so are its activations: it is for modules that are few or cheap, such as
-short convolutions. The gradient of what was gathered is summed back to its ranks, for each rank reads its own outputs only.
+What is computed so is computed on each rank, attention in it too, and so are its activations: it is for modules that are few
+or cheap, such as short convolutions. The gradient of what was gathered is summed back to its ranks, for each rank reads its
+own outputs only.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from meshkit.core import _torch
 from meshkit.core.collectives import gather_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
-from meshkit.parallel.context._foreign import mask_of_forward
+from meshkit.parallel.context._foreign import following, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
-from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._split import AllTokens, SplitMask
 from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
 
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
@@ -70,18 +71,26 @@ def notes_of(whole: Mapping[str, Whole], ranks: int) -> list[str]:
 
 
 def whole_around(
-    error: Unproved | ReadingError, full: Trace, wider: Trace, *, apart: Collection[str], known: Collection[str]
+    error: Unproved | ReadingError,
+    full: Trace,
+    wider: Trace,
+    *,
+    apart: Collection[str],
+    known: Collection[str],
+    blocks: Collection[str],
 ) -> dict[str, Whole]:
     """The innermost module around what was not proved that can run on all tokens, and the modules of the same place in other
     layers; empty where there is none.
 
-    full, wider: the single-device model's program, on two numbers of tokens. apart: modules that attend, or are computed
-    apart, as experts. known: modules that run on all tokens already.
+    full, wider: the single-device model's program, on two numbers of tokens. apart: modules that are computed apart, as
+    experts. known: modules that run on all tokens already. blocks: of the model; what has several of them in it is no such
+    module, for then nothing would be split.
     """
     for at in (error.module, getattr(error, "before", "")):
         name = at
         while name:
-            if not any(_within(name, other) for other in known):
+            several = sum(_within(block, name) for block in blocks) > 1
+            if not several and not any(_within(name, other) for other in known):
                 found = {
                     other: region
                     for other in dict.fromkeys(call.name for call in full.calls)
@@ -168,8 +177,11 @@ def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., A
         mask = mask_of_forward()
         if not isinstance(mask, SplitMask | ReadMask):  # of generation, whose ranks see all tokens
             return forward(self, *args, **kwargs)
+        inside = AllTokens(mask) if isinstance(mask, SplitMask) else mask
 
         def gathered(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, SplitMask):
+                return AllTokens(leaf)
             return gather_tokens(leaf, whole.inputs[path], mask) if path in whole.inputs else leaf
 
         def own(path: Path, leaf: Any) -> Any:
@@ -177,7 +189,9 @@ def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., A
 
         given = [_mapped(key, tree, gathered) for key, tree in enumerate(args)]
         named = {key: _mapped(key, tree, gathered) for key, tree in kwargs.items()}
-        return _mapped(0, forward(self, *given, **named), own)
+        with following(inside):
+            out = forward(self, *given, **named)
+        return _mapped(0, out, own)
 
     return on_all_tokens
 

@@ -45,10 +45,13 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
 def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str, Shape, Layout]]:
     """(module, its shape on this rank, what it sees) of each layer of attention: by the plan, or as it was read."""
     assert batch.layout is not None
+    whole = tuple(f"{name}." for name in rank_model.resolved.reading[1].whole)  # which sends before it attends
     layers = attention_heads(rank_model.model, rank_model.plan.tensor, size=rank_model.spec.tp)
     calls = rank_model.resolved.reading[1].calls
     if not layers and calls is not None and (rank_model.spec.tp == 1 or not calls):
         for call in calls:
+            if f"{call.module}.".startswith(whole):
+                continue
             shape = attention_shape(None, (call.heads, call.kv_heads, call.width), rank_model.compute)
             seen = batch.layout
             if call.pattern.window is not None or call.pattern.chunk is not None:
@@ -63,6 +66,8 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
         )
     windows = layer_windows(getattr(rank_model.model, "config", None), len(layers))
     for (module, heads), window in zip(layers.items(), windows, strict=True):
+        if f"{module}.".startswith(whole):
+            continue
         shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
         yield module, replace(shape, rows=batch.rows), batch.layout.windowed(window)
 

@@ -22,7 +22,7 @@ from meshkit.strategy import Strategy
 from tests.laws.parity.cases import TOKENS as BYTES_TOKENS
 from tests.laws.parity.cases import mesh_for
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
-from tests.parallel.context.test_modules import TOKENS, VOCAB, OwnBlock, OwnModel
+from tests.parallel.context.test_modules import TOKENS, VOCAB, OwnAttention, OwnBlock, OwnModel
 from tests.world import pool
 from tests.zoo import causal
 from tests.zoo.shrink import VOCABULARY
@@ -66,13 +66,29 @@ class Hybrid(OwnBlock):
         return x + out + sums[..., :16] / 9
 
 
+class AttentionOfCentred(OwnAttention):
+    """Attends to what it has mixed itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Attending(OwnBlock):
+    def __init__(self) -> None:
+        super().__init__(causal=True)
+        self.other = AttentionOfCentred(causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.other(x))
+
+
 class HybridModel(OwnModel):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Hybrid() for _ in range(2))
+        self.blocks = nn.ModuleList([Hybrid(), Attending()])
 
 
-PLAN = mk.Plan(blocks=("blocks.*",), attention=("blocks.*.attn",))
+PLAN = mk.Plan(blocks=("blocks.*",), attention=("blocks.*.attn", "blocks.*.other"))
 
 
 def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -146,9 +162,9 @@ def test_without_being_asked_it_is_refused() -> None:
     resolved = resolve(program, Strategy(plan=PLAN, unproved="replicate"), MeshSpec(cp=2))
     doors = resolved.reading[1]
     assert notes_of(doors.whole, 2)[0].startswith(
-        "cp=2: every rank runs blocks.0.mixer and 1 more on all tokens: blocks.0.mixer.conv: aten.convolution"
+        "cp=2: every rank runs blocks.0.mixer on all tokens: blocks.0.mixer.conv: aten.convolution"
     )
-    assert list(doors.whole) == ["blocks.0.mixer", "blocks.1.mixer", "blocks.0.centred", "blocks.1.centred"]
+    assert list(doors.whole) == ["blocks.0.mixer", "blocks.0.centred", "blocks.1.other"]
     with pytest.raises(PlanError, match=r"'blocks.0.mixer' would run on all tokens .* sequence=False"):
         refuse_whole_tokens(doors)
 
@@ -184,3 +200,26 @@ def observed(recompute: str, frozen: bool) -> tuple[Counter[Message], Counter[Me
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_is_gathered_is_explained(recompute: str, frozen: bool) -> None:
     assert_alike(pool(2).run(observed, recompute, frozen))
+
+
+class OfAll(OwnModel):
+    """Mixes tokens where no module around it is less than the model."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, position_ids).cumsum(1)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OfAll()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.inner(input_ids, position_ids)
+
+
+def test_a_whole_model_is_not_run_on_all_tokens() -> None:
+    strategy = Strategy(unproved="replicate")
+    for model in (OfAll(), Nested()):
+        with pytest.raises(PlanError, match="aten.cumsum"):
+            resolve(read_program(model), strategy, MeshSpec(cp=2))
