@@ -56,6 +56,7 @@ EVERYTHING = Strategy(
     pipeline=PipelinePolicy(schedule="zb-h1", stages=(1, 2)),
     microbatches=4,
     compile="aot_eager",
+    unproved="replicate",
     overrides={
         "layers.0": BlockOverride(recompute="full"),
         "layers.1": BlockOverride(recompute=Recompute(mode="selective", keep=("matmul",)), offload=False),
@@ -84,6 +85,7 @@ def test_all_choices_at_once_go_through_a_file(tmp_path: Path) -> None:
         ("zero = true", "run.toml: zero: True should be int"),
         ("memory = 3", "run.toml: memory: 3 should be a table of MemoryPolicy"),
         ("[memory]\nprecision = {compute = 'bf61'}", "run.toml: memory: precision: compute: 'bf61' is no dtype"),
+        ("unproved = 'bla'", r"Strategy\(unproved='bla'\): choose one of refuse, replicate"),
         ("[memory]\nrecompute = 'bla'", r"MemoryPolicy\(recompute='bla'\): choose one of"),
         ("[memory.recompute]\nbytes = 3", "run.toml: memory: recompute: Budget needs rows, seq_len"),
         ("mesh = 'tq=2'", "there is no axis 'tq'"),

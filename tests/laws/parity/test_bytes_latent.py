@@ -101,7 +101,6 @@ def test_heads_of_latent_attention_are_those_of_one_tensor_rank(compressed: bool
             {"self_attn.q_b_proj": mk.plan.column()},
             "'.*q_b_proj' is column\\(\\) in the plan. Name a child that is column\\(group=",
         ),
-        ({"self_attn": mk.plan.enter()}, "or enter\\(query=...\\) where keys and values come out of a latent"),
     ],
 )
 def test_latent_attention_without_the_heads_of_its_queries_is_refused(

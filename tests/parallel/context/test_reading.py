@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.parallel.context import Doors
-from meshkit.parallel.context._reading import Call, Reader
+from meshkit.parallel.context._pattern import CAUSAL
+from meshkit.parallel.context._reading import Attention, Call, Reader
 from meshkit.program import Program, without_values
 
 IDS = torch.empty(1, 8, dtype=torch.int64, device="meta")
@@ -50,7 +52,9 @@ def read(model: nn.Module, call: Call = CALL, named: tuple[str, ...] = ()) -> Do
 
 
 def test_attention_is_found_where_it_is_called() -> None:
-    assert read(Decoder()) == Doors(intercepted=("attn",))
+    found = read(Decoder())
+    assert replace(found, calls=None) == Doors(intercepted=("attn",))
+    assert found.calls == (Attention("attn", heads=2, kv_heads=2, width=4, pattern=CAUSAL),)
 
 
 ALONE: dict[str, Callable[[Tensor], Tensor]] = {
