@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
-from meshkit.parallel.context import Doors
+from meshkit.parallel.context import Doors, _reading
 from meshkit.parallel.context._pattern import CAUSAL
-from meshkit.parallel.context._reading import Attention, Call, Reader
+from meshkit.parallel.context._reading import Call, Reader
 from meshkit.program import Program, without_values
 
 IDS = torch.empty(1, 8, dtype=torch.int64, device="meta")
@@ -54,7 +54,7 @@ def read(model: nn.Module, call: Call = CALL, named: tuple[str, ...] = ()) -> Do
 def test_attention_is_found_where_it_is_called() -> None:
     found = read(Decoder())
     assert replace(found, calls=None) == Doors(intercepted=("attn",))
-    assert found.calls == (Attention("attn", heads=2, kv_heads=2, width=4, pattern=CAUSAL),)
+    assert found.calls == (_reading.Attention("attn", heads=2, kv_heads=2, width=4, pattern=CAUSAL),)
 
 
 ALONE: dict[str, Callable[[Tensor], Tensor]] = {
