@@ -111,9 +111,10 @@ def plan_context(
     policy.refuse_misfit(size)
     model = program.model
     named = tuple(match_names(attention, program.modules, what="module"))
-    if blocks is None:
+    replicate = unproved == "replicate"
+    if blocks is None and replicate and program.parameters:
         blocks = match_names(auto_plan(model).blocks, program.modules, what="module")
-    reader = Reader(program, named, closed, replicate=unproved == "replicate", blocks=tuple(blocks))
+    reader = Reader(program, named, closed, replicate=replicate, blocks=tuple(blocks or ()))
     if size == 1:
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)
