@@ -6,6 +6,7 @@ from ._copy import without_values as without_values
 from ._example import Example as Example
 from ._example import example_of as example_of
 from ._fold import fold as fold
+from ._lines import model_line as model_line
 from ._live import live as live
 from ._outline import computing as computing
 from ._outline import outline as outline
@@ -27,6 +28,5 @@ from ._records import Operation as Operation
 from ._records import ReadingError as ReadingError
 from ._records import TensorRef as TensorRef
 from ._records import Trace as Trace
-from ._trace import model_line as model_line
 from ._records import tensors as tensors
 from ._trace import trace as trace

@@ -5,39 +5,30 @@ Operators are PyTorch's own (aten), seen below autograd, so every way to write a
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from copy import copy as copy_of
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
-from meshkit.core import _torch, noting
-from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, TorchDispatchMode, tree_map
+from meshkit.core import _torch
+from meshkit.core._torch import DataDependentOutputException, DynamicOutputShapeException, tree_map
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect_nothing
-from meshkit.program._backward import checkpoints_run, hook_noted, kind_of, own_backward
+from meshkit.program._backward import checkpoints_run
 from meshkit.program._copy import copied, originals
+from meshkit.program._lines import model_line
+from meshkit.program._recorder import NoGuess, Recorder, Unfused
 from meshkit.program._records import (
     CLOSED,
     CLOSED_BY_VALUE,
-    RETURNED,
     Fold,
-    ModuleCall,
-    Operation,
     ReadingError,
-    Storage,
-    TensorRef,
     Trace,
     Unreadable,
-    tensors,
 )
 
 
@@ -138,7 +129,7 @@ def _recorded(
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
-    with recorder.watching(copy), fake, recorder, _Unfused(recorder), checkpoints_run():
+    with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run():
         copy(*args, **kwargs)
     return recorder.trace()
 
@@ -151,7 +142,7 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
     def run(inputs: Any, params: list[Tensor]) -> Tensor:
         first = next((leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
         if first is None or not first.is_floating_point():
-            raise _NoGuess
+            raise NoGuess
         out = first.clone()
         return out.requires_grad_() if any(param.requires_grad for param in params) and not out.requires_grad else out
 
@@ -161,296 +152,6 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
         return out
 
     module.__dict__["forward"] = forward
-
-
-class Recorder(TorchDispatchMode):
-    """Records the operators that run inside, and the calls of the modules of `watching`."""
-
-    def __init__(self, fold: Fold | None = None) -> None:
-        super().__init__()
-        self._fold = fold or Fold()
-        self.known: Mapping[int, Any] = {}  # the model's own parameters by id, of which it has copies
-        self._returned: dict[str, Any] = {}  # by blocks that others are like
-        self._operations: list[Operation] = []
-        self._calls: list[ModuleCall] = []
-        self._stack: list[int] = []
-        self._sources: list[str] = []
-        self._numbers: dict[tuple[int, torch.dtype], int] = {}
-        self._nodes: dict[tuple[int, int], Any] = {}  # functions with a backward of their own, kept alive
-        self._paused = False
-        self._before: BaseException | None = None  # what was being handled already
-        self._failed: str | None = None
-        self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
-        self._inputs: dict[str, Any] = {}
-        self._result: Any = None
-
-    def anew(self) -> Recorder:
-        """One for another call of the same model."""
-        other = Recorder(self._fold)
-        other.known = self.known
-        return other
-
-    def name_storage(self, tensor: Tensor, source: str) -> int:
-        # By dtype too: what looks at floats as complex numbers or as bytes is followed as another tensor.
-        key = (_torch.storage_key(tensor), tensor.dtype)
-        if key not in self._numbers:
-            if source == "constant" and id(tensor) in self.known and self.known[id(tensor)]() is tensor:
-                raise Unreadable(
-                    f"{self._at()} at {model_line()}: it reaches a parameter {list(tensor.shape)} of the model by an object "
-                    "that is no module, list, dict, method or closure, so what it does with it cannot be followed. Let a "
-                    "module hold the module, or use dp axes only."
-                )
-            self._numbers[key] = len(self._sources)
-            self._sources.append(source)
-            self._alive.append(tensor)
-        return self._numbers[key]
-
-    def name_inputs(self, name: str, value: Any) -> None:
-        for tensor in _torch.tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                self.name_storage(tensor, f"input {name}")
-        self._inputs[name] = self._refs(value, "input")
-
-    @property
-    def failed(self) -> str:
-        """The innermost module that raised."""
-        return self._failed or ""
-
-    def leave_out(self, model: nn.Module) -> None:
-        """Let blocks return what others have returned."""
-        for name, like in self._fold.left_out.items():
-            model.get_submodule(name).__dict__["forward"] = lambda *args, _like=like, **kwargs: self._returned[_like]
-
-    def trace(self) -> Trace:
-        storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result)
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        self._before = sys.exc_info()[1]
-        handles = []
-        token = noting.reader.set(self.note)
-        for name, module in model.named_modules():
-            handles += [
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
-                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            ]
-        try:
-            yield
-        finally:
-            noting.reader.reset(token)
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            parent = self._stack[-1] if self._stack else -1
-            args, kwargs = self._refs((args, kwargs), "constant")
-            self._stack.append(len(self._calls))
-            first = len(self._operations)
-            self._calls.append(ModuleCall(name, parent, args, kwargs, None, (first, first)))
-
-        return enter
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._see(output)  # what the module itself changes in backward is its own
-        call = self._calls[self._stack.pop()]
-        error = sys.exc_info()[1]
-        if error is not None and error is not self._before and self._failed is None:
-            self._failed = call.name
-        call.output = self._refs(output, "constant")
-        if call.name in self._fold.kept:
-            self._returned[call.name] = output
-            self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
-        if not self._stack:
-            self._see(output)
-            self._result = self._refs(getattr(output, "logits", output), "constant")
-        call.operations = (call.operations[0], len(self._operations))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._paused or func.namespace == "prim":
-            return func(*args, **kwargs)
-        if func is torch.ops.aten.addmm.default and kwargs.get("beta", 1) == 1 and kwargs.get("alpha", 1) == 1:
-            # A product and a sum, as the split model runs it that sums products over ranks before it adds the bias.
-            product = self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
-            return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
-        self._see((args, kwargs))
-        refs = self._refs((args, kwargs), "constant")
-        with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
-            out = func(*args, **kwargs)
-        self._add(func, refs, out)
-        return out
-
-    def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call of one of our own functions as one operation; see `noting`."""
-        self._see((args, kwargs))
-        refs = self._refs((args, kwargs), "constant")
-        before, self._paused = self._paused, True
-        token = noting.reader.set(None)
-        try:
-            out = function(*args, **kwargs)
-            # Memory of its own: what is known of a tensor is kept by storage, and this step changes what is known.
-            out = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, out)
-        finally:
-            self._paused = before
-            noting.reader.reset(token)
-        if not before:
-            self._add(name, refs, out)
-        return out
-
-    def note_backward(self, name: str, inputs: Any, runs: Any, out: Any) -> None:
-        if not self._paused:
-            refs = self._refs(
-                ([leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)], out), "constant"
-            )
-            self._operations.append(
-                Operation(name, (refs[0], runs), {}, refs[1], self._call(), model_line(), torch.is_grad_enabled())
-            )
-
-    def _see(self, tree: Any) -> None:
-        """Note the functions with a backward of their own that returned these tensors."""
-        if self._paused:
-            return
-        for tensor in _torch.tree_leaves(tree):
-            if not isinstance(tensor, Tensor) or not tensor.requires_grad or (node := own_backward(tensor)) is None:
-                continue
-            ref = self._ref(tensor, "constant")
-            if (id(node), ref.storage) not in self._nodes:
-                self._nodes[id(node), ref.storage] = node
-                before, self._paused = self._paused, True
-                try:
-                    name, runs = kind_of(node)
-                finally:
-                    self._paused = before
-                self._operations.append(
-                    Operation(name, (self._inputs_of(ref), runs), {}, ref, self._call(), model_line(), True)
-                )
-
-    def _inputs_of(self, ref: TensorRef) -> list[TensorRef]:
-        """What a function that ran without autograd was given, as far as it requires gradients."""
-        found, pending = [ref], {ref.storage}
-        for operation in reversed(self._operations):
-            if operation.grad_mode or not any(out.storage in pending for out in tensors(operation.outputs)):
-                continue
-            for each in tensors((operation.args, dict(operation.kwargs))):
-                pending.add(each.storage)
-                found += [each] if each.requires_grad else []
-        return found
-
-    def look(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-        """A hook on a tensor's gradient."""
-        before, self._paused = self._paused, True
-        try:
-            found = list[Any]()
-            hook_noted(tensor, hook, lambda *noted: found.append(noted))
-        finally:
-            self._paused = before
-        for noted in found:
-            self.note_backward(*noted)
-
-    def _call(self) -> int:
-        return self._stack[-1] if self._stack else -1
-
-    def _at(self) -> str:
-        return (self._calls[self._call()].name if self._stack else "") or "the model"
-
-    def _add(self, op: Any, refs: Any, out: Any) -> None:
-        call = self._call()
-        outputs = self._refs(out, f"op {len(self._operations)}")
-        self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
-
-    def _refs(self, tree: Any, source: str) -> Any:
-        return tree_map(lambda value: self._ref(value, source) if isinstance(value, Tensor) else value, tree)
-
-    def _ref(self, tensor: Tensor, source: str) -> TensorRef:
-        return TensorRef(
-            self.name_storage(tensor, source),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.requires_grad,
-        )
-
-
-@contextmanager
-def _own_draws() -> Iterator[None]:
-    """torch numbers collectives without values by Python's random numbers; those are not draws of the model."""
-    before = random.getstate()
-    yield
-    random.setstate(before)
-
-
-class _NoGuess(Exception):
-    """What a closed module returns is no tensor like its first."""
-
-
-# As it is before anything replaces it, as an estimate does.
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
-
-
-class _Unfused(TorchFunctionMode):
-    """A linear layer as a product and a sum, as a split layer runs it, which sums products over ranks before it adds the
-    bias; and attention with a key for each query head.
-
-    Raises: _NoGuess where the forward takes the output of a closed module apart, as it would a tuple.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.linear:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            if given.get("bias") is not None:
-                return torch.nn.functional.linear(given["input"], given["weight"]) + given["bias"]
-        if func is _ATTENTION and kwargs.get("enable_gqa"):
-            query, key, value, *rest = args
-            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
-            return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})
-        if func is Tensor.register_hook:
-            self._recorder.look(args[0], args[1])
-        if func is Tensor.unbind and getattr(args[0], "_guessed", False):
-            raise _NoGuess
-        return func(*args, **kwargs)
-
-
-def _storage(source: str, tensor: Tensor) -> Storage:
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    value = None
-    if source == "constant" and not _torch.is_fake(tensor) and not tensor.is_meta:
-        value = torch.as_strided(tensor.detach(), (size,), (1,), 0).clone()
-    return Storage(source, size, tuple(tensor.shape), value)
-
-
-_PACKAGE = Path(__file__).parent.parent
-# Frames that are no model's code. Our own models are.
-_OTHERS = (
-    str(Path(torch.__file__).parent),
-    *(str(_PACKAGE / room) for room in ("program", "core", "parallel", "loss")),
-)
-
-
-def model_line(error: BaseException | None = None) -> str:
-    """FILE:LINE of the model's code that is running, or that raised: the innermost line that is not torch's or ours."""
-    if error is not None:
-        frames, step = [], error.__traceback__
-        while step is not None:
-            frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
-            step = step.tb_next
-        for file, line in reversed(frames):
-            if not file.startswith(_OTHERS):
-                return f"{Path(file).name}:{line}"
-        return "an unknown line"
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OTHERS):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "an unknown line"
 
 
 def _without_value(value: Any) -> Any:

@@ -16,7 +16,8 @@ from meshkit.parallel.context import Doors, Reader
 from meshkit.parallel.data import whole_parameters
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
 from meshkit.parallel.pipeline import Cut
-from meshkit.parallel.tensor.layout import TensorLayout, widest_heads
+from meshkit.parallel.tensor.heads import widest_heads
+from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.plan import Plan
 from meshkit.program import Example, Program
 from meshkit.strategy import MemoryPolicy, Strategy

@@ -12,7 +12,7 @@ import meshkit as mk
 from meshkit.core.sharding import chunk, full_tensor
 from meshkit.loss import log_sum_squares
 from meshkit.loss.linear_logits import Head, LinearLogits, sharded_logits
-from meshkit.parallel.tensor.apply import shard_parameter
+from meshkit.parallel.tensor.local import shard_parameter
 from meshkit.preflight.observe import Peak
 from tests.laws.parity.cases import mesh_for
 from tests.loss.test_chunked import heads, inputs

@@ -24,7 +24,7 @@ from meshkit.parallel.expert._hot_experts import HotExperts, hot_experts_of, set
 from meshkit.parallel.expert._indexed import add_compute, by_indices
 from meshkit.parallel.expert._proof import prove_experts
 from meshkit.parallel.expert._stacks import ExpertLayout, expert_layouts, local_views
-from meshkit.parallel.tensor.apply import compute_with, shard_parameter
+from meshkit.parallel.tensor.local import compute_with, shard_parameter
 from meshkit.plan import Style, match_table
 from meshkit.plan.styles import style_table
 from meshkit.strategy import ExpertPolicy

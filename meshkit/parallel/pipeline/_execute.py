@@ -19,7 +19,7 @@ from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
-from meshkit.parallel.pipeline._stages import OnAnotherRank, Running, StagedModel
+from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, StagedModel
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]

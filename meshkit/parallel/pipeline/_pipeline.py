@@ -30,7 +30,7 @@ from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._reading import Guard, Reading
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
-from meshkit.parallel.pipeline._stages import StagedModel
+from meshkit.parallel.pipeline._staged_model import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, Task, messages, need_of
 from meshkit.plan import match_names
 from meshkit.plan.match import listed

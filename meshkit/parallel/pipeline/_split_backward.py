@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core.patch_class import patch_class
-from meshkit.parallel.tensor.apply import inside_forward
+from meshkit.parallel.tensor.local import inside_forward
 
 
 class DeferredWeightGradients:

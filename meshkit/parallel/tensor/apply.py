@@ -15,31 +15,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor, Shard
 
-from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
-from meshkit.core.linear import linear_shape
-from meshkit.core.noting import noted
-from meshkit.core.patch_class import patch_class
-from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
-from meshkit.parallel.tensor.layout import Call, ParamLayout, TensorLayout, number_of, readers, shares_of, tensor_layout
+from meshkit.parallel.tensor.layout import Call, TensorLayout, number_of, readers, shares_of, tensor_layout
+from meshkit.parallel.tensor.local import localize, shard_parameter
 from meshkit.parallel.tensor.regather import Region, mark_region, refuse_without_sequence
 from meshkit.plan import Style, match_table
+from meshkit.plan.auto import join
 from meshkit.plan.styles import style_table
 
 SEQUENCE_DIM = -2  # of [B, T, features] and of [T, features]
 FEATURES_DIM = -1
-
-View = Callable[[nn.Parameter | None], Tensor | None]
 
 
 def tensor_parallel(
@@ -77,7 +70,7 @@ def tensor_parallel(
     _refuse_split(module, layout)
     _distribute(module, mesh, layout)
     for name, child in list(module.named_modules()):
-        _localize(child, name, mesh, layout)
+        localize(child, name, mesh, layout)
     modules = dict(module.named_modules())
     for call in layout.calls:
         if call.module in modules:
@@ -129,18 +122,18 @@ def shard_without_ranks(
     computes is what that rank keeps and computes.
     """
     axis: Any = FakeAxis(layout.size, rank)
-    modules = {".".join(filter(None, (name, key))): child for key, child in part.named_modules()}
+    modules = {join(name, key): child for key, child in part.named_modules()}
     sharded: dict[int, nn.Parameter] = {}  # by id of the original, so that a tied one is made once
     for prefix, child in modules.items():
         for key, param in list(child.named_parameters(recurse=False)):
-            held = layout.params.get(f"{prefix}.{key}" if prefix else key)  # experts are of other axes
+            held = layout.params.get(join(prefix, key))  # experts are of other axes
             if held is not None and isinstance(placement := held.placement, Shard):
                 shard = chunk(param.shape[placement.dim], layout.size, rank)
                 shape = list(param.shape)
                 shape[placement.dim] = shard.stop - shard.start
                 part_of = nn.Parameter(param.new_empty(shape), param.requires_grad)
                 child._parameters[key] = sharded.setdefault(id(param), part_of)
-        _localize(child, prefix, axis, layout)
+        localize(child, prefix, axis, layout)
     for call in layout.calls:
         if call.module in modules:
             region = _region(call, axis, regather)
@@ -171,44 +164,11 @@ def _set_number(module: nn.Module, path: str, value: int) -> None:
     setattr(getattr(module, owner) if owner else module, name, value)
 
 
-def inside_forward(module: nn.Module, key: str) -> Tensor:
-    """`module.<key>` as the module's forward reads it: the local tensor to compute with, connected for autograd."""
-    if not hasattr(module, "_computing"):
-        value: Tensor = getattr(module, key)
-        return value
-    module._computing = True  # type: ignore[assignment]
-    try:
-        local: Tensor = getattr(module, key)
-        return local
-    finally:
-        module._computing = False  # type: ignore[assignment]
-
-
-def shard_parameter(param: Tensor, mesh: DeviceMesh, *placements: Shard | Replicate) -> DTensor:
-    """A DTensor of a value that every rank has, of which this rank keeps its shard. No communication; meta stays meta.
-
-    placements: one for each axis of the mesh; no two shard the same dim.
-    """
-    local = param.detach()
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            shard = chunk(param.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
-            local = local.narrow(placement.dim, shard.start, shard.stop - shard.start)
-    if any(isinstance(placement, Shard) for placement in placements):
-        # A view would keep the memory of the full parameter alive. In the order of the DTensor, whatever the parameter's was.
-        local = local.clone(memory_format=torch.contiguous_format)
-    local = local.contiguous()
-    # Shape and stride are given, since DTensor would take all shards to be as large as this one. A check would be a message.
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=param.shape, stride=param.contiguous().stride()
-    )
-
-
 def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> None:
     """Replace every parameter by a DTensor on the axis; a tied parameter stays one parameter."""
     sharded: dict[int, nn.Parameter] = {}  # by id of the original, so that a tied one is made once
     owners = [
-        (owner, key, f"{prefix}.{key}" if prefix else key, param)
+        (owner, key, join(prefix, key), param)
         for prefix, owner in module.named_modules()
         for key, param in owner.named_parameters(recurse=False)
     ]
@@ -219,185 +179,6 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, layout: TensorLayout) -> No
             value = shard_parameter(param, mesh, layout.params[name].placement)
             sharded[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         owner._parameters[key] = sharded[id(param)]
-
-
-def _localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayout) -> None:
-    """Let `self.weight` be the local tensor to compute with inside the module's forward, connected for autograd.
-
-    Outside of it `module.weight` stays the parameter, a DTensor, as FSDP, checkpoints and users expect.
-    """
-    keys = [key for key, _ in module.named_parameters(recurse=False)]
-    if not keys or layout.styles[name].kind == "experts":
-        return
-    kind = layout.styles[name].kind
-    layouts = {key: layout.params[f"{name}.{key}" if name else key] for key in keys}
-    if isinstance(module, nn.Linear) and "weight" in layouts:  # else it is computed from parameters of children
-        module.own_columns = _own_columns(module, layouts["weight"], mesh)  # type: ignore[assignment]
-        if codes_of(module) is not None and layouts["weight"].dim == 1:
-            # Columns of a quantized weight are not columns of its bytes: the layer selects them after it has decoded.
-            layouts["weight"] = replace(layouts["weight"], indices=None)
-    views = {key: _view(each, mesh) for key, each in layouts.items()}
-    shape = linear_shape(module)
-    transposed = shape is not None and shape.transposed
-    if kind == "row" and "bias" in views:
-        # Added after the sum: the forward's own addition would count it once per rank.
-        bias = views.pop("bias")
-        views["bias"] = lambda param: None
-        add: Any = _add_to_tokens if transposed else torch.add
-        module.register_forward_hook(lambda module, args, out: add(out, bias(module._parameters["bias"])))
-    forward = None
-    if kind == "vocab" and isinstance(module, nn.Embedding):
-        forward = _vocab_embedding_forward(module, mesh)
-    if isinstance(module, nn.MultiheadAttention):
-        forward = _forward_with_projection(module)
-    if transposed:
-        forward = _transposed_forward
-    compute_with(module, views, forward, outside=layout.styles[name].outside)
-
-
-def _forward_with_projection(module: nn.MultiheadAttention) -> Any:
-    """torch's attention multiplies by its child's weight itself, and never calls the child."""
-    forward = type(module).forward
-
-    def attend(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-        self.out_proj._computing = True  # type: ignore[assignment]  # as in `compute_with`
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            self.out_proj._computing = False  # type: ignore[assignment]
-
-    return attend
-
-
-def _transposed_forward(self: nn.Module, x: Tensor) -> Tensor:
-    """transformers' Conv1D of this rank's features: its own forward knows how many all ranks have, and wants a bias."""
-    weight, bias = self.weight, self.bias
-    assert isinstance(weight, Tensor)
-    out = x.reshape(-1, x.shape[-1]) @ weight
-    if isinstance(bias, Tensor):
-        out = out + bias
-    return out.view(*x.shape[:-1], weight.shape[1])
-
-
-def _add_to_tokens(out: Tensor, bias: Tensor | None) -> Tensor:
-    """As Conv1D adds it: a proof compares operators."""
-    assert bias is not None
-    return (out.reshape(-1, out.shape[-1]) + bias).view_as(out)
-
-
-def _own_columns(linear: nn.Linear, layout: ParamLayout, mesh: DeviceMesh) -> Tensor | None:
-    """The features of the full layer's input that are this rank's input; None for all."""
-    if layout.indices is not None and layout.dim == 1:
-        return torch.tensor(layout.indices[mesh.get_local_rank()])
-    if isinstance(layout.placement, Shard) and layout.placement.dim == 1:
-        shard = chunk(linear.in_features, mesh.size(), mesh.get_local_rank())
-        return torch.arange(shard.start, shard.stop)
-    return None
-
-
-def compute_with(module: nn.Module, views: Mapping[str, View], forward: Any = None, *, outside: bool = False) -> None:
-    """Inside of `module.forward`, each of these attributes reads as the view of its parameter. See [Note: local parameters].
-
-    forward: replaces the class's own. outside: outside of it too.
-    """
-    # [Note: local parameters]
-    # The attribute is a property of a subclass (see `patch_class`) that returns the DTensor outside of the forward, and
-    # inside of it the local shard. A flag on the module says which; it is set here, around the forward and nothing else,
-    # since hooks (FSDP's, an optimizer's) want the parameter. Compiled code always reads the shard, and sets no flag: on 2.11
-    # a compiled recompute may not change attributes.
-    forward = forward or type(module).forward
-
-    def local_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        self._computing = True  # type: ignore[assignment]
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            self._computing = False  # type: ignore[assignment]
-
-    module._computing = False  # type: ignore[assignment]
-    local_forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    local = {key: _local_inside_forward(key, view, outside) for key, view in views.items()}
-    patch_class(module, forward=local_forward, **local)
-
-
-def _local_inside_forward(key: str, view: View, outside: bool) -> Any:
-    def read(module: nn.Module) -> Tensor | None:
-        param = module._parameters[key]
-        if outside and not module._computing and _is_sharded(param):
-            return param  # FSDP itself asks for it
-        return view(param) if outside or module._computing or torch.compiler.is_compiling() else param
-
-    return property(read)
-
-
-def _is_sharded(param: nn.Parameter | None) -> bool:
-    """Whether it is split over other axes too, as FSDP holds it between forwards."""
-    return isinstance(param, DTensor) and param.device_mesh.ndim > 1
-
-
-def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
-    indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
-
-    def view(param: nn.Parameter | None) -> Tensor:
-        assert param is not None
-        if isinstance(param, DTensor) and param.device_mesh.ndim > mesh.ndim and not torch.compiler.is_compiling():
-            # Under FSDP a forward sees gathered parameters, which have the axis tp alone.
-            raise PlanError(
-                "parallelize: a module runs while its parameters are shards, for its unit does not: the model is called by "
-                "another method than forward. Call forward, or after parallelize "
-                "torch.distributed.fsdp.register_fsdp_forward_method(module, name), of the model or of the unit."
-            )
-        # No DTensor: a shard already, of `shard_without_ranks`.
-        value = _torch.local_shard(param) if isinstance(param, DTensor) else param
-        if layout.gradient == "sum":
-            value = copy_to_axis(value, mesh)
-        return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
-
-    return view
-
-
-@noted()
-def vocab_lookup(weight: Tensor, ids: Tensor, start: int, padding: int | None) -> Tensor:
-    """Rows of this rank's vocabulary, `weight`, whose first row is `start`. Those of other ids are zero; the sum over ranks
-    adds them."""
-    if not len(weight):  # no row to look up: padded by one of zeros, through which the gradient still flows
-        return F.embedding(torch.zeros_like(ids), F.pad(weight, (0, 0, 0, 1)))
-    outside = (ids < start) | (ids >= start + len(weight))
-    rows = F.embedding((ids - start).masked_fill(outside, 0), weight, padding)
-    return rows.masked_fill(outside.unsqueeze(-1), 0)
-
-
-class _LookUp(TorchFunctionMode):
-    """Inside, F.embedding looks up this rank's part of the vocabulary. What else a module's forward does stays as it is."""
-
-    def __init__(self, start: int, padding: int | None) -> None:
-        super().__init__()
-        self.start, self.padding = start, padding
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding:
-            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            return vocab_lookup(given["weight"], given["input"], self.start, self.padding)
-        return func(*args, **(kwargs or {}))
-
-
-def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
-    shard = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
-    padding = module.padding_idx
-    start, local_padding = (
-        shard.start,
-        padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None,
-    )
-    forward = type(module).forward
-
-    def look_up(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
-        with _LookUp(start, local_padding):
-            rows: Tensor = forward(self, *args, **kwargs)
-        return rows
-
-    return look_up
 
 
 def _communicate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -16,7 +16,9 @@ from meshkit.core.linear import LinearShape, is_linear, linear_shape
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
+from meshkit.parallel.tensor.heads import Heads, heads_of_all, heads_of_rank, kv_heads_read_by, linear_of
 from meshkit.plan import Style, match_table
+from meshkit.plan.auto import join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,6 @@ class Call:
     whole: bool = False
 
 
-class Heads(NamedTuple):
-    """The numbers of heads of one attention module that one rank computes."""
-
-    query: int
-    kv: int
-    head_dim: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
     size: int
@@ -110,7 +104,7 @@ def tensor_layout(module: nn.Module, plan: Mapping[str, Style], *, size: int, se
     # Columns after containers: those inside of one share its entry.
     for name, style in ((name, layout.styles[name]) for name in modules if name in layout.styles):
         if style.kind == "column" and not style.inner and not isinstance(modules[name], nn.Embedding):
-            _add_column_calls(layout, name, _linear(name, modules[name], "column"), style)
+            _add_column_calls(layout, name, linear_of(name, modules[name], "column"), style)
     for name, child in modules.items():
         _refuse_split_blocks(layout, name, child)
     _check_tied(module, layout)
@@ -143,12 +137,12 @@ def _add_replicated(layout: TensorLayout, name: str, module: nn.Module, style: S
     for key in keys:
         whole = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
         split = ParamLayout(placement=Shard(0), gradient="own")
-        layout.params[_join(name, key)] = split if key in style.columns else whole
+        layout.params[join(name, key)] = split if key in style.columns else whole
     gathers = style.kind == "replicate" and layout.sequence and not style.inner and not layout.is_in_whole(name)
     if gathers and (keys or name in layout.whole):
         layout.calls.append(Call(module=name, kind="gather_split", width=_width(module)))
     if style.kind == "head" and layout.sequence:
-        layout.calls.append(Call(module=name, kind="gather", width=_linear(name, module, "head").in_features))
+        layout.calls.append(Call(module=name, kind="gather", width=linear_of(name, module, "head").in_features))
 
 
 def _add_own(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
@@ -160,7 +154,7 @@ def _add_own(layout: TensorLayout, name: str, module: nn.Module, style: Style) -
     for key in own:
         whole = ParamLayout(placement=Replicate(), gradient="sum" if summed else "same")
         split = ParamLayout(placement=Shard(0), gradient="own")
-        layout.params[_join(name, key)] = split if key in style.columns else whole
+        layout.params[join(name, key)] = split if key in style.columns else whole
 
 
 def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
@@ -188,7 +182,7 @@ def refuse_whole_stream(module: nn.Module, plan: Mapping[str, Style]) -> None:
 
 def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Style) -> None:
     shard = ParamLayout(placement=Shard(0), gradient="own")
-    weight, bias = _join(name, "weight"), _join(name, "bias")
+    weight, bias = join(name, "weight"), join(name, "bias")
     if style.kind == "vocab" and isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise PlanError(f"plan: vocab() on {name!r}: max_norm, scale_grad_by_freq and sparse are not supported.")
@@ -199,7 +193,7 @@ def _add_sharded(layout: TensorLayout, name: str, module: nn.Module, style: Styl
     if style.kind == "column" and isinstance(module, nn.Embedding):
         layout.params[weight] = ParamLayout(placement=Shard(1), gradient="own", dim=1)
         return
-    linear = _linear(name, module, style.kind)
+    linear = linear_of(name, module, style.kind)
     if style.group > 1:
         _refuse_split_groups(layout, name, linear, style)
     biased = module._parameters.get("bias") is not None
@@ -301,7 +295,7 @@ def _refuse_split_blocks(layout: TensorLayout, name: str, module: nn.Module) -> 
     codes = codes_of(module)
     if codes is None or not isinstance(module, nn.Linear):
         return
-    placement = layout.params[_join(name, "weight")].placement
+    placement = layout.params[join(name, "weight")].placement
     if isinstance(placement, Shard) and placement.dim == 1 and module.in_features % (codes.block * layout.size):
         raise PlanError(
             f"plan: the rows of {name!r}, {module.in_features} features in few bits, are split over tp={layout.size}, but "
@@ -326,7 +320,7 @@ def _add_container(
     # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
     inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
     first = next(child for child in inside if is_linear(modules[child]))
-    width = _linear(first, modules[first], "column").in_features
+    width = linear_of(first, modules[first], "column").in_features
     layout.calls.append(Call(module=name, kind="enter", width=width, whole=layout.is_in_whole(name)))
     if style.kind == "attention":
         _split_heads(layout, name, module, style, modules)
@@ -336,21 +330,21 @@ def _split_heads(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
     """Give every rank full query heads and the key/value heads that they read."""
-    query_heads, kv_heads, head_dim = heads = _all_heads(name, module, style, modules)
+    query_heads, kv_heads, head_dim = heads = heads_of_all(name, module, style, modules)
     if layout.size > query_heads:
         raise PlanError(
             f"tp={layout.size} needs at least {layout.size} query heads, but {name!r} has {query_heads}. "
             f"Use tp of at most {query_heads}."
         )
-    layout.heads[name] = tuple(_rank_heads(heads, layout.size, rank) for rank in range(layout.size))
-    query, key, value, output = (_join(name, child) for child in style.projections)
+    layout.heads[name] = tuple(heads_of_rank(heads, layout.size, rank) for rank in range(layout.size))
+    query, key, value, output = (join(name, child) for child in style.projections)
     query_of_rank = [tuple(even_part(query_heads, layout.size, rank)) for rank in range(layout.size)]
-    kv_of_rank = [_kv_heads(of_rank, query_heads // kv_heads) for of_rank in query_of_rank]
+    kv_of_rank = [kv_heads_read_by(of_rank, query_heads // kv_heads) for of_rank in query_of_rank]
     # DTensor would cut heads in two where the axis does not divide them. So those projections stay full on every rank, and a
     # rank computes with the rows of its heads: that costs memory, and an all-reduce of their gradient.
     if query_heads % layout.size:
         for key in style.columns:
-            layout.params[_join(name, key)] = ParamLayout(
+            layout.params[join(name, key)] = ParamLayout(
                 placement=Replicate(), gradient="sum", indices=tuple(query_of_rank)
             )
         _replicate_heads(layout, query, 0, query_of_rank, head_dim)
@@ -360,80 +354,16 @@ def _split_heads(
         _replicate_heads(layout, value, 0, kv_of_rank, head_dim)
 
 
-def attention_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> dict[str, tuple[Heads, ...]]:
-    """The heads that each of `size` tensor ranks computes in every attention module of the plan."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    styles = match_table(plan, modules, what="module")
-    layers = {
-        name: _latent_heads(name, style, styles, modules) if style.query else _all_heads(name, module, style, modules)
-        for name, module in modules.items()
-        if (style := styles.get(name)) is not None and (style.kind == "attention" or style.query)
-    }
-    return {name: tuple(_rank_heads(heads, size, rank) for rank in range(size)) for name, heads in layers.items()}
-
-
-def widest_heads(module: nn.Module, plan: Mapping[str, Style], *, size: int) -> Heads | None:
-    """The heads of the first attention module on the tensor rank that has most of them. None without attention."""
-    layers = attention_heads(module, plan, size=size)
-    return max(next(iter(layers.values()))) if layers else None
-
-
-def _rank_heads(heads: Heads, size: int, rank: int) -> Heads:
-    query = tuple(even_part(heads.query, size, rank))
-    return Heads(len(query), len(_kv_heads(query, heads.query // heads.kv)), heads.head_dim)
-
-
-def _all_heads(name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]) -> Heads:
-    head_dim = getattr(module, style.head_dim, None)
-    if not isinstance(head_dim, int):
-        raise PlanError(f"plan: attention() on {name!r} needs the size of a head in its attribute {style.head_dim!r}.")
-    projections = [_join(name, child) for child in style.projections]
-    missing = [child for child in projections if child not in modules]
-    if missing:
-        raise PlanError(
-            f"plan: attention() on {name!r} found no module {missing[0]!r}. Name its projections in attention()."
-        )
-    query, key = (_linear(child, modules[child], "attention").out_features // head_dim for child in projections[:2])
-    return Heads(query, key, head_dim)
-
-
-def _latent_heads(name: str, style: Style, styles: Mapping[str, Style], modules: dict[str, nn.Module]) -> Heads:
-    """The heads of latent attention: each group of the queries' features is a head, with a key and a value of its own."""
-    child = _join(name, style.query)
-    query = styles.get(child)
-    if child not in modules or query is None or query.kind != "column" or query.group == 1:
-        problem = (
-            f"{child!r} is {query or 'not covered'} in the plan"
-            if child in modules
-            else f"there is no module {child!r}"
-        )
-        raise PlanError(
-            f"plan: enter(query={style.query!r}) on {name!r} names the child that makes the queries, but {problem}. Name a "
-            "child that is column(group=...), where the group is the size of a head of q."
-        )
-    heads = _linear(child, modules[child], "column").out_features // query.group
-    return Heads(heads, heads, query.group)
-
-
 def _replicate_heads(layout: TensorLayout, name: str, dim: int, heads: list[tuple[int, ...]], head_dim: int) -> None:
     """Replicate the projection; each rank computes with the rows or columns of its heads. heads: of each rank."""
     indices = tuple(tuple(h * head_dim + i for h in of_rank for i in range(head_dim)) for of_rank in heads)
     replicated = ParamLayout(placement=Replicate(), gradient="sum", dim=dim, indices=indices)
-    layout.params[_join(name, "weight")] = replicated
-    if dim == 0 and _join(name, "bias") in layout.params:
-        layout.params[_join(name, "bias")] = replicated
+    layout.params[join(name, "weight")] = replicated
+    if dim == 0 and join(name, "bias") in layout.params:
+        layout.params[join(name, "bias")] = replicated
     for child, inner in layout.styles.items():  # an adapter's layers are split as the projection is
         if inner.inner and child.startswith(f"{name}.") and inner.kind == ("row" if dim else "column"):
-            layout.params[_join(child, "weight")] = replicated
-
-
-def _kv_heads(query_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The key/value heads that these query heads read: each once if all are read equally often, else one per query head."""
-    # Attention repeats each key/value head equally often. Where a rank's query heads read them unevenly, it gets a copy for
-    # each query head instead; autograd sums the copies' gradients.
-    read = [head // group for head in query_heads]
-    once = tuple(dict.fromkeys(read))
-    return once if len({read.count(head) for head in once}) == 1 else tuple(read)
+            layout.params[join(child, "weight")] = replicated
 
 
 def _check_tied(module: nn.Module, layout: TensorLayout) -> None:
@@ -460,25 +390,8 @@ def readers(modules: Mapping[str, nn.Module], layout: TensorLayout, call: Call) 
     ]
 
 
-def _linear(name: str, module: nn.Module, kind: str) -> LinearShape:
-    shape = linear_shape(module)
-    if shape is None or (shape.transposed and kind in ("vocab", "attention")):
-        allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
-        raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
-    if "weight" not in module._parameters:
-        raise PlanError(
-            f"plan: {kind}() on {name!r} needs a weight to split, but it is computed from other parameters (weight_norm, "
-            "spectral_norm). Leave the layer whole: replicate()."
-        )
-    return shape
-
-
 def _width(module: nn.Module) -> int:
     if (shape := linear_shape(module)) is not None:
         return shape.in_features
     # The size of the stream, which norms and layers of a module end in; a scalar says nothing.
     return next((param.shape[-1] for param in module.parameters() if param.ndim), 1)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

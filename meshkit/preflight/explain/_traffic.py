@@ -17,7 +17,7 @@ from meshkit.parallel.context import Layout, Shape, attention_shape, layer_windo
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
-from meshkit.parallel.tensor.layout import attention_heads
+from meshkit.parallel.tensor.heads import attention_heads
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 

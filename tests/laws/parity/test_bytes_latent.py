@@ -10,7 +10,7 @@ import torch
 
 import meshkit as mk
 from meshkit.models import DeepseekV3Config, build_model, moe_plan
-from meshkit.parallel.tensor.layout import widest_heads
+from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.preflight.explain import Message
 from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said

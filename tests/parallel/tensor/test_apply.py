@@ -105,7 +105,7 @@ def cross_entropy_errors(vocabulary: int, tokens: int) -> tuple[float, float]:
     """Sharded over an uneven vocabulary, all labels ignored on some rows, huge logits."""
     import torch.nn.functional as F
 
-    from meshkit.parallel.tensor.apply import shard_parameter
+    from meshkit.parallel.tensor.local import shard_parameter
 
     torch.manual_seed(1)
     logits = torch.randn(tokens, vocabulary, dtype=torch.float64) * 100
