@@ -1,7 +1,8 @@
-"""models.md: which models run on which axes, of the rows of a sweep. `python -m tests.zoo --write-docs` writes it."""
+"""docs/zoo.md: which models run on which axes, and why not, of the rows of a sweep."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -13,40 +14,49 @@ from tests.zoo.causal import SKIPPED
 from tests.zoo.sweep import OUTCOMES, WELL_SPLIT, Row, table
 
 SHOWN = {"equal": "yes", "refused": "no"}  # whatever else there is is a fault, and is shown as what it is
+GROUPS = {
+    "": "Causal language models of transformers",
+    "foreign": "Encoders, and encoders with decoders",
+    "odd": "Modules that are odd on purpose",
+    "mutated": "Random edits of a small decoder's forward",
+}
 
 
 def page(rows: Sequence[Row]) -> str:
     """The page, as markdown."""
     lines = [
-        "# Models",
+        "# Which models run on which axes",
         "",
-        "<!-- Written by `python -m tests.zoo --write-docs`; do not edit. -->",
+        "<!-- Written by `python -m tests.zoo --write-docs` after `make zoo`; do not edit. -->",
         "",
-        f"Every causal language model of transformers {transformers.__version__} and modules that are odd on purpose, tiny, "
-        f"in fp64, with torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the defaults. **yes**: loss, "
-        "every gradient and two optimizer steps equal one device; with the share of parameters that tp, ep or etp split. "
-        "no: refused before the first optimizer step, with the reason. – has not been tried, or has no experts.",
-        "",
-        f"| mesh | {' | '.join(OUTCOMES)} | at least {WELL_SPLIT:.0%} split |",
-        "|---|" + "--:|" * (len(OUTCOMES) + 1),
-        *(f"| {' | '.join(line)} |" for line in table(rows)),
+        f"Every causal language model of transformers {transformers.__version__}, other models of it and modules that are odd "
+        f"on purpose, tiny, in fp64, with torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the "
+        "defaults. **yes**: loss, every gradient and two optimizer steps equal one device; with the share of parameters that "
+        "tp, ep or etp split. no: refused before the first optimizer step; why stands below each table. – has not been "
+        'tried, or has no experts. padded: rows of a batch begin later. replicate: with `Strategy(unproved="replicate")`.',
     ]
-    lines += _models("transformers' decoders", [row for row in rows if "." not in row.model])
-    lines += _models("Others of transformers", [row for row in rows if row.model.startswith("foreign.")])
-    lines += _models("Odd modules", [row for row in rows if row.model.startswith("odd.")])
+    order = {name: index for index, name in enumerate(zoo.names())}
+    rows = sorted(rows, key=lambda row: order.get(row.model, len(order)))
+    for group, title in GROUPS.items():
+        of = [row for row in rows if (row.model.partition(".")[0] if "." in row.model else "") == group]
+        if of:
+            lines += ["", f"## {title}", *_counts(of)]
+            lines += [*_models(of), *_reasons(of)] if group != "mutated" else []
     lines += ["", "## Not in the sweep", "", "| model | why |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(SKIPPED.items())]
     return "\n".join(lines) + "\n"
 
 
-def _models(title: str, rows: Sequence[Row]) -> list[str]:
-    if not rows:
-        return []
+def _counts(rows: Sequence[Row]) -> list[str]:
+    head = f"| mesh | {' | '.join(OUTCOMES)} | at least {WELL_SPLIT:.0%} split |"
+    return ["", head, "|---|" + "--:|" * (len(OUTCOMES) + 1), *(f"| {' | '.join(line)} |" for line in table(rows))]
+
+
+def _models(rows: Sequence[Row]) -> list[str]:
     cells = {(row.model, row.column): row for row in rows}
     columns = [column for column in COLUMNS if any(row.column == column for row in rows)]
-    lines = ["", f"## {title}", "", "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    order = {name: index for index, name in enumerate(zoo.names())}
-    for model in sorted({row.model for row in rows}, key=lambda name: order.get(name, len(order))):
+    lines = ["", "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for model in dict.fromkeys(row.model for row in rows):
         lines.append(f"| {model} | " + " | ".join(_word(cells.get((model, column))) for column in columns) + " |")
     return lines
 
@@ -56,3 +66,14 @@ def _word(row: Row | None) -> str:
         return "–"
     share = f" {row.split:.0%}" if row.outcome == "equal" and row.split else ""
     return SHOWN.get(row.outcome, f"**{row.outcome}**") + share
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """What each refusal says, once for all meshes on which it says the same."""
+    columns: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if row.outcome == "refused":
+            columns[row.model, row.text.replace("|", "\\|")].append(row.column)
+    said = [f"| {model} | {'; '.join(where)} | {text} |" for (model, text), where in columns.items()]
+    head = ["", "<details><summary>Why not</summary>", "", "| | mesh | |", "|---|---|---|"]
+    return [*head, *said, "", "</details>"] if said else []
