@@ -29,7 +29,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "<!-- Written by `python -m tests.zoo --write-docs` after `make zoo`; do not edit. -->",
         "",
-        f"Every causal language model of transformers {transformers.__version__}, other models of it and modules that are odd "
+        f"Every causal language model of transformers {transformers.__version__}, other models of it, and modules odd "
         f"on purpose, tiny, in fp64, with torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the "
         "defaults. **yes**: loss, every gradient and two optimizer steps equal one device; with the share of parameters that "
         "tp, ep or etp split. no: refused before the first optimizer step; why stands below each table. – has not been "
