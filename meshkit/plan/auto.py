@@ -168,19 +168,26 @@ def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _layers(modules: dict[str, nn.Module]) -> list[str]:
-    """The repeated blocks: members of the longest ModuleList of modules of one type, in a decoder of those with attention."""
-    lists = {
-        name: child
-        for name, child in modules.items()
-        if isinstance(child, nn.ModuleList) and len({type(member) for member in child}) == 1
-    }
-    if not lists:
-        return []
-    # A layer may hold a list of experts that is longer than the list of layers: without attention it is none of blocks.
-    attending = {name: each for name, each in lists.items() if any(map(_is_attention, each.modules()))}
-    # On a tie the outer one, which is named first.
-    name, layers = max((attending or lists).items(), key=lambda item: len(item[1]))
-    return [f"{name}.{index}" if name else str(index) for index in range(len(layers))]
+    """The repeated blocks: the ModuleList that the model declares to be them, or the longest of modules of one type, in a
+    decoder of those with attention."""
+    lists = {name: child for name, child in modules.items() if isinstance(child, nn.ModuleList)}
+    name = _declared_layers(modules)
+    if name is None:
+        alike = {name: child for name, child in lists.items() if len({type(member) for member in child}) == 1}
+        # A layer may hold a list of experts that is longer than the list of layers: without attention it is none of blocks.
+        attending = {name: each for name, each in alike.items() if any(map(_is_attention, each.modules()))}
+        # On a tie the outer one, which is named first.
+        name = max(attending or alike, key=lambda name: len(lists[name]), default=None)
+    return [] if name is None else [join(name, str(index)) for index in range(len(lists[name]))]
+
+
+def _declared_layers(modules: dict[str, nn.Module]) -> str | None:
+    """The list that `base_model_pp_plan` of a config names, by which transformers' models are cut into stages."""
+    for name, child in modules.items():
+        for key in getattr(getattr(child, "config", None), "base_model_pp_plan", None) or {}:
+            if isinstance(modules.get(join(name, key)), nn.ModuleList):
+                return join(name, key)
+    return None
 
 
 def _general(name: str, modules: Mapping[str, nn.Module]) -> str:

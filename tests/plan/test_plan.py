@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -118,6 +120,15 @@ def test_auto_plan_takes_layers_for_blocks_however_many_experts_each_has() -> No
     plan = mk.plan.auto_plan(model)
     assert plan.blocks == ("layers.*",)
     assert plan.tensor["layers.0"] == mk.plan.split()
+
+
+def test_auto_plan_takes_for_blocks_what_the_model_declares_to_be_its_layers() -> None:
+    model = Stack()
+    model.layers[1] = nn.Linear(8, 8)  # of two types
+    model.register_module("others", nn.ModuleList(MLP() for _ in range(5)))
+    assert mk.plan.auto_plan(model).blocks == ("others.*",)
+    model.config = SimpleNamespace(base_model_pp_plan={"norm": (), "layers": (["x"], ["x"])})
+    assert mk.plan.auto_plan(model).blocks == ("layers.*",)
 
 
 def test_auto_plan_of_our_llama_is_the_written_one_but_for_the_split() -> None:

@@ -14,6 +14,7 @@ EQUAL = [
     ("deepseek_v3", "tp=2"),
     ("granite", "pp=2"),
     ("bloom", "pp=2"),
+    ("olmo_hybrid", "pp=2"),
     ("gemma2", "cp=2"),
     ("deepseek_v3", "cp=2"),
     ("gpt_oss", "cp=2"),

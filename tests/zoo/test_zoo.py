@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import meshkit as mk
+from meshkit.plan import match_names, match_table
 from tests.zoo import all as zoo
 from tests.zoo import causal, judge
 from tests.zoo.case import Cell
@@ -47,6 +48,24 @@ def test_a_tiny_model_is_made_by_the_names_of_its_fields(name: str) -> None:
         model = causal.build(name)
         assert model(torch.arange(16)[None]).logits.isfinite().all()
     assert sum(param.numel() for param in model.parameters()) < 100_000
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "jamba", "olmo_hybrid", "phi4_multimodal"])
+def test_blocks_and_experts_are_those_that_the_model_declares(name: str) -> None:
+    with judge.quiet():
+        model = causal.build(name)
+    plan, config, names = mk.plan.auto_plan(model), model.config, [name for name, _ in model.named_modules()]
+    layers = [key for key in config.base_model_pp_plan or {} if key.endswith("layers")]
+    assert match_names(plan.blocks, names, what="module") == [
+        name for key in layers for name in _below(names, f"{key}.*")
+    ]
+    stacks = [key for key, word in (config.base_model_ep_plan or {}).items() if word == "ep_dispatch_experts"]
+    found = [name for name, style in match_table(plan.tensor, names, what="module").items() if style.kind == "experts"]
+    assert sorted(found) == sorted(name for key in stacks for name in _below(names, key))
+
+
+def _below(names: list[str], pattern: str) -> list[str]:
+    return match_names([f"model.{pattern}"], names, what="module")
 
 
 def test_a_refused_cell_leaves_the_ranks_usable() -> None:
