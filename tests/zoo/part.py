@@ -1,4 +1,4 @@
-"""The part of the zoo that the suite runs: a model, a column of meshes, and whether it is right there or refused."""
+"""The part of the zoo that `make gate` runs: a model, a column of meshes, and whether it is right there or refused."""
 
 from __future__ import annotations
 

@@ -22,12 +22,14 @@ from tests.zoo.sweep import verdict
 PLAIN = Cell.of("odd.Plain", "dp_shard=2")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in EQUAL])
 def test_a_model_equals_one_device(model: str, column: str) -> None:
     row = verdict(Cell.of(model, column))
     assert row.outcome == "equal", f"{row.text}\n{row.traceback}"
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("model", "column"), [pytest.param(*each, id=" on ".join(each)) for each in REFUSED])
 def test_a_model_that_would_be_wrong_is_refused(model: str, column: str) -> None:
     row = verdict(Cell.of(model, column))
