@@ -79,7 +79,7 @@ class World:
             self._processes.append(process)
         self._collect(STARTUP_S, "starting")
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """`function(*args)` on every rank; the results in order of rank. The function is named by its module."""
         if UNANSWERED and (before := UNANSWERED.get(self._asked(function, args))):
             raise before
@@ -221,7 +221,7 @@ def _switches(processes: list[int]) -> dict[int, int] | None:
     return found or None
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Run in a world made for this call and ended with it."""
     world = World(size)
     try:
