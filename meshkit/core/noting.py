@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,7 +23,7 @@ reader: ContextVar[Note | None] = ContextVar("what reads the program", default=N
 
 def being_read() -> bool:
     """Whether a program is read now: tensors have no values to look at."""
-    return reader.get() is not None
+    return not torch.compiler.is_compiling() and reader.get() is not None
 
 
 class AnyMask:
@@ -47,8 +48,8 @@ def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            note = reader.get()
-            if note is None:
+            # Compiled code is never read, and the compiler of 2.11 knows no context variables.
+            if torch.compiler.is_compiling() or (note := reader.get()) is None:
                 return function(*args, **kwargs)
             return note(function.__name__, reading or function, args, kwargs)
 
