@@ -37,7 +37,7 @@ class Numbers:
     """Where numbers of elements come from; shared by the traces that are compared."""
 
     next: int = 0
-    constants: dict[tuple[torch.dtype, int], int] = field(default_factory=dict)
+    constants: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def fresh(self, count: int) -> int:
         self.next += count
@@ -45,11 +45,11 @@ class Numbers:
 
     def of_values(self, values: Tensor) -> Tensor:
         """Equal numbers for equal values of one dtype; negative, so that no element that is computed has them."""
-        if values.is_complex():
-            values = torch.view_as_real(values.contiguous()).sum(-1)
-        bits, where = torch.unique(values.double().view(torch.int64), return_inverse=True)
-        numbers = [self.constants.setdefault((values.dtype, bit), -1 - len(self.constants)) for bit in bits.tolist()]
-        return torch.tensor(numbers, dtype=torch.int64)[where]
+        wide = torch.view_as_real(values.to(torch.complex128)) if values.is_complex() else values.double()[..., None]
+        rows = wide.contiguous().view(torch.int64).flatten(0, -2)
+        bits, where = torch.unique(rows, dim=0, return_inverse=True)
+        numbers = [self.constants.setdefault((values.dtype, *row), -1 - len(self.constants)) for row in bits.tolist()]
+        return torch.tensor(numbers, dtype=torch.int64)[where].view(values.shape)
 
 
 @dataclass

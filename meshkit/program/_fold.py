@@ -139,11 +139,17 @@ def _alike(key: str, value: Any, found: Any, apart: int) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return found in (value, value + apart)
     if isinstance(value, FunctionType):
-        cells = (value.__closure__ or (), found.__closure__ or ())
-        return value.__code__ is found.__code__ and all(
-            _alike("", a.cell_contents, b.cell_contents, apart) for a, b in zip(*cells, strict=True)
-        )
+        mine, theirs = _held_by(value), _held_by(found)
+        # Nothing counts blocks here: what a function of one block is told by a number is its own.
+        alike = len(mine) == len(theirs) and all(_alike("", a, b, 0) for a, b in zip(mine, theirs, strict=True))
+        return value.__code__ is found.__code__ and alike
     try:
         return bool(value == found)
     except (RuntimeError, ValueError, TypeError):  # of tensors or arrays inside
         return False
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """What a function reads beside its arguments and its module's names."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    return [*defaults, *(cell.cell_contents for cell in function.__closure__ or ())]

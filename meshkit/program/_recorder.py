@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch, noting
 from meshkit.core._torch import TorchDispatchMode, tree_map
-from meshkit.program._backward import hook_noted, kind_of, own_backward
+from meshkit.program._backward import OF_ALL, HookedNode, hook_noted, kind_of, own_backward, saves_otherwise
 from meshkit.program._lines import model_line
 from meshkit.program._records import (
     RETURNED,
@@ -165,14 +166,35 @@ class Recorder(TorchDispatchMode):
             self._add(name, refs, out)
         return out
 
-    def note_backward(self, name: str, inputs: Any, runs: Any, out: Any) -> None:
+    def note_backward(self, name: str, inputs: Any, runs: Any, out: Any, reads: Sequence[Tensor] = ()) -> None:
         if not self._paused:
+            name, met = self._met(name, out, reads)
             refs = self._refs(
                 ([leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, Tensor)], out), "constant"
             )
             self._operations.append(
-                Operation(name, (refs[0], runs), {}, refs[1], self._call(), model_line(), torch.is_grad_enabled())
+                Operation(name, (refs[0], runs, met), {}, refs[1], self._call(), model_line(), torch.is_grad_enabled())
             )
+
+    def _met(self, name: str, out: Any, reads: Sequence[Tensor]) -> tuple[str, list[TensorRef]]:
+        """What a backward of elements reads meets a gradient element by element, as in products with what is returned."""
+        tensor: Tensor = next(leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor))
+        met: list[TensorRef] = []
+        for read in reads:
+            before, self._paused = self._paused, True
+            try:
+                with torch.no_grad():
+                    product = tensor * read
+            except Exception:
+                return OF_ALL, []
+            finally:
+                self._paused = before
+            refs = self._refs((tensor, read), "constant")
+            made = self._ref(product, f"op {len(self._operations)}")
+            product_of = Operation(torch.ops.aten.mul.Tensor, refs, {}, made, self._call(), model_line(), False)
+            self._operations.append(product_of)
+            met.append(made)
+        return name, met
 
     def _see(self, tree: Any) -> None:
         """Note the functions with a backward of their own that returned these tensors."""
@@ -186,12 +208,12 @@ class Recorder(TorchDispatchMode):
                 self._nodes[id(node), ref.storage] = node
                 before, self._paused = self._paused, True
                 try:
-                    name, runs = kind_of(node)
+                    name, runs, reads = kind_of(node)
                 finally:
                     self._paused = before
-                self._operations.append(
-                    Operation(name, (self._inputs_of(ref), runs), {}, ref, self._call(), model_line(), True)
-                )
+                inputs = self._inputs_of(ref)
+                name, met = self._met(name, tensor, reads)
+                self._operations.append(Operation(name, (inputs, runs, met), {}, ref, self._call(), model_line(), True))
 
     def _inputs_of(self, ref: TensorRef) -> list[TensorRef]:
         """What a function that ran without autograd was given, as far as it requires gradients."""
@@ -225,6 +247,18 @@ class Recorder(TorchDispatchMode):
         call = self._call()
         outputs = self._refs(out, f"op {len(self._operations)}")
         self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
+        if torch.is_grad_enabled() and saves_otherwise():
+            grads = [ref for ref in tensors(refs) if ref.requires_grad]
+            made = [replace(ref, requires_grad=bool(grads)) for ref in tensors(outputs)]  # it has no graph yet
+            if grads:
+                self._operations.append(Operation(OF_ALL, (grads, None), {}, made, call, model_line(), True))
+
+    def node_of(self, tensor: Tensor) -> Any:
+        """What `tensor.grad_fn` is to the model."""
+        node = _torch.graph_node(tensor)
+        if node is None or self._paused:
+            return node
+        return HookedNode(node, lambda: self.note_backward(OF_ALL, (tensor,), None, tensor))
 
     def _refs(self, tree: Any, source: str) -> Any:
         return tree_map(lambda value: self._ref(value, source) if isinstance(value, Tensor) else value, tree)
@@ -254,6 +288,7 @@ class NoGuess(Exception):
 
 # As it is before anything replaces it, as an estimate does.
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_GRAD_FN: Any = Tensor.grad_fn  # the attribute, of which a function mode sees the `__get__`
 
 
 class Unfused(TorchFunctionMode):
@@ -279,6 +314,8 @@ class Unfused(TorchFunctionMode):
             return func(query, key, value, *rest, **{**kwargs, "enable_gqa": False})
         if func is Tensor.register_hook:
             self._recorder.look(args[0], args[1])
+        if func == _GRAD_FN.__get__:
+            return self._recorder.node_of(args[0])
         if func is Tensor.unbind and getattr(args[0], "_guessed", False):
             raise NoGuess
         return func(*args, **kwargs)

@@ -58,8 +58,10 @@ from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
 from .tracing import fake_mode as fake_mode
 from .tracing import FakeTensorMode as FakeTensorMode
 from .tracing import functions_replaced as functions_replaced
+from .tracing import graph_node as graph_node
 from .tracing import is_fake as is_fake
 from .tracing import is_fake_type as is_fake_type
+from .tracing import packs_saved as packs_saved
 from .tracing import TorchDispatchMode as TorchDispatchMode
 from .tracing import without_fake_errors as without_fake_errors
 from .tracing import without_modes as without_modes

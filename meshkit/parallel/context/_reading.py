@@ -36,6 +36,7 @@ from meshkit.program import (
     Operation,
     Program,
     ReadingError,
+    TensorRef,
     Trace,
     Unproved,
     computing,
@@ -313,6 +314,28 @@ def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterab
                 raise PlanError(
                     f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
                 )
+            for (name, there), (_, here) in zip(_factors(a), _factors(b), strict=True):
+                if there != here:
+                    raise PlanError(
+                        f"{b}: of {count} tokens it computes with {name}={here}, and of {proved} with {there}, so its values "
+                        "depend on the number of tokens, of which a rank has a part."
+                    )
+
+
+def _factors(operation: Operation) -> list[tuple[str, Any]]:
+    """The numbers that an operation computes with: no sizes and no dims, and not what a range begins and ends with."""
+    if isinstance(operation.op, str):
+        given = list(operation.kwargs.items()) if operation.name == ATTEND else []
+    else:
+        ranges = operation.op.overloadpacket.__name__ in ("arange", "linspace")
+        schema = () if ranges else operation.op._schema.arguments
+        named = dict(zip((each.name for each in schema), operation.args, strict=False)) | dict(operation.kwargs)
+        kinds = {each.name: str(each.type) for each in schema}
+        given = [(name, value) for name, value in named.items() if kinds.get(name, "") in _OF_VALUES]
+    return [(name, None if isinstance(value, TensorRef) else value) for name, value in given]
+
+
+_OF_VALUES = ("Tensor", "number", "float", "Optional[number]", "Optional[float]", "Scalar")
 
 
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
