@@ -102,6 +102,31 @@ def test_one_block_that_is_not_like_the_others_is_followed(name: str, number: in
         prove(Deep(betweens))
 
 
+def test_a_function_that_is_told_the_number_of_its_block_is_followed() -> None:
+    def by_default(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x / (x.shape[-1] if number == 3 else HIDDEN)
+
+    for betweens in (
+        [lambda x, number=number: by_default(x, number) for number in range(DEPTH)],
+        [lambda x, *, number=number: by_default(x, number) for number in range(DEPTH)],
+    ):
+        with pytest.raises(Unproved):
+            prove(Deep(betweens))
+
+
+class Numbered(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return x + self.down(hidden / (hidden.shape[-1] if self.number == 3 else HIDDEN))
+
+
+def test_a_block_that_asks_for_its_number_is_followed() -> None:
+    model = Deep([F.gelu] * DEPTH)
+    model.layers = nn.ModuleList(Numbered(number, F.gelu) for number in range(DEPTH))
+    with pytest.raises(Unproved):
+        prove(model)
+
+
 def test_an_attribute_of_one_block_keeps_it() -> None:
     model = Deep([F.gelu] * DEPTH)
     model.layers[4].rate = 0.5

@@ -91,6 +91,10 @@ MIXING = {
     "dropout": lambda x: F.dropout(x, 0.1),
     "positions of features": lambda x: x * torch.arange(x.shape[-1]),
     "random numbers": lambda x: x + torch.rand(x.shape),
+    # Complex constants whose real and imaginary parts have the same sums.
+    "a turn by the place": lambda x: (
+        (x * torch.polar(torch.ones(x.shape[-1]), torch.arange(x.shape[-1]) * math.pi / 2)).real
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -155,6 +156,22 @@ def test_a_program_that_depends_on_the_number_of_tokens_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"aten.mul.Tensor at test_reading.py:\d+: of 120 tokens it is run, and of 16 not"
     ):
+        reader.refuse_other_programs(doors, CALL, tokens=120, lengths=[60])
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda x: x * max(1.0, math.log(x.shape[1]) / math.log(24)),
+        lambda x: x / max(32, x.shape[1]),
+        lambda x: x.clamp(max=max(3, x.shape[1] // 20)),
+    ],
+)
+def test_a_number_that_follows_the_number_of_tokens_is_refused(inside: Callable[[Tensor], Tensor]) -> None:
+    reader = Reader(Program(without_values(Decoder(inside))))
+    doors = reader.doors(CALL)  # alike on the few tokens of the proof
+    reader.refuse_other_programs(doors, CALL, tokens=20, lengths=[10])
+    with pytest.raises(PlanError, match="its values depend on the number of tokens"):
         reader.refuse_other_programs(doors, CALL, tokens=120, lengths=[60])
 
 
