@@ -19,7 +19,7 @@ from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
-from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, StagedModel
+from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, StagedModel, refuse_other_arguments
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -56,6 +56,7 @@ class _StageModel:
                 "pipeline: the loss function calls its model twice, but a microbatch passes the stages once. Put both into "
                 "one call, rows end to end, or use a mesh without pp."
             )
+        refuse_other_arguments(self.flow, args, kwargs)
         # Left before `_StageOutput` is raised, so the model has all its modules again whatever the loss function does.
         with self.staged.running(self.stage, self.flow, self.received) as self.run:
             output = self.staged.model(*args, **kwargs)

@@ -12,9 +12,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.program import CLOSED_BY_VALUE, ModuleCall, Operation, TensorRef, Trace, draws, tensors
+
+# What a module may be given and return beside tensors: the same for every batch of these shapes.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def plain_leaves(tree: Any) -> tuple[Any, ...]:
+    """Those of PLAIN; less devices, which are others when a model is read."""
+    return tuple(
+        leaf for leaf in _torch.tree_leaves(tree) if isinstance(leaf, PLAIN) and not isinstance(leaf, torch.device)
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -30,13 +42,15 @@ class Value:
 class Flow:
     """calls: of all stages' modules, in order; a value's number is an index of it. cuts[stage]: the values that the stage
     hands on to the next. refs: what each is like. written: values that are changed in place afterwards. between: storages
-    that operations between the modules read or write, or that are returned."""
+    that operations between the modules read or write, or that are returned. given: what the model is called with beside
+    tensors."""
 
     calls: tuple[ModuleCall, ...]
     cuts: tuple[tuple[Value, ...], ...]
     refs: Mapping[Value, TensorRef] = field(default_factory=dict)
     written: frozenset[Value] = frozenset()
     between: frozenset[int] = frozenset()
+    given: tuple[Any, ...] = ()
 
     @cached_property
     def outputs(self) -> list[tuple[list[Any], Any, list[Any]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._flow import Flow
+from meshkit.parallel.pipeline._flow import Flow, plain_leaves
 from meshkit.parallel.pipeline._sizes import Readings, Sizes
 from meshkit.parallel.pipeline._stages import Stages, flow_of
 from meshkit.program import ReadingError, Trace, tensors, trace, twice
@@ -63,7 +64,8 @@ class Reading:
         except ReadingError as error:
             raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
         _refuse_mixed_logits(read)
-        return flow_of(read, self.model, self.stages)
+        given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
+        return replace(flow_of(read, self.model, self.stages), given=given)
 
     def _set_training(self, running: nn.Module) -> None:
         modules = dict(running.named_modules())

@@ -152,7 +152,8 @@ def _mapped(flow: Flow, change: Callable[[int], int]) -> Flow:
         )
         for call in flow.calls
     )
-    return replace(flow, calls=calls, refs={value: leaf(ref) for value, ref in flow.refs.items()})
+    given = tuple(map(leaf, flow.given))
+    return replace(flow, calls=calls, refs={value: leaf(ref) for value, ref in flow.refs.items()}, given=given)
 
 
 def _plain_strides(ref: TensorRef) -> list[int]:
@@ -171,7 +172,7 @@ def _skeleton(flow: Flow) -> Hashable:
     for call in flow.calls:
         leaves, tree = _torch.tree_flatten((call.args, dict(call.kwargs), call.output))
         calls.append((call.name, str(tree), tuple(map(_kind, leaves))))
-    return tuple(calls), flow.cuts, tuple(flow.refs), flow.written, flow.between
+    return tuple(calls), flow.cuts, tuple(flow.refs), flow.written, flow.between, tuple(map(_kind, flow.given))
 
 
 def _kind(leaf: Any) -> Any:

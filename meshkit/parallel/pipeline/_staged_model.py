@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshkit.core import _torch
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import StepError
-from meshkit.parallel.pipeline._flow import Flow, Value
+from meshkit.parallel.pipeline._flow import PLAIN, Flow, Value, plain_leaves
 from meshkit.parallel.pipeline._stages import Stages
 from meshkit.program import TensorRef, copied
 
@@ -81,7 +81,11 @@ class Absent(nn.Module):
             raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {key!r} cannot be read here")
         if vars(self)["_twin"] is None:
             vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
-        return getattr(vars(self)["_twin"], key)
+        try:
+            return getattr(vars(self)["_twin"], key)
+        except AttributeError as error:
+            name = vars(self)["_name"]
+            raise OnAnotherRank(f"{name!r} is on another rank of pp, and had no {key!r} before it ran there") from error
 
 
 class Present:
@@ -170,6 +174,12 @@ class StagedModel:
             return module(*args, **kwargs)
         number = run.begin(name)
         output = module(*args, **kwargs)
+        told, found = plain_leaves(run.flow.calls[number].output), plain_leaves(output)
+        if told != found:
+            raise StepError(
+                f"pipeline: {name!r} returned {_apart(found, told)} when it was read, which is what other stages were told. "
+                "Return tensors, or what is the same in every step, or use a mesh without pp."
+            )
         wanted = [value for value in run.sends if value.call == number]
         if not wanted:
             return output
@@ -250,8 +260,20 @@ class StagedModel:
         return copied(module, tensors, {})
 
 
-# What a module may return beside tensors: the same for every batch of these shapes.
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+def _apart(now: tuple[Any, ...], before: tuple[Any, ...]) -> str:
+    """The first that differs."""
+    one, other = next((pair for pair in zip(now, before, strict=False) if pair[0] != pair[1]), (now, before))
+    return f"{one!r}, and {other!r}"
+
+
+def refuse_other_arguments(flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises: StepError where the model is called with other numbers or names than when it was read."""
+    found = plain_leaves((args, kwargs))
+    if found != flow.given:
+        raise StepError(
+            f"pipeline: the model is called with {_apart(found, flow.given)} when it was read, so what stages hand on is not "
+            "known. Let the batch have what changes, which is read anew, or use a mesh without pp."
+        )
 
 
 def _refuse_unlike(value: Any, ref: TensorRef, name: str, has_values: bool) -> None:
