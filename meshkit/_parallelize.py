@@ -27,6 +27,7 @@ from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.guard import guard_of
 from meshkit.parallel.tensor.regather import regions
+from meshkit.parallel.writes import refuse_shared_memory
 from meshkit.program import Example, read_program, without_values
 from meshkit.resolve import resolve_together
 from meshkit.step import Run
@@ -53,6 +54,8 @@ def parallelize(
     mesh.require_here("parallelize")
     # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model, example).frozen()
+    if mesh.spec.world_size > 1:
+        refuse_shared_memory(model)
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
     hooks = take_hooks(model)
     move(model, mesh.device)

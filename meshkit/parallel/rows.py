@@ -10,7 +10,21 @@ from torch import Tensor
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
-from meshkit.program import Example, Fold, Held, Mixed, Program, Trace, fold, live, prove, trace, without_values
+from meshkit.parallel.writes import refuse_writes
+from meshkit.program import (
+    Example,
+    Fold,
+    Held,
+    Mixed,
+    Program,
+    Rewritten,
+    Trace,
+    fold,
+    live,
+    prove,
+    trace,
+    without_values,
+)
 
 _PARTS = ((0, 1), (2, 3))  # not one row: a model may treat that apart
 
@@ -20,10 +34,16 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
 
     closed: modules whose inside is not read, as in `trace`.
 
-    Raises: PlanError for a forward that is shown to mix rows, with the operation and its line.
+    Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
     try:
         read = program.read(_of(example, len(_PARTS[0])), closed)
+    except Rewritten:
+        raise
+    except PlanError:
+        return
+    refuse_writes(read, program.model)
+    try:
         if any("c10d" in operation.name for operation in read.operations):
             return  # it asks the other ranks by itself
         _prove(program, example, fold(read, program.modules, blocks, lambda block: None), closed)

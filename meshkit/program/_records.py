@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
@@ -144,6 +144,17 @@ def _text(tree: Any) -> str:
 
 class Unreadable(PlanError):
     """What the forward does cannot be followed."""
+
+
+class Rewritten(PlanError):
+    """The forward changes a parameter, which would be lost."""
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        super().__init__(
+            f"{type(model).__name__} {what}, which would be lost: on a mesh a forward runs on parts or on gathered copies of "
+            "parameters. Do it after the optimizer's step, or compute what is read from the parameter "
+            "(torch.nn.utils.parametrize)."
+        )
 
 
 class ReadingError(PlanError):

@@ -27,6 +27,7 @@ from meshkit.program._records import (
     CLOSED_BY_VALUE,
     Fold,
     ReadingError,
+    Rewritten,
     Trace,
     Unreadable,
 )
@@ -57,7 +58,7 @@ def trace(
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder, again)
-        except Unreadable:
+        except (Unreadable, Rewritten):
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed
@@ -129,8 +130,12 @@ def _recorded(
     for key, value in kwargs.items():
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
+    memory = {name: _torch.storage_key(param) for name, param in copy.named_parameters()}
     with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run():
         copy(*args, **kwargs)
+    for name, param in copy.named_parameters():
+        if memory.get(name) not in (None, _torch.storage_key(param)):
+            raise Rewritten(copy, f"gives its parameter {name!r} other data in forward")
     return recorder.trace()
 
 

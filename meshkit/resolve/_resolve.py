@@ -25,6 +25,7 @@ from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, te
 from meshkit.parallel.tensor.proof import prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.parallel.tensor.replicate import replicate_unproved
+from meshkit.parallel.writes import refuse_writes
 from meshkit.plan import Plan, match_table
 from meshkit.program import Example, Program, ReadingError, Unproved, example_of
 from meshkit.resolve._names import Names, name_modules
@@ -210,7 +211,7 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     if example is None:
         return None
     try:
-        program.read(example, {})
+        refuse_writes(program.read(example, {}), program.model)
     except ReadingError as error:
         if program.example is None:
             return None

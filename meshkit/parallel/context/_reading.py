@@ -29,6 +29,7 @@ from meshkit.parallel.context._foreign import (
 from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
 from meshkit.parallel.context._whole import Whole, whole_around
+from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
     CLOSED,
     CLOSED_BY_VALUE,
@@ -253,7 +254,9 @@ class Reader:
         else:
             for name in self.named or ("",):
                 read_calls(model.get_submodule(name))
-        return self._with_values(live(trace(model, args, kwargs, closed=self.closed, again=twice)))
+        read = trace(model, args, kwargs, closed=self.closed, again=twice)
+        refuse_writes(read, self.program.model)
+        return self._with_values(live(read))
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
         model = without_values(self.program.model)
