@@ -45,10 +45,14 @@ class Numbers:
 
     def of_values(self, values: Tensor) -> Tensor:
         """Equal numbers for equal values of one dtype; negative, so that no element that is computed has them."""
-        wide = torch.view_as_real(values.to(torch.complex128)) if values.is_complex() else values.double()[..., None]
-        rows = wide.contiguous().view(torch.int64).flatten(0, -2)
-        bits, where = torch.unique(rows, dim=0, return_inverse=True)
-        numbers = [self.constants.setdefault((values.dtype, *row), -1 - len(self.constants)) for row in bits.tolist()]
+        if values.is_complex():  # by both parts
+            rows = torch.view_as_real(values.to(torch.complex128).contiguous()).view(torch.int64).view(-1, 2)
+            bits, where = torch.unique(rows, dim=0, return_inverse=True)
+            found: list[Any] = [tuple(row) for row in bits.tolist()]
+        else:
+            bits, where = torch.unique(values.double().view(torch.int64), return_inverse=True)
+            found = bits.tolist()
+        numbers = [self.constants.setdefault((values.dtype, bit), -1 - len(self.constants)) for bit in found]
         return torch.tensor(numbers, dtype=torch.int64)[where].view(values.shape)
 
 

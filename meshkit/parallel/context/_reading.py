@@ -338,7 +338,7 @@ def _factors(operation: Operation) -> list[tuple[str, Any]]:
     return [(name, None if isinstance(value, TensorRef) else value) for name, value in given]
 
 
-_OF_VALUES = ("Tensor", "number", "float", "Optional[number]", "Optional[float]", "Scalar")
+_OF_VALUES = ("Tensor", "number", "float", "Optional[number]", "Optional[float]")
 
 
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
