@@ -46,7 +46,7 @@ def parallelize(
     where it takes those. With neither, the first forward shows what must be proved.
     Names of parameters do not change.
     Wire: one all-reduce of a sum for each parameter, which finds values that differ between ranks; a
-    broadcast of the proved plan.
+    broadcast of what the first rank decided, and a gather of digests of what each was given.
     Raises: PlanError for what the model or the mesh cannot do as it was asked for, before anything is changed; PlanError for
     values that differ between ranks; MeshError on a rank that is not of the mesh.
     """

@@ -10,6 +10,7 @@ from ._lines import model_line as model_line
 from ._live import live as live
 from ._outline import computing as computing
 from ._outline import outline as outline
+from ._program import Again as Again
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._states import Held as Held

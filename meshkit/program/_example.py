@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from meshkit.core._torch import tree_flatten
 
 ROWS = 2
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -22,6 +25,19 @@ class Example:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The same of examples by which the same is read; for as long as they live."""
+        leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
+        return str(tree), tuple(_key(leaf) for leaf in leaves)
+
+
+def _key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+    plain = isinstance(leaf, bool | int | float | complex | str | torch.dtype | None)
+    return type(leaf), leaf if plain else id(leaf)
 
 
 def example_of(model: nn.Module, *, multiple: int = 1) -> Example | None:

@@ -5,9 +5,9 @@ A traced program will enter here, as further fields of `Program`: operations, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from meshkit.program._example import Example
 from meshkit.program._records import Trace
 from meshkit.program._repeat import twice
 from meshkit.program._trace import trace
+
+Again = Callable[[nn.Module, Callable[[], Trace]], Trace]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +57,25 @@ class Program:
 
     def read(self, example: Example, closed: Mapping[str, str]) -> Trace:
         """The trace of the forward on an example; read once. Raises as `trace` does."""
-        key = (example, frozenset(closed.items()), self.model.training)
+        return self.kept(
+            ("model", frozenset(closed.items())),
+            example,
+            lambda again: trace(self.model, example.args, example.kwargs, closed=closed, again=again),
+        )
+
+    def kept(self, of: Hashable, example: Example, read: Callable[[Again], Trace]) -> Trace:
+        """What `read` returns, read once. of: what is read beside the arguments of `example`, such as in which way.
+
+        read: is given what calls the model a second time, see `trace`.
+        """
+        key = of, example.key, self.model.training
         if key not in self._readings:
-            self._readings[key] = trace(self.model, example.args, example.kwargs, closed=closed, again=twice)
-        return self._readings[key]
+            again = partial(twice, known=bool(self._readings))
+            self._readings[key] = example, read(again)
+        return self._readings[key][1]
 
     @cached_property
-    def _readings(self) -> dict[tuple[Example, frozenset[tuple[str, str]], bool], Trace]:
+    def _readings(self) -> dict[Hashable, tuple[Example, Trace]]:
         return {}
 
     def frozen(self) -> Program:

@@ -22,8 +22,9 @@ from meshkit.program._records import TensorRef, Trace, Unreadable
 REMEDY = "so one reading does not show what later steps do. Use dp axes only, or write it without"
 
 
-def twice(model: nn.Module, read: Callable[[], Trace]) -> Trace:
-    """For `trace(again=...)`: the program of the first call.
+def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -> Trace:
+    """For `trace(again=...)`: the program of the first call. known: the model was called twice before, with other arguments;
+    then it is called once if nothing that it keeps has changed.
 
     Raises: Unreadable for a model whose next call runs something else, or asks for a number that each call changes.
     """
@@ -31,6 +32,8 @@ def twice(model: nn.Module, read: Callable[[], Trace]) -> Trace:
     with _without_draws(name):
         first = read()
     changed = _changed(before, model)
+    if known and not changed:
+        return first
     asked: list[str] = []
     for module, attribute in changed:
         value = vars(model.get_submodule(module))[attribute]

@@ -4,7 +4,8 @@
 the same strategies, with the same text.
 """
 
-from meshkit.resolve._resolve import resolve, resolve_together
+from meshkit.resolve._resolve import resolve
 from meshkit.resolve._resolved import Resolved
+from meshkit.resolve._together import resolve_together
 
 __all__ = ["Resolved", "resolve", "resolve_together"]

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from meshkit.core import _torch
-from meshkit.errors import MeshkitError, PlanError
+from meshkit.errors import PlanError
 from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
-from meshkit.mesh import Mesh, MeshSpec
+from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import plan_context, refuse_whole_tokens
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
@@ -48,13 +46,10 @@ from meshkit.resolve._treatments import choose, treat_blocks
 from meshkit.strategy import Strategy
 
 
-def resolve(
-    program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu", proved: Plan | None = None
-) -> Resolved:
+def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
     """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
 
-    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels. proved: the plan,
-    where another rank has proved it already, which takes seconds.
+    spec: without a -1. device_type: "cuda" or "cpu", the device of the run: a `Budget` prices its kernels.
     Raises: PlanError for a strategy of another mesh, and for whatever cannot run as it was asked for, with what to change;
     Unproved for a plan on tp that is not shown to compute what one device computes.
     """
@@ -63,7 +58,7 @@ def resolve(
     # several things wrong the text is about the simplest.
     refuse_other_mesh(strategy, spec)
     refuse_without_pp(strategy, spec)
-    names = name_modules(program, proved or strategy.plan)
+    names = name_modules(program, strategy.plan)
     refuse_without_blocks(strategy, names.blocks)
     refuse_meta(program)
     refuse_pointers(program, spec)
@@ -80,13 +75,13 @@ def resolve(
     if sequence and strategy.plan is not None:
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
-    if proved is None and example is not None:
+    if example is not None:
         plan = _prove(program, names, strategy, spec, example, sequence=sequence, auto=strategy.plan is None)
         names = replace(names, plan=plan)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
     rows = example or program.example or example_of(program.model)
-    if proved is None and rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+    if rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
         refuse_mixed_rows(program, rows, blocks=names.blocks, closed=closed)
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
@@ -258,29 +253,3 @@ def _prove(
         text = f"{error} Change the plan there, or leave such modules whole with unproved='replicate'."
         raise Unproved(text, error.module, error.before) from error
     return names.plan
-
-
-def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
-    """`resolve` on every rank of the mesh. The model is proved by the first rank alone, and the others are told its plan.
-
-    Wire: a broadcast of the plan.
-    """
-
-    def resolved(proved: Plan | None) -> Resolved:
-        return resolve(program, strategy, mesh.spec, device_type=mesh.device.type, proved=proved)
-
-    if mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group):
-        return resolved(None)
-    own: Resolved | None = None
-    told: list[Plan | MeshkitError | None] = [None]
-    if dist.get_rank(mesh.group) == 0:
-        # The refusal travels too: the others would wait for a rank that has raised.
-        try:
-            own = resolved(None)
-            told = [own.plan]
-        except MeshkitError as error:
-            told = [error]
-    dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
-    if isinstance(told[0], MeshkitError):
-        raise told[0]
-    return own or resolved(told[0])

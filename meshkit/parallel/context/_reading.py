@@ -7,7 +7,7 @@ through us. In both, attention is one operation. The rest must treat each token 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -33,6 +33,8 @@ from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
     CLOSED,
     CLOSED_BY_VALUE,
+    Again,
+    Example,
     Held,
     Operation,
     Program,
@@ -45,7 +47,6 @@ from meshkit.program import (
     prove,
     tensors,
     trace,
-    twice,
     without_values,
 )
 
@@ -76,6 +77,11 @@ class Doors:
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
     calls: tuple[Attention, ...] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """The same of doors that change a module alike."""
+        return self.registry, self.intercepted, tuple(self.patterns.items()), tuple(self.whole.items())
 
     def open(self, module: nn.Module) -> None:
         """Let the module's attention follow the split mask that its forward is given."""
@@ -245,24 +251,35 @@ class Reader:
 
     def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:
         """The single-device model's program."""
-        model = without_values(self.program.model)
         args, kwargs = call.alone(tokens)
-        if self.takes_mask:
-            kwargs["mask"] = ReadMask()
-        elif registry:
-            read_registry(model, packed="position_ids" in call.given)
-        else:
-            for name in self.named or ("",):
-                read_calls(model.get_submodule(name))
-        read = trace(model, args, kwargs, closed=self.closed, again=twice)
-        refuse_writes(read, self.program.model)
-        return self._with_values(live(read))
+        packed = "position_ids" in call.given
+
+        def read(again: Again) -> Trace:
+            model = without_values(self.program.model)
+            if self.takes_mask:
+                kwargs["mask"] = ReadMask()
+            elif registry:
+                read_registry(model, packed=packed)
+            else:
+                for name in self.named or ("",):
+                    read_calls(model.get_submodule(name))
+            found = trace(model, args, kwargs, closed=self.closed, again=again)
+            refuse_writes(found, self.program.model)
+            return self._with_values(live(found))
+
+        of = "attention", registry, packed, self.named, frozenset(self.closed.items())
+        return self.program.kept(of, Example(args, dict(kwargs)), read)
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
-        model = without_values(self.program.model)
-        doors.open(model)
         args, kwargs = call.of(tokens)
-        return self._with_values(live(trace(model, args, {**kwargs, "mask": ReadMask()}, closed=self.closed)))
+
+        def read(again: Again) -> Trace:
+            model = without_values(self.program.model)
+            doors.open(model)
+            return self._with_values(live(trace(model, args, {**kwargs, "mask": ReadMask()}, closed=self.closed)))
+
+        of = "on a rank", doors.key, frozenset(self.closed.items())
+        return self.program.kept(of, Example(args, kwargs), read)
 
     def _with_values(self, trace: Trace) -> Trace:
         """The trace with the values of whole numbers that the model keeps: positions, and kinds of tokens."""

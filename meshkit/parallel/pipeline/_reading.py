@@ -10,6 +10,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,9 @@ class Reading:
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
         self._set_training(running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
+        again = partial(twice, known=self.guard is not None or bool(self._flows))  # which reads it too
         try:
-            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=twice)
+            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=again)
         except ReadingError as error:
             raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
         _refuse_mixed_logits(read)

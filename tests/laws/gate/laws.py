@@ -187,20 +187,21 @@ def refused_by_explain(cell: Cell) -> str:
 def judge(cell: Cell, folder: str) -> Verdict:
     """On every rank: train three steps, the last of them resumed on another mesh where the cell says so."""
     noted: list[Noting] = []
-    tried = cell
+    tried, other = cell, None
     try:
         run = start(cell, noted)
         if cell.resume:
             tried = _resumed(cell)
-            start(tried)
+            other = start(tried)
     except mk.MeshkitError as error:
         said = refused_by_explain(tried)
         same = {} if said == str(error) else {"refusal": f"parallelize says {error}, explain {said or 'nothing'}"}
         return Verdict(refused=str(error), broken=same)
-    return Verdict(broken=_train(cell, run, noted, folder))
+    return Verdict(broken=_train(cell, run, other, noted, folder))
 
 
-def _train(cell: Cell, run: mk.Run, noted: list[Noting], folder: str) -> dict[str, str]:
+def _train(cell: Cell, run: mk.Run, other: mk.Run | None, noted: list[Noting], folder: str) -> dict[str, str]:
+    """other: what goes on before the last step."""
     expected, exact = (
         alone(cell.model, cell.sizes, each, cell.layers, cell.packing, cell.masked, cell.spec.world_size)
         for each in (cell.precision, "fp64")
@@ -209,8 +210,8 @@ def _train(cell: Cell, run: mk.Run, noted: list[Noting], folder: str) -> dict[st
     optimizer = mk.adamw(run, lr=LR)
     broken |= _names(run)
     for step, batch in enumerate(batches(cell)):
-        if cell.resume and step == STEPS - 1:
-            run, optimizer = _resume(cell, run, optimizer, folder)
+        if other is not None and step == STEPS - 1:
+            run, optimizer = _resume(run, optimizer, other, folder)
         local = own_rows(batch, run.mesh)
         with mk.observe(run.mesh) as seen:
             loss = float(run.forward_backward(local, microbatches=cell.microbatches))
@@ -311,12 +312,11 @@ def _first_values(cell: Cell, run: mk.Run) -> dict[str, str]:
 
 
 def _resume(
-    cell: Cell, run: mk.Run, optimizer: torch.optim.Optimizer, folder: str
+    run: mk.Run, optimizer: torch.optim.Optimizer, other: mk.Run, folder: str
 ) -> tuple[mk.Run, torch.optim.Optimizer]:
     """Law 5: saved here, and loaded there into other values."""
     with mk.Checkpointer(folder, asynchronous=False) as checkpointer:
         checkpointer.save(STEPS - 1, run, optimizer)
-    other = start(_resumed(cell))
     with torch.no_grad():
         for param in other.parameters():
             param.mul_(0.5)
@@ -333,17 +333,28 @@ def _bytes(
 ) -> dict[str, str]:
     """Law 7: what was sent is what `explain` says; what went to experts is what it says of the routing that there was."""
     mesh = run.mesh
+    rows = local["labels"].shape[0]
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.packing else None
     said = explain(
-        run.full_model,  # resolved once more: what parallelize accepts, explain accepts
-        mesh.spec,
-        run.strategy,
-        rows=local["labels"].shape[0],
+        run,
+        rows=rows,
         seq_len=tokens_of(cell),
         microbatches=cell.microbatches,
         mask=masks,
         coordinate={axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")},
     ).messages
+    if mesh.rank == 0:  # resolved once more: what parallelize accepts, explain accepts, and says the same
+        again = explain(
+            run.full_model,
+            mesh.spec,
+            run.strategy,
+            rows=rows,
+            seq_len=tokens_of(cell),
+            microbatches=cell.microbatches,
+            mask=masks,
+        ).messages
+        if again != said:
+            return {"bytes": f"of the run {dict(said - again)}, of its full model {dict(again - said)}"}
     if noted:
         dispatch = {m for m in said if m.axis in ("ep", "etp", "ep_etp") and m.op != "all_reduce"}
         said = Counter({m: times for m, times in said.items() if m not in dispatch}) + _to_experts(cell, noted)
