@@ -101,9 +101,13 @@ def _trace(
     # Neither routers' reports nor whoever watches operators or saves tensors may know of a forward that is only read.
     unseen = saved_tensors_hooks(lambda x: x, lambda x: x)
     with collect_nothing(), _torch.without_modes(), _torch.without_fake_errors(), unseen:
-        with _torch.fake_mode() as fake:
-            copy = _fake_copy(model)
-            args, kwargs = tree_map(_without_value, (args, kwargs))
+        fake = _torch.fake_mode()
+
+        def without_value(value: Any) -> Any:
+            return _torch.fake_like(fake, value) if isinstance(value, Tensor) else value
+
+        copy = _fake_copy(model, fake)
+        args, kwargs = tree_map(without_value, (args, kwargs))
         recorder.known = originals(model)
         recorders = iter((recorder,))
 
@@ -159,20 +163,13 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
     module.__dict__["forward"] = forward
 
 
-def _without_value(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-
-
-def _fake_copy(model: nn.Module) -> nn.Module:
+def _fake_copy(model: nn.Module, mode: Any) -> nn.Module:
     made: dict[int, Any] = {}
     for param in model.parameters():
-        fake = nn.Parameter(_without_value(param.detach()), param.requires_grad)
-        fake.__dict__.update(param.__dict__)
-        made[id(param)] = fake
+        made[id(param)] = _torch.fake_parameter(mode, param)
+        made[id(param)].__dict__.update(param.__dict__)
     for buffer in model.buffers():
-        made[id(buffer)] = _without_value(buffer)
+        made[id(buffer)] = _torch.fake_like(mode, buffer)
     copy = copied(model, made, {})
     for module in copy.modules():
         # transformers' experts, by a way that loops over no values.

@@ -55,7 +55,9 @@ from .tensors import tree_unflatten as tree_unflatten
 from .tracing import allow_recompiles as allow_recompiles
 from .tracing import DataDependentOutputException as DataDependentOutputException
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
+from .tracing import fake_like as fake_like
 from .tracing import fake_mode as fake_mode
+from .tracing import fake_parameter as fake_parameter
 from .tracing import FakeTensorMode as FakeTensorMode
 from .tracing import functions_replaced as functions_replaced
 from .tracing import graph_node as graph_node
