@@ -87,7 +87,7 @@ def parallelize(
         policy=resolved.strategy.experts,
     )
     share_counts(model, mesh, sequence=sequence)
-    guard = guard_of(program, resolved.layout, resolved.example, blocks=resolved.blocks)
+    guard = guard_of(program, resolved.layout, resolved.example, resolved.outline, blocks=resolved.blocks)
     if resolved.cut is not None:
         on_rank = without_values(program.model)
         if resolved.layout is not None:

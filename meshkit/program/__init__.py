@@ -5,6 +5,7 @@ from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values
 from ._example import Example as Example
 from ._example import example_of as example_of
+from ._example import with_positions as with_positions
 from ._fold import fold as fold
 from ._lines import model_line as model_line
 from ._live import live as live

@@ -33,6 +33,15 @@ class Example:
         return str(tree), tuple(_key(leaf) for leaf in leaves)
 
 
+def with_positions(model: nn.Module, example: Example) -> Example:
+    """With `position_ids`, where the model takes them and its first argument is [rows, tokens]."""
+    ids = example.args[0] if example.args else example.kwargs.get("input_ids")
+    takes = "position_ids" in inspect.signature(model.forward).parameters and "position_ids" not in example.kwargs
+    if not takes or not isinstance(ids, Tensor) or ids.ndim != 2 or len(example.args) > 1:
+        return example
+    return Example(example.args, {**example.kwargs, "position_ids": torch.empty_like(ids, device="meta")})
+
+
 def _key(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad

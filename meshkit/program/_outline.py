@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,9 +21,10 @@ def computing(trace: Trace) -> list[Operation]:
     return kept
 
 
-def outline(trace: Trace) -> Hashable:
-    """The operations with their places, and their arguments but for sizes."""
-    return tuple((each.name, each.where, _arguments(each)) for each in computing(trace))
+def outline(trace: Trace) -> str:
+    """A digest of the operations with their places, and of their arguments but for sizes."""
+    listed = [(each.name, each.where, _arguments(each)) for each in computing(trace)]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def _arguments(operation: Operation) -> Hashable:

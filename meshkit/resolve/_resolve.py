@@ -20,12 +20,12 @@ from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
-from meshkit.parallel.tensor.proof import prove_layout
+from meshkit.parallel.tensor.proof import closed_of, prove_layout
 from meshkit.parallel.tensor.regather import refuse_without_sequence
 from meshkit.parallel.tensor.replicate import replicate_unproved
 from meshkit.parallel.writes import refuse_writes
 from meshkit.plan import Plan, match_table
-from meshkit.program import Example, Program, ReadingError, Unproved, example_of
+from meshkit.program import Example, Program, ReadingError, Unproved, example_of, outline, with_positions
 from meshkit.resolve._names import Names, name_modules
 from meshkit.resolve._refusals import (
     refuse_backend,
@@ -133,6 +133,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         treatments=treated,
         choices=tuple(choices),
         example=example,
+        outline=None if example is None or layout is None else outline(program.read(example, closed_of(layout))),
     )
     refuse_units(resolved)
     return resolved
@@ -205,6 +206,8 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     example = program.example or example_of(program.model, multiple=4 * spec.tp)
     if example is None:
         return None
+    if spec.cp > 1 and program.example is None:  # whose ranks say which tokens they have
+        example = with_positions(program.model, example)
     try:
         refuse_writes(program.read(example, {}), program.model)
     except ReadingError as error:

@@ -23,7 +23,7 @@ class _Seen:
 
     least: Sizes
     most: Sizes
-    proved: set[Hashable] = field(default_factory=set)
+    proved: set[str] = field(default_factory=set)
 
     def covers(self, sizes: Sizes) -> bool:
         return all(low <= size <= high for low, size, high in zip(self.least, sizes, self.most, strict=True))
@@ -34,29 +34,34 @@ class _Seen:
 
 
 class Guard:
-    """Of a layout that was proved on `example`. Calls with other arguments, or in another mode (train, eval), are proved
-    before they run. Those with a size beyond all that were seen are read, and proved if the operations are others; so what
-    depends on a size is found where it parts the sizes in two, but not where it holds in a middle, or for odd ones.
+    """Of a layout that was proved on `example`, of which `seen` is the outline. Calls with other arguments, or in another
+    mode (train, eval), are proved before they run. Those with a size beyond all that were seen are read, and proved if the
+    operations are others; so what depends on a size is found where it parts the sizes in two, but not where it holds in a
+    middle, or for odd ones.
 
     A `mask` is left away: attention follows it head by head.
     Wire: nothing; every rank reads for itself, and ranks of the axis have the same calls.
     """
 
     def __init__(
-        self, program: Program, layout: TensorLayout, example: Example | None, *, blocks: Sequence[str]
+        self,
+        program: Program,
+        layout: TensorLayout,
+        example: Example | None,
+        seen: str | None,
+        *,
+        blocks: Sequence[str],
     ) -> None:
         self.program, self.layout, self.blocks = program, layout, tuple(blocks)
         self._seen: dict[Hashable, _Seen] = {}
-        self._proved = example
+        if example is not None and seen is not None:
+            self._note(_signature(program.model, example), example, seen)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of a call of the model. Raises: Unproved where its program is not shown to be right on parts."""
         given = args, {name: value for name, value in kwargs.items() if name != "mask"}
         if any(map(_torch.is_fake, _torch.tree_leaves(given))):
             return
-        if self._proved is not None:  # of which nothing was asked yet
-            example, self._proved = self._proved, None
-            self._note(_signature(self.program.model, example), example)
         example = Example(*_torch.tree_map(_not_empty, given))
         signature, sizes = _signature(model, example), _sizes(example)
         seen = self._seen.get(signature)
@@ -70,7 +75,7 @@ class Guard:
     def _read(self, example: Example, signature: Hashable, seen: _Seen | None) -> None:
         if seen is None:
             prove_layout(self.program, self.layout, example, blocks=self.blocks)
-            self._note(signature, example)
+            self._note(signature, example, outline(self.program.read(example, closed_of(self.layout))))
             return
         # Sizes that grow step by step, as a cache of keys, are not read in each.
         rounded = _rounded_up(example, seen)
@@ -86,16 +91,16 @@ class Guard:
                 seen.proved.add(read)
             seen.cover(_sizes(each))
 
-    def _note(self, signature: Hashable, example: Example) -> None:
-        sizes, read = _sizes(example), self.program.read(example, closed_of(self.layout))
-        self._seen[signature] = _Seen(sizes, sizes, {outline(read)})
+    def _note(self, signature: Hashable, example: Example, read: str) -> None:
+        sizes = _sizes(example)
+        self._seen[signature] = _Seen(sizes, sizes, {read})
 
 
 def guard_of(
-    program: Program, layout: TensorLayout | None, example: Example | None, *, blocks: Sequence[str]
+    program: Program, layout: TensorLayout | None, example: Example | None, seen: str | None, *, blocks: Sequence[str]
 ) -> Guard | None:
     """None where nothing is split."""
-    return None if layout is None else Guard(program, layout, example, blocks=blocks)
+    return None if layout is None else Guard(program, layout, example, seen, blocks=blocks)
 
 
 def _sizes(example: Example) -> Sizes:

@@ -85,7 +85,7 @@ def test_sizes_within_those_that_were_seen_are_not_read(monkeypatch: pytest.Monk
     program = read_program(build(along_tokens))
     resolved = resolve(program, Strategy(), MeshSpec(tp=2))
     assert resolved.layout is not None
-    watch = guard.Guard(program, resolved.layout, resolved.example, blocks=resolved.blocks)
+    watch = guard.Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=resolved.blocks)
     read: list[int] = []
     proved: list[int] = []
 
@@ -117,6 +117,6 @@ def test_what_is_asked_without_gradients_first_is_proved_with_them() -> None:
     program = read_program(build(lambda: OnLength(Detached.apply)))
     resolved = resolve(program, Strategy(), MeshSpec(tp=2))
     assert resolved.layout is not None
-    watch = guard.Guard(program, resolved.layout, resolved.example, blocks=resolved.blocks)
+    watch = guard.Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=resolved.blocks)
     with torch.no_grad(), pytest.raises(Unproved, match="backward"):
         watch(program.model, (ids(13),), {})
