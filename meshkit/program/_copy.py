@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
+from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+
+from meshkit.program._watch import is_source
 
 
 def without_values(model: nn.Module, *, emptied: Collection[str] = ()) -> nn.Module:
@@ -166,7 +169,29 @@ class _Pointers:
             return value if same else partial(function, *args, **keywords)
         if type(value) is FunctionType and value.__closure__:
             return self._function(value)
-        return value
+        return self._state(value)
+
+    def _state(self, value: Any) -> Any:
+        """Of what a forward may change beside lists and dicts: counters, records, generators of random numbers. What these
+        point at stays what it is: a parameter that is reached by one is refused where it is read."""
+        if not isinstance(value, _STATES) and not is_source(value) and not is_record(value):
+            return value
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        try:
+            # A copy of numpy's generators shares their state.
+            how = copy.deepcopy if type(value).__module__.startswith("numpy.") else copy.copy
+            made = self._remember(value, how(value))
+        except Exception:  # as a file or a generator raises
+            return value
+        if isinstance(made, list):
+            made[:] = map(self._state, value)
+        elif isinstance(made, dict):
+            for key, each in list(made.items()):
+                dict.__setitem__(made, key, self._state(each))
+        for key, each in vars(made).items() if is_record(made) else ():
+            vars(made)[key] = self._state(each)
+        return made
 
     def _function(self, value: FunctionType) -> FunctionType:
         """With a closure of its own where that points at a module; else the same function, which what is alike is told by."""
@@ -187,6 +212,17 @@ class _Pointers:
         self._copies[id(value)] = made
         self._alive.append(value)
         return made
+
+
+_STATES = (list, dict, set, deque)
+_SHARED = ("torch", "meshkit", "transformers", "builtins", "threading", "logging", "multiprocessing", "concurrent")
+
+
+def is_record(value: Any) -> bool:
+    """An object with attributes, of a class that is neither torch's nor one of models' settings, which are only read."""
+    if isinstance(value, type | ModuleType | FunctionType | MethodType | partial | Enum | nn.Module | Tensor):
+        return False
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _SHARED
 
 
 def _contents(cell: CellType) -> Iterator[Any]:

@@ -7,17 +7,22 @@ then nothing is known of later steps.
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from numbers import Number
 from typing import Any
 
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
+from meshkit.program._copy import is_record
 from meshkit.program._records import TensorRef, Trace, Unreadable
+from meshkit.program._watch import is_source, watched
 
 REMEDY = "so one reading does not show what later steps do. Use dp axes only, or write it without"
 
@@ -31,52 +36,88 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
     name, before = type(model).__name__, state(model)
     with _without_draws(name):
         first = read()
-    changed = _changed(before, model)
+    changed = [
+        cell
+        for cell in _cells(model)
+        if is_source(cell.value) or not _same(before.get(cell.key, _NEW), _view(cell.value))
+    ]
     if known and not changed:
         return first
+    labels = [cell.label for cell in changed]
     asked: list[str] = []
-    for module, attribute in changed:
-        value = vars(model.get_submodule(module))[attribute]
-        if type(value) in (int, float):
-            label = f"{module}.{attribute}".lstrip(".")
-            vars(model.get_submodule(module))[attribute] = _watched(value, partial(asked.append, label))
-    said = f" ({', '.join(f'{module}.{attribute}'.lstrip('.') for module, attribute in changed[:3])} changed)" * bool(
-        changed
-    )
+    for cell in changed:
+        found = watched(cell.value, partial(asked.append, cell.label))
+        if found is not None:
+            cell.owner[cell.place] = found
+    said = f" ({', '.join(labels[:3])} changed)" if labels else ""
     try:
         second = read()
     except Exception as error:
+        if asked:
+            raise Unreadable(_asked(name, asked)) from error
         raise Unreadable(f"{name}: its second call raises {type(error).__name__}: {error}{said}, {REMEDY}.") from error
     if asked:
-        raise Unreadable(f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}.")
+        raise Unreadable(_asked(name, asked))
     if (where := _difference(first, second)) is not None:
         raise Unreadable(f"{name}: its second call runs something else at {where}{said}, {REMEDY}.")
     return first
 
 
-def state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """What modules hold beside parameters, buffers and modules."""
-    return {
-        (name, key): _view(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _TABLES
-    }
+def _asked(name: str, asked: list[str]) -> str:
+    return f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place where a model keeps something beside parameters, buffers and modules: `owner[place]`. key: of the place."""
+
+    key: tuple[str, ...]
+    owner: Any
+    place: Any
+
+    @property
+    def value(self) -> Any:
+        return self.owner[self.place]
+
+    @property
+    def label(self) -> str:
+        return ".".join(filter(None, self.key))
+
+
+def state(model: nn.Module) -> dict[tuple[str, ...], Any]:
+    """What modules hold beside parameters, buffers and modules, and what dicts and records hold that they have."""
+    return {cell.key: _view(cell.value) for cell in _cells(model)}
+
+
+def _cells(model: nn.Module) -> Iterator[Cell]:
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for key in vars(module):
+            if key not in _TABLES:
+                yield from _cells_of(Cell((name, key), vars(module), key), seen)
+
+
+def _cells_of(cell: Cell, seen: set[int]) -> Iterator[Cell]:
+    yield cell
+    value = cell.value
+    inside = value if isinstance(value, dict) else vars(value) if is_record(value) else {}
+    if id(value) in seen or len(cell.key) > _DEEPEST or len(inside) > _MOST:
+        return
+    seen.add(id(value))
+    for key in list(inside):
+        yield from _cells_of(Cell((*cell.key, str(key)), inside, key), seen)
 
 
 _TABLES = frozenset(vars(nn.Module()))
+_DEEPEST, _MOST = 5, 4096
+_NEW = object()
 
 
 def _view(value: Any) -> Any:
-    """Of a list or dict what it has now."""
+    """Of a list what it has now; what dicts and records have are cells of their own."""
     if isinstance(value, dict):
-        return dict, tuple(value.items())
+        return dict, tuple(value)
     return (type(value), tuple(value)) if isinstance(value, list | set | deque) else value
-
-
-def _changed(before: Any, model: nn.Module) -> list[tuple[str, str]]:
-    now = state(model)
-    return [key for key, value in now.items() if key not in before or not _same(before[key], value)]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -84,7 +125,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and isinstance(one, str | int | float) and one == other
+    return type(one) is type(other) and isinstance(one, str | Number) and one == other
 
 
 def _difference(first: Trace, second: Trace) -> str | None:
@@ -111,47 +152,19 @@ def _arguments(trace: Trace, operation: Any) -> Any:
 
 @contextmanager
 def _without_draws(name: str) -> Iterator[None]:
-    """Raises: Unreadable where what is inside draws of Python's random numbers: others on each rank and in each call."""
-    before = random.getstate()
+    """Raises: Unreadable where what is inside draws of Python's or numpy's random numbers: others on each rank and in each
+    call."""
+    numpy: Any = sys.modules.get("numpy")
+    before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else ()
     yield
-    if random.getstate() != before:
+    drawn = "Python's `random`" * (random.getstate() != before)
+    if of_numpy and any(map(_differ, numpy.random.get_state(), of_numpy)):
+        drawn = "`numpy.random`"
+        numpy.random.set_state(of_numpy)
+    if drawn:
         random.setstate(before)
-        raise Unreadable(
-            f"{name}: its forward draws of Python's `random`, which is not the same on all ranks, {REMEDY}."
-        )
+        raise Unreadable(f"{name}: its forward draws of {drawn}, which is not the same on all ranks, {REMEDY}.")
 
 
-def _watched(value: Any, ask: Callable[[], None]) -> Any:
-    """The number; `ask` is called when something is decided by it. Its sums and products are watched too."""
-    kind = type(value)
-
-    def decided(name: str) -> Any:
-        def method(self: Any, *args: Any) -> Any:
-            ask()
-            return getattr(kind, name)(self, *args)
-
-        return method
-
-    def computed(name: str) -> Any:
-        def method(self: Any, *args: Any) -> Any:
-            result = getattr(kind, name)(self, *args)
-            return _watched(result, ask) if type(result) in (int, float) else result
-
-        return method
-
-    deciding = ("__bool__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__")
-    computing = (
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-        "__mod__",
-        "__floordiv__",
-        "__neg__",
-    )
-    members = {name: decided(name) for name in deciding} | {
-        name: computed(name) for name in computing if hasattr(kind, name)
-    }
-    return type("Watched", (kind,), members)(value)
+def _differ(one: Any, other: Any) -> bool:
+    return bool(one.tobytes() != other.tobytes() if hasattr(one, "tobytes") else one != other)

@@ -111,10 +111,13 @@ class Walk:
             self.before = self.module if module != self.module else self.before
             self.at, self.module = self.ranks[0].where(first), module
             step = self.steps.get(first.name)
-            if step is not None:
-                step(self, operations)
-            else:
-                self._follow(self.next(first), operations)
+            try:
+                if step is not None:
+                    step(self, operations)
+                else:
+                    self._follow(self.next(first), operations)
+            except (IndexError, RuntimeError) as error:  # sizes that do not belong together
+                raise Unproved(f"{self.at}: it cannot be followed: {error}") from error
         if (left := next(self._model, None)) is not None:
             raise Unproved(f"{left}: the split model does not run it.")
         outputs = tensors(self.trace.output)

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshkit.core import _torch
 from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import SplitMask
+from meshkit.program import Covered, Example, is_number, kind_of_call
 
 
 class Proofs:
-    """A hook before a split model's forward: proves it once for each kind of call, and reads it again on more tokens, or
-    fewer, than it was read on. Every rank proves for itself, and all come to the same end, for they have the same batch.
+    """A hook before a split model's forward: proves it once for each kind of call, and again for numbers among its arguments
+    beyond those that were seen; and reads it again on more tokens, or fewer, than it was read on. Every rank proves for
+    itself, and all come to the same end, for they have the same batch.
 
     Wire: nothing.
     """
 
     def __init__(self, reader: Reader, doors: Doors, proved: Call | None) -> None:
         self.reader, self.doors = reader, doors
-        self._known: set[Hashable] = set()
+        self._known: dict[Hashable, Covered] = {}  # by kind of call: of numbers
         # Fewest and most tokens that each kind of call was looked at with.
         self._sizes: dict[Hashable, tuple[int, int]] = {}
         if proved is not None:
-            self._known.add(_kind(reader.program.model, proved))
+            numbers = _numbers(proved)
+            self._known[_kind(reader.program.model, proved)] = Covered(numbers, numbers)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("mask")
@@ -33,11 +37,20 @@ class Proofs:
             return
         rest = {name: value for name, value in kwargs.items() if name != "mask"}
         call = Call(args, rest, mask.tokens, mask.given, mask.batch_rows)
-        kind = _kind(model, call)
-        if kind not in self._known:
+        kind, numbers = _kind(model, call), _numbers(call)
+        known = self._known.get(kind)
+        if known is None or not known.covers(numbers):
             self.reader.program.model.train(model.training)
             self.reader.prove(self.doors, call)
-            self._known.add(kind)
+            known = self._known.setdefault(kind, Covered(numbers, numbers))
+            if not known.covers(numbers):  # not each number of a step
+                rounded = known.rounded_up(_without_tensors(call))
+                further = replace(
+                    call, args=_numbered(call.args, rounded.args), kwargs=_numbered(call.kwargs, rounded.kwargs)
+                )
+                self.reader.prove(self.doors, further)
+                known.cover(numbers)
+                known.cover(_numbers(further))
         counts = {mask.row_tokens, *mask.layout.lengths}
         least, most = self._sizes.get(kind, (min(counts) + 1, 0))
         if min(counts) < least or max(counts) > most:
@@ -48,10 +61,24 @@ class Proofs:
 
 
 def _kind(model: nn.Module, call: Call) -> Hashable:
-    """What the program may depend on, but for sizes: names, numbers of dims, dtypes, and the mode."""
-    leaves, tree = _torch.tree_flatten((call.args, dict(call.kwargs)))
-    kinds = tuple(
-        (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf)
-        for leaf in leaves
-    )
-    return str(tree), kinds, call.given & {"position_ids", "attention_mask"}, model.training
+    return kind_of_call(model, Example(call.args, call.kwargs)), call.given & {"position_ids", "attention_mask"}
+
+
+def _numbers(call: Call) -> tuple[float, ...]:
+    return tuple(leaf for leaf in _torch.tree_leaves((call.args, dict(call.kwargs))) if is_number(leaf))
+
+
+def _without_tensors(call: Call) -> Example:
+    args, kwargs = _torch.tree_map(lambda leaf: leaf if is_number(leaf) else None, (call.args, dict(call.kwargs)))
+    return Example(args, kwargs)
+
+
+def _numbered(tree: Any, numbers: Any) -> Any:
+    """The tree with other numbers."""
+    each = iter(_torch.tree_leaves(numbers))
+
+    def leaf(value: Any) -> Any:
+        number = next(each)
+        return number if is_number(value) else value
+
+    return _torch.tree_map(leaf, dict(tree) if isinstance(tree, dict) else tree)

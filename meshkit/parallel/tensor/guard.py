@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,32 +11,14 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.parallel.tensor.proof import closed_of, prove_layout
-from meshkit.program import Example, Program, ReadingError, outline, trace
-
-Sizes = tuple[int, ...]
-
-
-@dataclass
-class _Seen:
-    """Of calls that differ in sizes alone: fewest and most of each size, and the outlines that are proved."""
-
-    least: Sizes
-    most: Sizes
-    proved: set[str] = field(default_factory=set)
-
-    def covers(self, sizes: Sizes) -> bool:
-        return all(low <= size <= high for low, size, high in zip(self.least, sizes, self.most, strict=True))
-
-    def cover(self, sizes: Sizes) -> None:
-        self.least = tuple(map(min, self.least, sizes))
-        self.most = tuple(map(max, self.most, sizes))
+from meshkit.program import Covered, Example, Program, ReadingError, kind_of_call, outline, sizes_of, trace
 
 
 class Guard:
     """Of a layout that was proved on `example`, of which `seen` is the outline. Calls with other arguments, or in another
-    mode (train, eval), are proved before they run. Those with a size beyond all that were seen are read, and proved if the
-    operations are others; so what depends on a size is found where it parts the sizes in two, but not where it holds in a
-    middle, or for odd ones.
+    mode (train, eval), are proved before they run. Those with a size, or a number among the arguments, beyond all that were
+    seen are read, and proved if the operations are others; so what depends on a size is found where it parts the sizes in
+    two, but not where it holds in a middle, or for odd ones.
 
     A `mask` is left away: attention follows it head by head.
     Wire: nothing; every rank reads for itself, and ranks of the axis have the same calls.
@@ -53,9 +34,9 @@ class Guard:
         blocks: Sequence[str],
     ) -> None:
         self.program, self.layout, self.blocks = program, layout, tuple(blocks)
-        self._seen: dict[Hashable, _Seen] = {}
+        self._seen: dict[Hashable, Covered] = {}
         if example is not None and seen is not None:
-            self._note(_signature(program.model, example), example, seen)
+            self._note(kind_of_call(program.model, example), example, seen)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of a call of the model. Raises: Unproved where its program is not shown to be right on parts."""
@@ -63,7 +44,7 @@ class Guard:
         if any(map(_torch.is_fake, _torch.tree_leaves(given))):
             return
         example = Example(*_torch.tree_map(_not_empty, given))
-        signature, sizes = _signature(model, example), _sizes(example)
+        signature, sizes = kind_of_call(model, example), sizes_of(example)
         seen = self._seen.get(signature)
         if seen is not None and seen.covers(sizes):
             return
@@ -72,14 +53,13 @@ class Guard:
         with torch.inference_mode(False), torch.enable_grad():
             self._read(example, signature, seen)
 
-    def _read(self, example: Example, signature: Hashable, seen: _Seen | None) -> None:
+    def _read(self, example: Example, signature: Hashable, seen: Covered | None) -> None:
         if seen is None:
             prove_layout(self.program, self.layout, example, blocks=self.blocks)
             self._note(signature, example, outline(self.program.read(example, closed_of(self.layout))))
             return
-        # Sizes that grow step by step, as a cache of keys, are not read in each.
-        rounded = _rounded_up(example, seen)
-        for each in (example, rounded) if _sizes(rounded) != _sizes(example) else (example,):
+        rounded = seen.rounded_up(example)
+        for each in (example, rounded) if sizes_of(rounded) != sizes_of(example) else (example,):
             try:
                 read = outline(trace(self.program.model, each.args, each.kwargs, closed=closed_of(self.layout)))
             except ReadingError:
@@ -89,11 +69,11 @@ class Guard:
             if read not in seen.proved:
                 prove_layout(self.program, self.layout, each, blocks=self.blocks)
                 seen.proved.add(read)
-            seen.cover(_sizes(each))
+            seen.cover(sizes_of(each))
 
     def _note(self, signature: Hashable, example: Example, read: str) -> None:
-        sizes = _sizes(example)
-        self._seen[signature] = _Seen(sizes, sizes, {read})
+        sizes = sizes_of(example)
+        self._seen[signature] = Covered(sizes, sizes, {read})
 
 
 def guard_of(
@@ -103,36 +83,8 @@ def guard_of(
     return None if layout is None else Guard(program, layout, example, seen, blocks=blocks)
 
 
-def _sizes(example: Example) -> Sizes:
-    leaves = _torch.tree_leaves((example.args, dict(example.kwargs)))
-    return tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
-
-
-def _rounded_up(example: Example, seen: _Seen) -> Example:
-    """With the sizes that are larger than any that were seen rounded up to powers of two."""
-    most = iter(seen.most)
-
-    def larger(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = [1 << (size - 1).bit_length() if size > next(most) else size for size in leaf.shape]
-        return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-    return Example(*_torch.tree_map(larger, (example.args, dict(example.kwargs))))
-
-
 def _not_empty(leaf: Any) -> Any:
     """Of no elements nothing shows which a rank has: rows without images are read as if they had two."""
     if not isinstance(leaf, Tensor) or leaf.numel():
         return leaf
     return torch.empty([size or 2 for size in leaf.shape], dtype=leaf.dtype, device="meta")
-
-
-def _signature(model: nn.Module, example: Example) -> Hashable:
-    """What the program may depend on, but for sizes: names, numbers of dims, dtypes, and the mode."""
-    leaves, tree = _torch.tree_flatten((example.args, dict(example.kwargs)))
-    kinds = tuple(
-        (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf)
-        for leaf in leaves
-    )
-    return str(tree), kinds, model.training
