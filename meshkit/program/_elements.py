@@ -103,7 +103,7 @@ class Replay:
             for number, operation in enumerate(trace.operations)
             for ref in tensors((operation.args, operation.kwargs, operation.outputs))
         }
-        for ref in tensors(trace.output):
+        for ref in tensors((trace.output, dict(trace.kept))):
             self._last_used[ref.storage] = len(trace.operations)
 
     def operations(self) -> Iterator[Operation]:

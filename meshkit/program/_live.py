@@ -9,8 +9,9 @@ from meshkit.program._records import Operation, Trace, tensors
 
 
 def live(trace: Trace, result: Any = None) -> Trace:
-    """The trace less operations that the output does not depend on, or a part of it. What writes into memory is kept."""
-    read = {ref.storage for ref in tensors(trace.output if result is None else result)}
+    """The trace less operations that the output, and what is kept, do not depend on; or `result`. What writes into memory
+    stays."""
+    read = {ref.storage for ref in tensors((trace.output, dict(trace.kept)) if result is None else result)}
     kept: list[Operation] = []
     for operation in reversed(trace.operations):
         writes = not isinstance(operation.op, str) and operation.op._schema.is_mutable

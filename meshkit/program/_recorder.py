@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from meshkit.core import _torch, noting
 from meshkit.core._torch import TorchDispatchMode, tree_map
 from meshkit.program._backward import OF_ALL, HookedNode, hook_noted, kind_of, own_backward, saves_otherwise
+from meshkit.program._copy import is_record
 from meshkit.program._lines import model_line
 from meshkit.program._records import (
     RETURNED,
@@ -50,6 +51,8 @@ class Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # a storage that is freed would give its key to another
         self._inputs: dict[str, Any] = {}
         self._result: Any = None
+        self._output: Any = None
+        self._kept: dict[str, TensorRef] = {}
 
     def anew(self) -> Recorder:
         """One for another call of the same model."""
@@ -90,7 +93,20 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result)
+        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result, self._kept)
+
+    def keep(self, left: Mapping[str, Any]) -> None:
+        """What modules keep, by name. See `Trace.kept`."""
+        found = dict(left)
+        for leaf in _torch.tree_leaves(self._output):
+            if is_record(leaf):
+                found |= {f"the output's {key}": value for key, value in vars(leaf).items()}
+        for name, value in found.items():
+            leaves = [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor)]
+            for number, leaf in enumerate(leaves):
+                if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                    self._see(leaf)
+                    self._kept[name if len(leaves) == 1 else f"{name}[{number}]"] = self._ref(leaf, "constant")
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -131,6 +147,7 @@ class Recorder(TorchDispatchMode):
             self._operations.append(Operation(RETURNED, (call.output,), {}, None, self._stack[-1], "", True))
         if not self._stack:
             self._see(output)
+            self._output = output
             self._result = self._refs(getattr(output, "logits", output), "constant")
         call.operations = (call.operations[0], len(self._operations))
 

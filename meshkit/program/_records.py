@@ -100,6 +100,8 @@ class Trace:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     result: Any = None
     """the logits, where the output has such, else all of it: what a loss reads"""
+    kept: Mapping[str, TensorRef] = field(default_factory=dict)
+    """tensors with gradients that a loss may read beside the output: what modules keep of this call, and objects have"""
 
     @property
     def output(self) -> Any:

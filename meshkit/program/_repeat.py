@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from numbers import Number
 from typing import Any
 
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
-from meshkit.program._copy import is_record
 from meshkit.program._records import TensorRef, Trace, Unreadable
+from meshkit.program._state import NEW, cells, same, state, view_of
 from meshkit.program._watch import is_source, watched
 
 REMEDY = "so one reading does not show what later steps do. Use dp axes only, or write it without"
@@ -38,8 +35,8 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
         first = read()
     changed = [
         cell
-        for cell in _cells(model)
-        if is_source(cell.value) or not _same(before.get(cell.key, _NEW), _view(cell.value))
+        for cell in cells(model)
+        if is_source(cell.value) or not same(before.get(cell.key, NEW), view_of(cell.value))
     ]
     if known and not changed:
         return first
@@ -65,67 +62,6 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
 
 def _asked(name: str, asked: list[str]) -> str:
     return f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}."
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A place where a model keeps something beside parameters, buffers and modules: `owner[place]`. key: of the place."""
-
-    key: tuple[str, ...]
-    owner: Any
-    place: Any
-
-    @property
-    def value(self) -> Any:
-        return self.owner[self.place]
-
-    @property
-    def label(self) -> str:
-        return ".".join(filter(None, self.key))
-
-
-def state(model: nn.Module) -> dict[tuple[str, ...], Any]:
-    """What modules hold beside parameters, buffers and modules, and what dicts and records hold that they have."""
-    return {cell.key: _view(cell.value) for cell in _cells(model)}
-
-
-def _cells(model: nn.Module) -> Iterator[Cell]:
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        for key in vars(module):
-            if key not in _TABLES:
-                yield from _cells_of(Cell((name, key), vars(module), key), seen)
-
-
-def _cells_of(cell: Cell, seen: set[int]) -> Iterator[Cell]:
-    yield cell
-    value = cell.value
-    inside = value if isinstance(value, dict) else vars(value) if is_record(value) else {}
-    if id(value) in seen or len(cell.key) > _DEEPEST or len(inside) > _MOST:
-        return
-    seen.add(id(value))
-    for key in list(inside):
-        yield from _cells_of(Cell((*cell.key, str(key)), inside, key), seen)
-
-
-_TABLES = frozenset(vars(nn.Module()))
-_DEEPEST, _MOST = 5, 4096
-_NEW = object()
-
-
-def _view(value: Any) -> Any:
-    """Of a list what it has now; what dicts and records have are cells of their own."""
-    if isinstance(value, dict):
-        return dict, tuple(value)
-    return (type(value), tuple(value)) if isinstance(value, list | set | deque) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and isinstance(one, str | Number) and one == other
 
 
 def _difference(first: Trace, second: Trace) -> str | None:

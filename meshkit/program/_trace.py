@@ -31,6 +31,7 @@ from meshkit.program._records import (
     Trace,
     Unreadable,
 )
+from meshkit.program._state import NEW, cells, same, state, view_of
 
 
 def trace(
@@ -135,8 +136,12 @@ def _recorded(
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
     memory = {name: _torch.storage_key(param) for name, param in copy.named_parameters()}
+    had = state(copy)
     with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run():
         copy(*args, **kwargs)
+    recorder.keep(
+        {cell.label: cell.value for cell in cells(copy) if not same(had.get(cell.key, NEW), view_of(cell.value))}
+    )
     for name, param in copy.named_parameters():
         if memory.get(name) not in (None, _torch.storage_key(param)):
             raise Rewritten(copy, f"gives its parameter {name!r} other data in forward")

@@ -120,8 +120,14 @@ class Walk:
                 raise Unproved(f"{self.at}: it cannot be followed: {error}") from error
         if (left := next(self._model, None)) is not None:
             raise Unproved(f"{left}: the split model does not run it.")
-        outputs = tensors(self.trace.output)
-        return [self._output(index, ref) for index, ref in enumerate(outputs)]
+        for name, ref in self.trace.kept.items():
+            if all(name in rank.trace.kept for rank in self.ranks):
+                self._output(f"{name}, which a loss may read,", ref, [rank.trace.kept[name] for rank in self.ranks])
+        of_ranks = zip(*(tensors(rank.trace.output) for rank in self.ranks), strict=True)
+        return [
+            self._output("the output", ref, refs)
+            for ref, refs in zip(tensors(self.trace.output), of_ranks, strict=False)
+        ]
 
     def next(self, operation: Operation) -> Operation:
         found = next(self._model, None)
@@ -129,17 +135,16 @@ class Walk:
             raise Unproved(f"{self.ranks[0].where(operation)}: the single-device model does not run it.")
         return found
 
-    def _output(self, index: int, full: TensorRef) -> Kind:
-        refs = [tensors(rank.trace.output)[index] for rank in self.ranks]
+    def _output(self, name: str, full: TensorRef, refs: Sequence[TensorRef]) -> Kind:
         kinds = {rank.kind(ref) for rank, ref in zip(self.ranks, refs, strict=True)}
         for rank, ref in zip(self.ranks, refs, strict=True):
-            part = self.slice(rank, full, ref, "the output")
+            part = self.slice(rank, full, ref, name)
             if self.tokens is not None:
                 # In whatever dim: of a cache, tokens come after heads.
                 if rank.kind(ref) != "varying" or not self.is_tokens(rank, part, part.dim):
-                    raise Unproved(f"the output {ref} is none with a place for each token of a rank.")
+                    raise Unproved(f"{name} {ref} is none with a place for each token of a rank.")
             elif part.indices is not None or rank.kind(ref) in ("varying", "partial"):
-                raise Unproved(f"the output {ref} is only this rank's part; it must be gathered or summed.")
+                raise Unproved(f"{name} {ref} is only this rank's part; it must be gathered or summed.")
         (kind,) = kinds
         return kind
 
