@@ -63,7 +63,9 @@ def view_of(value: Any) -> Any:
     """Of a list what it has now; what dicts and records have are cells of their own."""
     if isinstance(value, dict):
         return dict, tuple(value)
-    return (type(value), tuple(value)) if isinstance(value, list | set | deque) else value
+    if isinstance(value, list):
+        return list, tuple(list.__iter__(value))  # of one that is watched too, which is not asked by this
+    return (type(value), tuple(value)) if isinstance(value, set | deque) else value
 
 
 def same(one: Any, other: Any) -> bool:
