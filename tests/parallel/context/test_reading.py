@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.parallel.context import Doors, _reading
 from meshkit.parallel.context._pattern import CAUSAL
 from meshkit.parallel.context._reading import Call, Reader
 from meshkit.program import Program, without_values
+from tests.laws.parity.cases import mesh_for
+from tests.world import pool
 
 IDS = torch.empty(1, 8, dtype=torch.int64, device="meta")
 CALL = Call((IDS,), {"position_ids": IDS}, 8)
@@ -209,3 +213,46 @@ def test_padding_is_proved_as_the_model_alone_takes_it() -> None:
         opt.prove(doors, padded)
     llama = Reader(Program(without_values(tiny("llama"))))
     llama.prove(llama.doors(CALL), padded)
+
+
+# ------------------------------------------------------------------------------------------------- numbers among arguments
+
+
+class OnNumber(Decoder):
+    """From a number on it mixes tokens."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, step: int = 0) -> Tensor:
+        out = super().forward(input_ids, position_ids)
+        return out.cumsum(1) if step > 100 else out
+
+
+def losses_by_step(steps: list[int]) -> list[float | str]:
+    """Differences of the loss from one device's, or what is raised."""
+    torch.manual_seed(0)
+    alone = OnNumber().double()
+    run = mk.parallelize(deepcopy(alone), mesh_for("cp=2"))
+    ids = torch.arange(32).view(2, 16) % VOCABULARY
+    batch = {"input_ids": ids, "labels": ids}
+    found: list[float | str] = []
+    for step in steps:
+
+        def loss_at(model: nn.Module, batch: dict[str, Tensor], step: int = step) -> Tensor:
+            logits = model(
+                batch["input_ids"], **{k: batch[k] for k in ("position_ids", "mask") if k in batch}, step=step
+            )
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+        try:
+            loss = run.forward_backward(batch, loss=loss_at)
+            found.append(abs(loss.item() - loss_at(alone, batch).item() / 32))
+        except mk.MeshkitError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_runs_from_a_number_on_is_proved_before_it_runs() -> None:
+    for early, later, last in pool(2).run(losses_by_step, [0, 7, 101]):
+        assert isinstance(early, float)
+        assert isinstance(later, float)
+        assert max(early, later) < 1e-12
+        assert "aten.cumsum" in str(last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -120,3 +121,51 @@ def test_what_is_asked_without_gradients_first_is_proved_with_them() -> None:
     watch = guard.Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=resolved.blocks)
     with torch.no_grad(), pytest.raises(Unproved, match="backward"):
         watch(program.model, (ids(13),), {})
+
+
+class OnNumber(nn.Module):
+    """From a number on it does something else to the hidden features."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            hidden = self.up(x)
+            return self.down(hidden.softmax(-1) if step > 100 else F.silu(hidden))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.part, self.head = nn.Embedding(VOCABULARY, WIDTH), self.Part(), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, step: int = 0) -> Tensor:
+        return self.head(self.part(self.embed(input_ids), step))
+
+
+def losses_by_step(steps: list[int]) -> list[float | str]:
+    """Differences of the loss from one device's, or what is raised."""
+    torch.manual_seed(0)
+    alone = OnNumber().double()
+    run = mk.parallelize(deepcopy(alone), mesh_for("tp=2"))
+    found: list[float | str] = []
+    for step in steps:
+
+        def loss_at(model: nn.Module, batch: dict[str, Tensor], step: int = step) -> Tensor:
+            return model(batch["input_ids"], step=step).square().mean()
+
+        batch = {"input_ids": ids(8)}
+        try:
+            loss = run.forward_backward(batch, microbatches=1, loss=loss_at, count=lambda _: torch.tensor(1))
+            found.append(abs(loss.item() - loss_at(alone, batch).item()))
+        except mk.MeshkitError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_runs_from_a_number_on_is_proved_before_it_runs() -> None:
+    for early, later, last in pool(2).run(losses_by_step, [0, 7, 101]):
+        assert isinstance(early, float)
+        assert isinstance(later, float)
+        assert max(early, later) < 1e-12
+        assert "_softmax.default at test_guard.py" in last
