@@ -17,6 +17,7 @@ from torch import nn
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import Mesh
+from meshkit.parallel.pipeline import generator_of
 from meshkit.program import Program
 from meshkit.resolve._resolve import resolve
 from meshkit.resolve._resolved import Resolved
@@ -42,6 +43,10 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
             told = [_packed(own)]
         except MeshkitError as error:
             told = [error]
+        except Exception as error:
+            told = [MeshkitError(f"parallelize: rank 0 raised {type(error).__name__}: {error}")]
+            dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
+            raise
     dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
     if isinstance(told[0], MeshkitError):
         raise told[0]
@@ -52,9 +57,11 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
 
 
 def _packed(resolved: Resolved) -> bytes:
-    """Without the model and the strategy, of which every rank has its own."""
+    """Without the model and what the user gave, of which every rank has its own."""
     own = _own(resolved.program, resolved.strategy)
     names = {id(value): name for name, value in own.items()}
+    if resolved.cut is not None:
+        names[id(resolved.cut.generate)] = _GENERATE
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> str | None:
@@ -70,10 +77,13 @@ def _unpacked(packed: bytes, program: Program, strategy: Strategy) -> Resolved:
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
-            return own[pid]
+            return generator_of(strategy.pipeline.schedule) if pid == _GENERATE else own[pid]
 
     resolved: Resolved = Unpickler(io.BytesIO(packed)).load()
     return resolved
+
+
+_GENERATE = "generate"
 
 
 def _own(program: Program, strategy: Strategy) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Doors:
     @property
     def key(self) -> Hashable:
         """The same of doors that change a module alike."""
-        return self.registry, self.intercepted, tuple(self.patterns.items()), tuple(self.whole.items())
+        return self.registry, self.intercepted, repr((self.patterns, self.whole))
 
     def open(self, module: nn.Module) -> None:
         """Let the module's attention follow the split mask that its forward is given."""

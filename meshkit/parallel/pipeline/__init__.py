@@ -5,6 +5,7 @@ from ._check import check as check
 from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
 from ._cut import Cut as Cut
+from ._cut import generator_of as generator_of
 from ._cut import plan_pipeline as plan_pipeline
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import cut_stages as cut_stages

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._csv import read_csv
-from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import Generator, named
@@ -25,7 +24,7 @@ class Cut:
 
     splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
     something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
-    of the full model, on meta. flow: what crosses the cuts for the example, where there is one.
+    of the full model, on meta. read: whether the program told in which order modules are called.
     """
 
     stages: Stages
@@ -35,7 +34,7 @@ class Cut:
     width: int | None
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
-    flow: Flow | None = None
+    read: bool = False
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -106,26 +105,25 @@ def plan_pipeline(
     hidden state is taken to cross each cut until the first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
-    if isinstance(schedule, str) and schedule.lower().endswith(".csv"):
-        schedule = read_csv(Path(schedule))
+    schedule = _read(schedule)
     generate = generator_of(schedule)
     # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
     table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
     if table.world != ranks:
         raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    read = read or _read(model, example, closed or {})
+    read = read or _trace(model, example, closed or {})
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
     width: int | None
     if read is None:
-        flow, width = None, _hidden_width(model, stages)
+        width = _hidden_width(model, stages)
     else:
-        flow = flow_of(read, model, stages)
-        width = flow.width(next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ()))
+        rows_tokens = next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ())
+        width = flow_of(read, model, stages).width(rows_tokens)
     tied = _tied(model, stages)
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), flow)
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), read is not None)
 
 
-def _read(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:
+def _trace(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:
     given = example or example_of(model)
     if given is None:
         return None
@@ -137,8 +135,15 @@ def _read(model: nn.Module, example: Example | None, closed: Mapping[str, str]) 
         return None  # it takes something else
 
 
+def _read(schedule: Generator | Schedule | str) -> Generator | Schedule | str:
+    """A file's table."""
+    is_file = isinstance(schedule, str) and schedule.lower().endswith(".csv")
+    return read_csv(Path(schedule)) if is_file else schedule  # type: ignore[arg-type]
+
+
 def generator_of(schedule: Generator | Schedule | str) -> Generator:
     """Tables for any number of microbatches, or the one that was given."""
+    schedule = _read(schedule)
     if isinstance(schedule, str):
         return named(schedule)
     if not isinstance(schedule, Schedule):

@@ -191,7 +191,7 @@ class Pipeline:
         try:
             return self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
         except PlanError as error:
-            if self.cut.flow is None:
+            if not self.cut.read:
                 error.add_note(
                     "When the stages were planned, nothing told in which order the model calls its modules, so those that it "
                     "registers before its blocks are on the first stage and the others on the last. "

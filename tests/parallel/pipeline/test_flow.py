@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import plan_pipeline
-from meshkit.program import Example
+from meshkit.parallel.pipeline._stages import flow_of
+from meshkit.program import Example, example_of, trace
 from tests.zoo import blocks, decoders, paths
 from tests.zoo.decoders import LAYERS, WIDTH, Block, Plain
 
@@ -21,8 +22,9 @@ BLOCKS = [f"layers.{index}" for index in range(LAYERS)]
 
 def crossing(model: nn.Module, stages: int = 2) -> list[list[tuple[str, int]]]:
     """For each cut: (module, leaf of its output) of what crosses it."""
-    flow = plan_pipeline(model, stages, blocks=BLOCKS, schedule="1f1b").flow
-    assert flow is not None
+    cut, example = plan_pipeline(model, stages, blocks=BLOCKS, schedule="1f1b"), example_of(model)
+    assert example is not None
+    flow = flow_of(trace(model, example.args, example.kwargs), model, cut.stages)
     return [[(flow.calls[value.call].name, value.leaf) for value in cut] for cut in flow.cuts]
 
 
@@ -157,9 +159,9 @@ def test_a_model_of_another_input_is_read_by_its_example() -> None:
             return self.leave(x)
 
     without = plan_pipeline(Features(), 2, blocks=BLOCKS, schedule="1f1b", split=[2, 2])
-    assert without.flow is None and without.stages.head == ("leave",)
+    assert not without.read and without.stages.head == ("leave",)
     cut = plan_pipeline(
         Features(), 2, blocks=BLOCKS, schedule="1f1b", split=[2, 2], example=Example((torch.zeros(4, 8),))
     )
     assert cut.stages.tail == ("leave",)
-    assert cut.flow is not None and [len(values) for values in cut.flow.cuts] == [1]
+    assert cut.read
