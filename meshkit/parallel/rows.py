@@ -15,10 +15,10 @@ from meshkit.program import (
     Example,
     Fold,
     Held,
-    Mixed,
     Program,
     Rewritten,
     Trace,
+    Unproved,
     fold,
     live,
     prove,
@@ -46,8 +46,16 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     try:
         if any("c10d" in operation.name for operation in read.operations):
             return  # it asks the other ranks by itself
-        _prove(program, example, fold(read, program.modules, blocks, lambda block: None), closed)
-    except Mixed as error:
+        folded = fold(read, program.modules, blocks, lambda block: None)
+        try:
+            _prove(program, example, folded, closed)
+        except Unproved:
+            if not folded.left_out:
+                raise
+            _prove(program, example, Fold(), closed)  # a model may not be told from one of fewer blocks
+    except Unproved as error:
+        if not error.wrong:
+            return
         raise PlanError(
             f"{type(program.model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a "
             f"part: {error} Compute it of each row, as the loss does of each token, or use a mesh without dp and pp."

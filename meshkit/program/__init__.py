@@ -15,7 +15,6 @@ from ._program import Again as Again
 from ._program import Program as Program
 from ._program import read_program as read_program
 from ._states import Held as Held
-from ._states import Mixed as Mixed
 from ._states import Uneven as Uneven
 from ._states import Unproved as Unproved
 from ._walk import draws as draws

@@ -44,11 +44,12 @@ def prove(
         with without_modes():  # numbers of elements are values, also where a model has none
             kinds = proof.run()
         if len(set(proof.returned)) > 1:
-            raise Uneven("the model's blocks return tensors in different states.")
+            raise Uneven("the model's blocks return tensors in different states.", wrong=False)
         return kinds
     except TooLarge:
         text = f"{proof.at}: it rearranges a tensor that is too large to follow."
-        raise Unproved(text, proof.module, proof.before) from None
+        raise Unproved(text, proof.module, proof.before, wrong=False) from None
     except Unproved as error:
         error.module, error.before = proof.module, proof.before
+        error.wrong &= not proof.by_value
         raise

@@ -14,15 +14,11 @@ Kind = Literal["invariant", "replicated", "varying", "partial", "distributed"]
 
 class Unproved(PlanError):
     """A plan that could not be shown to compute what one device computes. module: where it stops. before: the module that ran
-    before it."""
+    before it. wrong: it is shown to compute something else, and not only hard to follow."""
 
-    def __init__(self, text: str, module: str = "", before: str = "") -> None:
+    def __init__(self, text: str, module: str = "", before: str = "", *, wrong: bool = True) -> None:
         super().__init__(text)
-        self.module, self.before = module, before
-
-
-class Mixed(Unproved):
-    """An operation needs all of what the ranks have parts of, or it is run for another number of them alone."""
+        self.module, self.before, self.wrong = module, before, wrong
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map
 from meshkit.program._elements import Numbers, Part, Replay, equal
-from meshkit.program._records import Operation, TensorRef, Trace, tensors
+from meshkit.program._records import CLOSED, CLOSED_BY_VALUE, Operation, TensorRef, Trace, tensors
 from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
-from meshkit.program._states import Held, Kind, Mixed, Slice, Unproved
+from meshkit.program._states import Held, Kind, Slice, Unproved
+from meshkit.program._tried import keeps_parts
 
 Step = Callable[["Walk", Sequence[Operation]], None]
 
@@ -91,6 +92,7 @@ class Walk:
         self._model = iter(self.full.operations())
         self.at, self.module, self.before = "the model", "", ""  # what is followed now, and the module that ran before
         self.returned: list[Hashable] = []  # the states of what folded blocks return
+        self.by_value = False  # whether something was put in another place by values, which are not known
 
     def part(self, source: str) -> Part:
         """A parameter, buffer or input of the single-device model."""
@@ -169,6 +171,14 @@ class Walk:
                 # What is written into a parameter by hand leaves it one: its gradient is summed as before.
                 inside = rank.kind(own) if kind == "invariant" and rank.is_source(own) else kind
                 rank.define(own, elements, inside)
+        self.by_value |= self._goes_by_value(full)
+
+    def _goes_by_value(self, full: Operation) -> bool:
+        if isinstance(full.op, str):
+            return full.op in (CLOSED, CLOSED_BY_VALUE)
+        places = [ref for ref in tensors((full.args, full.kwargs)) if not ref.dtype.is_floating_point]
+        name = full.op.overloadpacket.__name__
+        return name in _SORTING or (name in _ORDERING and any(self.full.constant(ref) is None for ref in places))
 
     def _on_rank(
         self, rank: Rank, full: Operation, local: Operation, rule: Dims | None
@@ -179,11 +189,12 @@ class Walk:
             return Unproved(f"{rank.where(local)}: {why}.")
 
         if full.name != local.name:
-            raise Mixed(f"{rank.where(local)}: the single-device model runs {full} there.")
+            raise unproved(f"the single-device model runs {full} there")
         if _numbers(full) != _numbers(local):
             raise unproved(f"its arguments are {_numbers(local)}, and the single-device model's {_numbers(full)}")
         if draws(full):
-            raise unproved("it draws random numbers, which need not be the same on all ranks. Set its rate to 0")
+            text = "it draws random numbers, which need not be the same on all ranks. Set its rate to 0."
+            raise Unproved(f"{rank.where(local)}: {text}", wrong=False)
         theirs, mine = tensors((full.args, full.kwargs)), tensors((local.args, local.kwargs))
         if len(theirs) != len(mine):
             raise unproved("the single-device model runs it with other arguments")
@@ -202,7 +213,8 @@ class Walk:
         if not split:
             return self._joined(rank, local, rule, unproved), None, nothing
         if rule is None:
-            raise unproved("it reads a part, and nothing is known of how it treats parts")
+            text = f"{rank.where(local)}: it reads a part, and nothing is known of how it treats parts."
+            raise Unproved(text, wrong=keeps_parts(full, slices) is False)
         names = {rule.inputs[index][slices[index].dim] for index in split}
         if len(names) != 1 or None in names:
             raise unproved("it runs on parts along different dims")
@@ -231,7 +243,7 @@ class Walk:
             return "partial", name, indices
         if name in rule.mixed or any(name not in of_output for of_output in rule.outputs):
             text = f"{rank.where(local)}: it needs all of a dim, of which this rank has a part."
-            raise Unproved(text) if _only_orders(full) else Mixed(text)
+            raise Unproved(text, wrong=not _only_orders(full) or _orders_trained(full))
         return "varying", name, indices
 
     def _joined(self, rank: Rank, local: Operation, rule: Dims | None, unproved: Callable[[str], Unproved]) -> Kind:
@@ -400,8 +412,15 @@ def _only_orders(operation: Operation) -> bool:
     return counts or isinstance(operation.op, str) or operation.op.overloadpacket.__name__ in _ORDERING
 
 
-_ORDERING = {"sort", "argsort", "topk", "gather", "scatter", "scatter_add", "index", "index_put"}
-_ORDERING |= {"index_select", "index_add", "index_copy", "masked_select"}
+def _orders_trained(operation: Operation) -> bool:
+    """Whether what is sorted has a gradient: what becomes of it is no order of tokens that a later step undoes."""
+    sorts = not isinstance(operation.op, str) and operation.op.overloadpacket.__name__ in _SORTING
+    return sorts and operation.trains
+
+
+_SORTING = {"sort", "argsort", "topk", "masked_select"}
+_ORDERING = {*_SORTING, "gather", "scatter", "scatter_add", "index", "index_put"}
+_ORDERING |= {"index_select", "index_add", "index_copy"}
 
 
 def _numbers(operation: Operation) -> Any:
