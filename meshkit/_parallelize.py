@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from meshkit._guards import guards_of
 from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
@@ -25,7 +26,6 @@ from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
 from meshkit.parallel.tensor.apply import shard_without_ranks
-from meshkit.parallel.tensor.guard import guard_of
 from meshkit.parallel.tensor.regather import regions
 from meshkit.parallel.writes import refuse_shared_memory
 from meshkit.program import Example, read_program, without_values
@@ -87,7 +87,7 @@ def parallelize(
         policy=resolved.strategy.experts,
     )
     share_counts(model, mesh, sequence=sequence)
-    guard = guard_of(program, resolved.layout, resolved.example, resolved.outline, blocks=resolved.blocks)
+    guards = guards_of(resolved)
     if resolved.cut is not None:
         on_rank = without_values(program.model)
         if resolved.layout is not None:
@@ -101,7 +101,7 @@ def parallelize(
             device=mesh.device,
             dtype=resolved.compute if resolved.memory.precision is not None else None,
             closed=resolved.experts,
-            guard=guard,
+            guards=guards,
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)
@@ -113,7 +113,7 @@ def parallelize(
     materialize(model, mesh.device)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
-    if guard is not None and resolved.cut is None:
+    for guard in guards if resolved.cut is None else ():
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))

@@ -144,7 +144,7 @@ class Walk:
             if self.tokens is not None:
                 # In whatever dim: of a cache, tokens come after heads.
                 if rank.kind(ref) != "varying" or not self.is_tokens(rank, part, part.dim):
-                    raise Unproved(f"{name} {ref} is none with a place for each token of a rank.")
+                    raise Unproved(f"{name} {ref} is none with a place for each token of a rank.", wrong=False)
             elif part.indices is not None or rank.kind(ref) in ("varying", "partial"):
                 raise Unproved(f"{name} {ref} is only this rank's part; it must be gathered or summed.")
         (kind,) = kinds
@@ -155,6 +155,8 @@ class Walk:
     def _follow(self, full: Operation, operations: Sequence[Operation]) -> None:
         """One operator on all ranks."""
         rule = dims(full)
+        sorts = not isinstance(full.op, str) and full.op.overloadpacket.__name__ in _SORTING
+        self.by_value |= not sorts and self._goes_by_value(full)
         outs = tensors(full.outputs)
         results = [self._on_rank(rank, full, local, rule) for rank, local in zip(self.ranks, operations, strict=True)]
         for ref in outs:
@@ -171,14 +173,13 @@ class Walk:
                 # What is written into a parameter by hand leaves it one: its gradient is summed as before.
                 inside = rank.kind(own) if kind == "invariant" and rank.is_source(own) else kind
                 rank.define(own, elements, inside)
-        self.by_value |= self._goes_by_value(full)
+        self.by_value |= sorts  # which by itself may mix
 
     def _goes_by_value(self, full: Operation) -> bool:
         if isinstance(full.op, str):
             return full.op in (CLOSED, CLOSED_BY_VALUE)
         places = [ref for ref in tensors((full.args, full.kwargs)) if not ref.dtype.is_floating_point]
-        name = full.op.overloadpacket.__name__
-        return name in _SORTING or (name in _ORDERING and any(self.full.constant(ref) is None for ref in places))
+        return full.op.overloadpacket.__name__ in _ORDERING and any(self.full.constant(ref) is None for ref in places)
 
     def _on_rank(
         self, rank: Rank, full: Operation, local: Operation, rule: Dims | None
@@ -229,7 +230,8 @@ class Walk:
             if part.indices is not None and part.dim == dim and equal(part.indices, indices):
                 continue
             if not self._fits(rank, theirs[index], mine[index], dim, indices):
-                raise unproved(f"it meets {mine[index]} with another part of another tensor")
+                text = f"{rank.where(local)}: it meets {mine[index]} with another part of another tensor."
+                raise Unproved(text, wrong=self._is_part(rank, theirs[index], mine[index], dim))
         for ref in mine:
             kind = rank.kind(ref)
             if kind == "partial":
@@ -306,7 +308,9 @@ class Walk:
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
             if (indices := _indices(a, b, dim)) is not None:
                 return Slice(dim, indices)
-        raise Unproved(f"{where}: it reads {local}, which is no part along one dim of {full}.")
+        # Parts of values that repeat are not always found.
+        wrong = a.shape == b.shape
+        raise Unproved(f"{where}: it reads {local}, which is no part along one dim of {full}.", wrong=wrong)
 
     def _fits(self, rank: Rank, full: TensorRef, local: TensorRef, dim: int, indices: Tensor) -> bool:
         """Whether the rank's tensor is those indices of the single-device model's."""
@@ -315,6 +319,10 @@ class Walk:
             return fast.indices is not None and fast.dim == dim and torch.equal(fast.indices, indices)
         a = self.full.elements(full)
         return torch.equal(a.index_select(dim, indices), self._aligned(rank.replay.elements(local), a.ndim))
+
+    def _is_part(self, rank: Rank, full: TensorRef, local: TensorRef, dim: int) -> bool:
+        whole = self.full.elements(full)
+        return _indices(whole, self._aligned(rank.replay.elements(local), whole.ndim), dim) is not None
 
     def _aligned(self, elements: Tensor, ndim: int) -> Tensor:
         """With as many dims, where the first ones are of size 1: positions that a batch has are those of a row, and positions

@@ -267,13 +267,13 @@ def cut_stages(
     device: torch.device,
     dtype: torch.dtype | None = None,
     closed: Iterable[str] = (),
-    guard: Guard | None = None,
+    guards: Sequence[Guard] = (),
 ) -> nn.Module:
     """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module.
 
     full: the unchanged module, without values. on_rank: as `full`, but as it computes on this rank of other axes; changed by
     this. device: of batches. dtype: what it computes in, if that is not the dtype of its parameters. closed: modules whose
-    forward reads values. guard: of the other axes, see `Reading`.
+    forward reads values. guards: of the other axes, see `Reading`.
     """
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, full, cut.stages, cut.stages_of(rank), device)
@@ -281,7 +281,7 @@ def cut_stages(
         for param in on_rank.parameters():
             if type(param.data) is Tensor and param.is_floating_point():
                 param.data = param.data.to(dtype)
-    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guard)
+    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guards)
     # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)

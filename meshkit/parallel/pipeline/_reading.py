@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,11 +30,13 @@ Guard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 class Reading:
     """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
-    modules whose inside is not read, as in `trace`. guard: called with the model, and the arguments that it is about to be
+    modules whose inside is not read, as in `trace`. guards: called with the model, and the arguments that it is about to be
     called with for the first time in these sizes."""
 
-    def __init__(self, model: nn.Module, stages: Stages, closed: Mapping[str, str], guard: Guard | None = None) -> None:
-        self.model, self.stages, self.closed, self.guard = model, stages, closed, guard
+    def __init__(
+        self, model: nn.Module, stages: Stages, closed: Mapping[str, str], guards: Sequence[Guard] = ()
+    ) -> None:
+        self.model, self.stages, self.closed, self.guards = model, stages, closed, guards
         self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._readings: dict[Any, Readings] = {}
 
@@ -45,8 +47,8 @@ class Reading:
         kind, sizes = _like(microbatch)
         kind = (kind, _code(loss), torch.is_grad_enabled(), running.training)
         if (kind, sizes) not in self._flows:
-            if self.guard is not None:
-                self.guard(running, *call())
+            for guard in self.guards:
+                guard(running, *call())
             readings = self._readings.setdefault(kind, Readings())
             flow = readings.infer(sizes)
             if flow is None:
@@ -60,7 +62,7 @@ class Reading:
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
         self._set_training(running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
-        again = partial(twice, known=self.guard is not None or bool(self._flows))  # which reads it too
+        again = partial(twice, known=bool(self.guards) or bool(self._flows))  # which reads it too
         try:
             read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=again)
         except ReadingError as error:

@@ -76,13 +76,6 @@ class Guard:
         self._seen[signature] = Covered(sizes, sizes, {read})
 
 
-def guard_of(
-    program: Program, layout: TensorLayout | None, example: Example | None, seen: str | None, *, blocks: Sequence[str]
-) -> Guard | None:
-    """None where nothing is split."""
-    return None if layout is None else Guard(program, layout, example, seen, blocks=blocks)
-
-
 def _not_empty(leaf: Any) -> Any:
     """Of no elements nothing shows which a rank has: rows without images are read as if they had two."""
     if not isinstance(leaf, Tensor) or leaf.numel():
