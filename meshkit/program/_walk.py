@@ -321,8 +321,10 @@ class Walk:
         return torch.equal(a.index_select(dim, indices), self._aligned(rank.replay.elements(local), a.ndim))
 
     def _is_part(self, rank: Rank, full: TensorRef, local: TensorRef, dim: int) -> bool:
+        """Whether it is, each place once: of values that repeat, another part would fit too."""
         whole = self.full.elements(full)
-        return _indices(whole, self._aligned(rank.replay.elements(local), whole.ndim), dim) is not None
+        found = _indices(whole, self._aligned(rank.replay.elements(local), whole.ndim), dim)
+        return found is not None and found.unique().numel() == found.numel()
 
     def _aligned(self, elements: Tensor, ndim: int) -> Tensor:
         """With as many dims, where the first ones are of size 1: positions that a batch has are those of a row, and positions
