@@ -156,7 +156,8 @@ def _own_backward(proof: Walk, operations: Sequence[Operation]) -> None:
                 parts = "parts" if kind == "varying" else "summands"
                 raise Unproved(
                     f"{where}: a hook, or a backward that the model writes itself, reads a gradient of which ranks have "
-                    f"{parts}."
+                    f"{parts}.",
+                    wrong=False,
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,11 +42,26 @@ MIXES: dict[str, Middle] = {
     "by frequencies": lambda x: x + torch.fft.fft(x, dim=0).real,
     "by their norm": lambda x: x.renorm(2, 1, 1.0),
 }
+
+
+class Doubled(torch.autograd.Function):
+    """Nothing is known of a backward that is written by hand and is none of elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.flip(1).flip(1) * 2
+
+
 KEEPS: dict[str, Middle] = {
     "by features": lambda x: x.flip(1) + x.softmax(1) + x.sort(1).values + x.cumsum(1) + torch.fft.fft(x).real,
     "laid end to end": lambda x: (x.flatten() * 2).view(-1, WIDTH),
     "sorted by values and put back": lambda x: (x[(o := x.detach().sum(1).argsort())] * 2)[o.argsort()],
     "a feature by its value": lambda x: x * x.gather(1, x.detach().argmax(1, keepdim=True)),
+    "with a backward of its own": Doubled.apply,
     "by its own norm": lambda x: x.renorm(2, 0, 1.0),
 }
 
