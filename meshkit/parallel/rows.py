@@ -21,6 +21,7 @@ from meshkit.program import (
     Trace,
     Unproved,
     fold,
+    follow_mode,
     live,
     prove,
     tensors,
@@ -82,7 +83,7 @@ class RowsGuard:
         if self._looked or any(map(_torch.is_fake, _torch.tree_leaves(given))):
             return
         self._looked = True
-        self._program.model.train(model.training)
+        follow_mode(self._program.model, model)
         with torch.inference_mode(False), torch.enable_grad():
             refuse_mixed_rows(self._program, Example(*given), blocks=self._blocks, closed=self._closed)
 

@@ -1,6 +1,7 @@
 """The program: what the model does, read once from the user's module, without values."""
 
 from ._copy import copied as copied
+from ._copy import follow_mode as follow_mode
 from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values
 from ._example import Example as Example

@@ -40,6 +40,15 @@ def without_values(model: nn.Module, *, emptied: Collection[str] = ()) -> nn.Mod
     return top
 
 
+def follow_mode(copy: nn.Module, running: nn.Module) -> None:
+    """Let each module of a copy be in training where that of `running` is, or what is around it where that has none."""
+    modules = dict(running.named_modules())
+    for name, module in copy.named_modules():
+        while name not in modules:
+            name = name.rpartition(".")[0]
+        module.training = modules[name].training
+
+
 def originals(model: nn.Module) -> dict[int, ref[nn.Parameter]]:
     """The parameters of a model and of what it is a copy of, by id."""
     return {**_ORIGINALS.get(model, {}), **{id(param): ref(param) for param in model.parameters()}}

@@ -297,7 +297,7 @@ class BatchNorm(Layers):
 
 
 REFUSED = {
-    RunningMean: "the forward writes 'mean' from each rank's own rows",
+    RunningMean: "mixes the rows of a batch",
     PlainMean: "the forward writes 'mean' from each rank's own rows",
     LateMean: "the forward writes 'mean' from each rank's own rows",
     LateParameter: "parameter 'late' was made in forward",

@@ -11,7 +11,7 @@ from torch import nn
 from meshkit.core import _torch
 from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import SplitMask
-from meshkit.program import Covered, Example, is_number, kind_of_call
+from meshkit.program import Covered, Example, follow_mode, is_number, kind_of_call
 
 
 class Proofs:
@@ -40,7 +40,7 @@ class Proofs:
         kind, numbers = _kind(model, call), _numbers(call)
         known = self._known.get(kind)
         if known is None or not known.covers(numbers):
-            self.reader.program.model.train(model.training)
+            follow_mode(self.reader.program.model, model)
             self.reader.prove(self.doors, call)
             known = self._known.setdefault(kind, Covered(numbers, numbers))
             if not known.covers(numbers):  # not each number of a step

@@ -22,7 +22,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow, plain_leaves
 from meshkit.parallel.pipeline._sizes import Readings, Sizes
 from meshkit.parallel.pipeline._stages import Stages, flow_of
-from meshkit.program import ReadingError, Trace, tensors, trace, twice
+from meshkit.program import ReadingError, Trace, follow_mode, tensors, trace, twice
 
 KEPT = 64  # flows of different sizes
 Guard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -60,7 +60,7 @@ class Reading:
         return self._flows[kind, sizes]
 
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
-        self._set_training(running)
+        follow_mode(self.model, running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
         again = partial(twice, known=bool(self.guards) or bool(self._flows))  # which reads it too
         try:
@@ -70,13 +70,6 @@ class Reading:
         _refuse_mixed_logits(read)
         given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
         return replace(flow_of(read, self.model, self.stages), given=given)
-
-    def _set_training(self, running: nn.Module) -> None:
-        modules = dict(running.named_modules())
-        for name, module in self.model.named_modules():
-            while name not in modules:  # inside of a stand-in
-                name = name.rpartition(".")[0]
-            module.training = modules[name].training
 
     def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without a mask that only context parallelism takes away."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.parallel.tensor.proof import closed_of, prove_layout
-from meshkit.program import Covered, Example, Program, ReadingError, kind_of_call, outline, sizes_of, trace
+from meshkit.program import Covered, Example, Program, ReadingError, follow_mode, kind_of_call, outline, sizes_of, trace
 
 
 class Guard:
@@ -48,7 +48,7 @@ class Guard:
         seen = self._seen.get(signature)
         if seen is not None and seen.covers(sizes):
             return
-        self.program.model.train(model.training)
+        follow_mode(self.program.model, model)
         # What is proved without gradients is not proved with them.
         with torch.inference_mode(False), torch.enable_grad():
             self._read(example, signature, seen)
