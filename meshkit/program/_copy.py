@@ -113,7 +113,9 @@ def pointed_at(model: nn.Module) -> Iterator[tuple[str, str, str]]:
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_buffers", "_modules"):
+            # torch's recurrent layers keep a list that follows whatever their parameters are set to.
+            follows = attribute == "_flat_weights" and isinstance(module, nn.RNNBase)
+            if attribute not in ("_parameters", "_buffers", "_modules") and not follows:
                 for each in _leaves(value, set()):
                     if id(each) in names:
                         yield owner, attribute, names[id(each)]
@@ -167,6 +169,10 @@ class _Pointers:
         if type(value) is tuple:
             turned = tuple(map(self.to_copies, value))
             return turned if any(a is not b for a, b in zip(turned, value, strict=True)) else value
+        if type(value) is ref:
+            target = value()
+            twin = self.to_copies(target)
+            return value if twin is target else ref(twin)
         if isinstance(value, MethodType):
             turned = self.to_copies(value.__self__)
             return value if turned is value.__self__ else MethodType(value.__func__, turned)

@@ -187,7 +187,18 @@ class LogsWhatItSaw(Layers):
         return x
 
 
-RIGHT = [Scalars, GradientHooks, AccumulatedHooks, RemovedHook, SomeRowsAlone, SharedCounter, LogsWhatItSaw]
+class Recurrent(Layers):
+    """torch's recurrent layers keep their parameters in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH // 3, WIDTH // 3, num_layers=2, batch_first=True)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.gru(x.unflatten(1, (3, WIDTH // 3)))[0].flatten(1)
+
+
+RIGHT = [Recurrent, Scalars, GradientHooks, AccumulatedHooks, RemovedHook, SomeRowsAlone, SharedCounter, LogsWhatItSaw]
 
 
 @pytest.mark.parametrize(("spec", "sizes"), SPLITS, ids=lambda value: str(value))
