@@ -5,6 +5,7 @@ A traced program will enter here, as further fields of `Program`: operations, an
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from meshkit.program._records import Trace
 from meshkit.program._repeat import twice
 from meshkit.program._trace import trace
 
+KEPT = 6  # readings; one of a large model takes some ten megabytes
 Again = Callable[[nn.Module, Callable[[], Trace]], Trace]
 
 
@@ -64,19 +66,22 @@ class Program:
         )
 
     def kept(self, of: Hashable, example: Example, read: Callable[[Again], Trace]) -> Trace:
-        """What `read` returns, read once. of: what is read beside the arguments of `example`, such as in which way.
+        """What `read` returns, read once, for the last few. of: what is read beside the arguments of `example`.
 
         read: is given what calls the model a second time, see `trace`.
         """
-        key = of, example.key, self.model.training
+        key = of, example.key, tuple(module.training for module in self.modules.values())
         if key not in self._readings:
             again = partial(twice, known=bool(self._readings))
             self._readings[key] = example, read(again)
+            if len(self._readings) > KEPT:
+                self._readings.popitem(last=False)
+        self._readings.move_to_end(key)
         return self._readings[key][1]
 
     @cached_property
-    def _readings(self) -> dict[Hashable, tuple[Example, Trace]]:
-        return {}
+    def _readings(self) -> OrderedDict[Hashable, tuple[Example, Trace]]:
+        return OrderedDict()
 
     def frozen(self) -> Program:
         """The same program of a copy without values, which does not change when the model does."""

@@ -58,6 +58,7 @@ _VIEWS = frozenset(
     for name in ("view", "t", "permute", "expand", "unsqueeze", "detach", "alias", "_unsafe_view")
 ) | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int}
 # Of operators on tensors of some shapes, strides and dtypes: those of what they return.
+_MOST = 1 << 16
 _returned: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}
 
 
@@ -82,6 +83,8 @@ class _Quick(FakeTensorMode):
         out: Any = super().__torch_dispatch__(func, types, args, kwargs)
         plain = type(out) is FakeTensor and out.fake_device == _HOST and _is_functional(func) and out.constant is None
         own = plain and out.storage_offset() == 0 and not (out.is_conj() or out.is_neg())
+        if len(_returned) == _MOST:
+            _returned.clear()
         _returned[key] = (out.shape, out.stride(), out.dtype) if own else None
         return out
 
