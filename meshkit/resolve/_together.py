@@ -42,7 +42,7 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
             own = resolve(program, strategy, mesh.spec, device_type=device)
             told = [_packed(own)]
         except MeshkitError as error:
-            told = [error]
+            told = [_tellable(error)]
         except Exception as error:
             told = [MeshkitError(f"parallelize: rank 0 raised {type(error).__name__}: {error}")]
             dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
@@ -54,6 +54,15 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
 
 
 # ------------------------------------------------------------------------------------------------------ what ranks are told
+
+
+def _tellable(error: MeshkitError) -> MeshkitError:
+    """An error that arrives: one made of other things than its text does not."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PlanError(str(error))
+    return error
 
 
 def _packed(resolved: Resolved) -> bytes:
