@@ -30,7 +30,7 @@ from meshkit.program import (
 )
 
 _PARTS = ((0, 1), (2, 3))  # not one row: a model may treat that apart
-MOST = 8  # tensors of an output that are looked at one by one
+_MOST = 8  # tensors of an output that are looked at one by one
 
 
 def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str
         proved(*returned)
     except Unproved as error:
         # Of what is compared across rows, as images with texts, a loss may read the parts.
-        if not error.wrong or not any(_holds(proved, number) for number in returned[:MOST]):
+        if not error.wrong or not any(_holds(proved, number) for number in returned[:_MOST]):
             raise
 
 

@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
     def _refs(self, tree: Any, source: str) -> Any:
         if isinstance(tree, Tensor):
             return self._ref(tree, source)
-        if type(tree) in (tuple, list):  # of most operators; a third of the time of `tree_map`
+        if type(tree) in (tuple, list):  # the arguments of most operators
             return type(tree)([self._refs(each, source) for each in tree])
         if type(tree) in _PLAIN or (type(tree) is dict and not tree):
             return tree

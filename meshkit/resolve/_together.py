@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def _own(program: Program, strategy: Strategy) -> dict[str, Any]:
 
 
 def _refuse_other_programs(program: Program, strategy: Strategy, mesh: Mesh) -> None:
-    own = {"model": _digest(_outline(program.model)), "strategy": _digest(_plain(strategy))}
+    own = {"model": _digest(_listed(program.model)), "strategy": _digest(_plain(strategy))}
     told = torch.empty(mesh.spec.world_size * len(own), dtype=torch.int64, device=mesh.device)
     dist.all_gather_into_tensor(told, torch.tensor([*own.values()], device=mesh.device), group=mesh.group)
     for what, of_ranks in zip(own, told.view(-1, len(own)).T.tolist(), strict=True):
@@ -117,7 +116,7 @@ def _refuse_other_programs(program: Program, strategy: Strategy, mesh: Mesh) -> 
             )
 
 
-def _outline(model: nn.Module) -> Any:
+def _listed(model: nn.Module) -> Any:
     named = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -135,7 +134,7 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, set | frozenset):
         return sorted(str(_plain(each)) for each in value)
-    plain = isinstance(value, str | int | float | torch.dtype | None) and not isinstance(value, Path)
+    plain = isinstance(value, str | int | float | torch.dtype | None)
     return value if plain else type(value).__qualname__
 
 
