@@ -3,8 +3,6 @@
 from ._apply import attention_shape as attention_shape
 from ._apply import context_of as context_of
 from ._apply import context_parallel as context_parallel
-from ._apply import layer_windows as layer_windows
-from ._apply import model_window as model_window
 from ._apply import plan_context as plan_context
 from ._apply import refuse_whole_tokens as refuse_whole_tokens
 from ._apply import split_batch as split_batch

@@ -32,7 +32,6 @@ def context_parallel(
     policy: ContextPolicy | None = None,
     attention: Iterable[str] = (),
     heads: tuple[int, int, int] | None = None,
-    window: int | None = None,
     multiple: int = 1,
     dtype: torch.dtype | None = None,
     unproved: IfUnproved = "refuse",
@@ -53,9 +52,8 @@ def context_parallel(
     "replicate" gathers the tokens before it, lets every rank run it on all of them, and keeps the rank's own.
     reading: of the model before other axes split it, as `parallelize` has it; default: it is read here.
     policy: the scheme (ring, Ulysses, ...) and the order of tokens over ranks. heads: (query heads, key/value heads,
-    head_dim) of one rank, from which "auto" computes what each scheme sends; default: the module's config. window: the
-    module's own sliding window; default: its config's. multiple: pad every rank's tokens to a multiple of it. dtype: of
-    activations.
+    head_dim) of one rank, from which "auto" computes what each scheme sends; default: the module's config. multiple: pad
+    every rank's tokens to a multiple of it. dtype: of activations.
     Wire: each attention sends the scheme's messages; `explain` prints them.
     Raises: PlanError for a module whose tokens cannot be split, with the operation that mixes them, and for attention
     dropout, which would depend on the split.
@@ -80,10 +78,9 @@ def context_parallel(
     # Of one rank, nothing asks for the shape; and a config may have none that is all layers'.
     config = config if mesh.size() > 1 else None
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
-    window = window if window is not None else model_window(config)
     # Calls of scaled_dot_product_attention never read positions, so position_ids cannot mark documents for them: causal over
     # the whole row.
-    module.__dict__["_context"] = Context(mesh, policy, shape, window, multiple, documents=not doors.intercepted)
+    module.__dict__["_context"] = Context(mesh, policy, shape, doors.window, multiple, documents=not doors.intercepted)
     if mesh.size() == 1:
         return module
     doors.open(module)
@@ -199,19 +196,6 @@ def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torc
         itemsize=dtype.itemsize,
         sum_itemsize=torch.promote_types(dtype, torch.float32).itemsize,
     )
-
-
-def model_window(config: Any) -> int | None:
-    """The sliding window if all layers share one, so that the balance of work can count it; None otherwise."""
-    windows = layer_windows(config, 1)
-    return windows[0] if len(set(windows)) == 1 else None
-
-
-def layer_windows(config: Any, layers: int) -> list[int | None]:
-    """The sliding window of every attention layer, as the config says."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    window = getattr(config, "sliding_window", None)
-    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshkit.mask import Band, Interval, Mask
 from meshkit.parallel.context._assign import Runs
+from meshkit.parallel.context._pattern import Pattern
 from meshkit.parallel.context._tiles import Tile, tiles
 
 KVExchange = Literal["ring", "all_gather", "group_cast"]
@@ -44,8 +45,9 @@ class Layout:
     def groups(self) -> int:
         return self.ranks // self.ulysses
 
-    def windowed(self, window: int | None) -> Layout:
-        return self if window is None else replace(self, mask=self.mask.windowed(window))
+    def seen_by(self, pattern: Pattern | None, row: int | None = None) -> Layout:
+        """The same split of what a layer sees; None: all that the mask shows. row: as in `Pattern.of`."""
+        return replace(self, mask=pattern.of(self.mask, row)) if pattern is not None and pattern.cuts else self
 
     def on_one_rank(self) -> Layout:
         """Of ranks that have all tokens each, in their order: nothing is sent."""

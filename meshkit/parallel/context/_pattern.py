@@ -20,6 +20,11 @@ class Pattern:
     window: int | None = None
     chunk: int | None = None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether it hides tokens that the mask shows."""
+        return self.window is not None or self.chunk is not None
+
     def of(self, mask: Mask, row: int | None) -> Mask:
         """What is left of the mask. row: tokens of a row, where rows are laid end to end."""
         return mask.windowed(self.window).chunked(self.chunk, row)

@@ -79,6 +79,12 @@ class Doors:
     calls: tuple[Attention, ...] | None = None
 
     @property
+    def window(self) -> int | None:
+        """The sliding window that all layers have, where they were read and share one."""
+        windows = {call.pattern.window for call in self.calls or ()}
+        return windows.pop() if len(windows) == 1 else None
+
+    @property
     def key(self) -> Hashable:
         """The same of doors that change a module alike."""
         return self.registry, self.intercepted, repr((self.patterns, self.whole))

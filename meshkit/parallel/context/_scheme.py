@@ -60,15 +60,25 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
 
 
 def choose_for_rows(
-    mask: Mask, rows: int, tokens: int, ranks: int, policy: ContextPolicy, shape: Shape, *, multiple: int = 1
+    mask: Mask,
+    rows: int,
+    tokens: int,
+    ranks: int,
+    policy: ContextPolicy,
+    shape: Shape,
+    *,
+    multiple: int = 1,
+    window: int | None = None,
 ) -> tuple[Choice, int]:
     """(the layout of `rows` rows of `tokens` tokens, the number of rows that it splits alike).
 
     A mask of one row's tokens splits all rows alike. A mask of more tokens lays the rows end to end as a single stream.
+    window: of all layers, by which work and bytes are counted; the layout's mask is the one given.
     """
     # Rows that are split alike share one layout, and each of its messages carries all of them.
     alike = rows if mask.tokens == tokens else 1
-    return choose(mask, ranks, policy, replace(shape, rows=alike), multiple=multiple), alike
+    choice = choose(mask.windowed(window), ranks, policy, replace(shape, rows=alike), multiple=multiple)
+    return replace(choice, layout=replace(choice.layout, mask=mask)), alike
 
 
 def _candidates(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -30,8 +30,9 @@ from meshkit.strategy import ContextPolicy
 class Context:
     """How a model's batches are split over `cp`. Made by `context_parallel`.
 
-    shape: an attention layer, from which the bytes of each scheme follow. window: the model's own sliding window.
-    multiple: every rank's tokens are padded to a multiple of it (tp, with sequence parallelism).
+    shape: an attention layer, from which the bytes of each scheme follow. window: the sliding window of all layers, by which
+    their work is balanced; each cuts what it sees by itself. multiple: every rank's tokens are padded to a multiple of it
+    (tp, with sequence parallelism).
     """
 
     axis: DeviceMesh
@@ -57,13 +58,14 @@ class Context:
             mask = _without_padding(mask, batch, rows, tokens)
             batch = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         self.choice, alike = choose_for_rows(
-            mask.windowed(self.window),
+            mask,
             rows,
             tokens,
             self.axis.size(),
             self.policy,
             self.shape,
             multiple=self.multiple,
+            window=self.window,
         )
         stream = alike == 1
         layout = self.choice.layout
@@ -231,11 +233,11 @@ class SplitMask:
         return self._cut(pattern)
 
     def _cut(self, pattern: Pattern) -> SplitMask:
-        if pattern.window is None and pattern.chunk is None:
+        if not pattern.cuts:
             return self
         # Kept: a model of many layers asks in each, and a new table would be planned and copied anew.
         if pattern not in self._followed:
-            layout = replace(self.layout, mask=pattern.of(self.layout.mask, self.row_tokens))
+            layout = self.layout.seen_by(pattern, self.row_tokens)
             self._followed[pattern] = SplitMask(
                 layout, self.axis, rows=self.rows, given=self.given, batch_rows=self.batch_rows
             )

@@ -11,7 +11,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import attention_shape, choose_for_rows, model_window, notes_of
+from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
@@ -132,13 +132,14 @@ def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     config = getattr(rank_model.model, "config", None)
     mask = batch.mask if batch.mask is not None else Mask.causal(batch.tokens)
     choice, rows = choose_for_rows(
-        mask.windowed(model_window(config)),
+        mask,
         batch.rows,
         batch.tokens,
         spec.cp,
         rank_model.context,
         attention_shape(config, rank_model.resolved.heads, rank_model.compute),
         multiple=rank_model.resolved.sequence_multiple,
+        window=rank_model.resolved.reading[1].window,
     )
     layout = choice.layout
     return LocalBatch(rows, layout.lengths[rank_model.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")

@@ -13,7 +13,7 @@ import torch
 
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
-from meshkit.parallel.context import Layout, Shape, attention_shape, layer_windows, traffic
+from meshkit.parallel.context import Layout, Shape, attention_shape, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Checked, Cut
@@ -53,10 +53,7 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
             if f"{call.module}.".startswith(whole):
                 continue
             shape = attention_shape(None, (call.heads, call.kv_heads, call.width), rank_model.compute)
-            seen = batch.layout
-            if call.pattern.window is not None or call.pattern.chunk is not None:
-                seen = replace(seen, mask=call.pattern.of(seen.mask, None))
-            yield call.module, replace(shape, rows=batch.rows), seen
+            yield call.module, replace(shape, rows=batch.rows), batch.layout.seen_by(call.pattern)
         return
     if not layers:
         raise PlanError(
@@ -64,12 +61,12 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
             "attention() in the plan's tensor table, with the names of their projections, or enter(query=...) where keys and "
             "values come out of a latent."
         )
-    windows = layer_windows(getattr(rank_model.model, "config", None), len(layers))
-    for (module, heads), window in zip(layers.items(), windows, strict=True):
+    patterns = {call.module: call.pattern for call in calls or ()}
+    for module, heads in layers.items():
         if f"{module}.".startswith(whole):
             continue
         shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
-        yield module, replace(shape, rows=batch.rows), batch.layout.windowed(window)
+        yield module, replace(shape, rows=batch.rows), batch.layout.seen_by(patterns.get(module))
 
 
 def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:

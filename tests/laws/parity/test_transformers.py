@@ -35,6 +35,8 @@ def build(family: str) -> nn.Module:
         tie_word_embeddings=family == "Qwen2",
         **({"sliding_window": 5} if family == "Mistral" else {}),
     )
+    if family == "Llama":
+        config.sliding_window = 3  # which it does not read, as moshi does not: no layer sees less by it
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     draw_parameters(model)

@@ -32,7 +32,7 @@ def observed(kind: str, scheme: str) -> tuple[Counter[Message], Counter[Message]
 
 # Grouped heads, fused heads, windows in some layers, chunks, values of another width, layers without attention.
 @pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "lfm2", "mamba"]
+    "kind", ["llama", "gpt2", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "lfm2", "mamba"]
 )
 def test_attention_sends_what_is_explained(kind: str) -> None:
     assert_alike(pool(2).run(observed, kind, "auto"))

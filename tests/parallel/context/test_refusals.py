@@ -372,7 +372,8 @@ def test_different_masks_are_refused() -> None:
 def error_of_short_documents() -> float:
     """A window clips the band of a one-token document, which then no longer says that it is causal."""
     position_ids = torch.tensor([[0, *range(TOKENS - 1)]] * 2)
-    whole = call(parallel(Attention(is_causal=True), window=4), {**BATCH, "position_ids": position_ids})
+    mask = Mask.from_positions(position_ids).windowed(4)
+    whole = call(parallel(Attention(is_causal=True)), {**BATCH, "position_ids": position_ids}, mask)
     return float(whole.shape[1] - TOKENS)
 
 
