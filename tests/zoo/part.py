@@ -41,6 +41,12 @@ EQUAL = [
     ("odd.ExpertList", "dp_shard=2"),
     ("odd.TorchAttention", "tp=2"),
     ("odd.SpectralNorm", "tp=2"),
+    ("odd.NestedBlocks", "dp_shard=2"),
+    ("odd.NestedBlocks", "pp=2"),
+    ("odd.NestedBlocks", "cp=2"),
+    ("odd.NestedBlocks", "tp=2, sequence"),
+    ("odd.CountsElements", "dp_shard=2 tp=2"),
+    ("odd.CountsTied", "pp=2 tp=2"),
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
