@@ -58,5 +58,7 @@ REFUSED = {
     ("odd.MadeInForward", "dp_shard=2"): "'late' was made in forward",
     ("odd.UnusedAtTimes", "dp_shard=2"): "different modules",
     ("odd.UsesChildWeight", "dp_shard=2"): "outside of the forward",
+    ("odd.PenaltyInLoss", "dp_shard=2"): "A penalty on weights is the optimizer's weight_decay",
+    ("reformer", "dp_shard=2"): "runs modules again",
 }
 """With words of the refusal."""
