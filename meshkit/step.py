@@ -166,7 +166,8 @@ class Run:
                         part_loss = loss(self.model, part)
                     # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
                     # of the step's mean, however its tokens are split.
-                    ((part_loss + collected.total()) * weight / tokens).backward()
+                    with self._explained():
+                        ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
         summed = self._sum_of_step(total)
@@ -204,15 +205,17 @@ class Run:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            tp = self.mesh["tp"].size()
+            tp, model = self.mesh["tp"].size(), type(self.resolved.program.model).__name__
+            if _runs_backward(error):
+                raise PlanError(self._of_backward(error, model)) from error
             if not self._runs_forward(error):
                 raise PlanError(
                     f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, "
                     "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
                 ) from error
             raise PlanError(
-                f"{type(self.resolved.program.model).__name__} at {model_line(error)}: a parameter is used outside of the "
-                "forward of the module that holds it (by a parent, or in another method), and there it is a shard. "
+                f"{model} at {model_line(error)}: a parameter is used outside of the forward of the module that holds it (by "
+                "a parent, or in another method), and there it is a shard. "
                 + (
                     f"Use tp=1 instead of tp={tp}, or call the module. Logits are split too: your own loss gathers them by "
                     "`full_tensor()`, or is one of mk.loss."
@@ -222,10 +225,22 @@ class Run:
                 )
             ) from error
 
+    def _of_backward(self, error: BaseException, model: str) -> str:
+        if _called_modules(error):
+            return (
+                f"{model} at {model_line(error)}: a backward that the model writes itself runs modules again (reversible "
+                "layers), whose parameters are shards by then: nothing gathers them there. Leave these layers out of the "
+                "plan's blocks and units (Plan(blocks=...)), or let autograd run them, under recompute to keep as little."
+            )
+        return (
+            f"{model}: the loss computes with shards of parameters (a penalty on weights), or with logits that are split "
+            "over the vocabulary, and in backward they meet a plain tensor. A penalty on weights is the optimizer's "
+            "weight_decay; logits are for mk.cross_entropy(logits, labels), or logits.full_tensor()."
+        )
+
     def _runs_forward(self, error: BaseException) -> bool:
         """Whether it was raised inside of the model's forward, and not in a loss."""
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        return any(frame.f_locals.get("self") is self.model for frame in frames if frame.f_code.co_name == "_call_impl")
+        return any(module is self.model for module in _called_modules(error))
 
     def _refuse_batch_norm(self) -> None:
         """`resolve` refuses it too, but a model may be put into training mode later."""
@@ -346,6 +361,17 @@ class Run:
         if self.mesh.tokens.size() > 1:
             dist.all_reduce(value, group=self.mesh.tokens.get_group())
         return value
+
+
+def _called_modules(error: BaseException) -> list[Any]:
+    """Those whose call raised, outermost first."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "_call_impl"]
+
+
+def _runs_backward(error: BaseException) -> bool:
+    """Whether autograd raised it, or what it ran."""
+    return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
 
 
 def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:

@@ -17,6 +17,7 @@ from meshkit.initialize import fill
 from meshkit.lora._adapter import A, AdapterLinear, B, Lora, adapt, adapted, lora_of, refuse_peft, set_lora
 from meshkit.plan import Plan, Style, match_names, match_table, per_head
 from meshkit.plan.auto import auto_plan
+from meshkit.plan.match import match_blocks
 from meshkit.program import without_values
 
 P = TypeVar("P", Plan, None)
@@ -145,7 +146,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _blocks_linears(plan: Plan, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> list[str]:
-    blocks = match_names(plan.blocks, modules, what="module")
+    blocks = match_blocks(plan.blocks, modules)
     linears = [
         name
         for name, child in modules.items()

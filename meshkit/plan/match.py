@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from torch import nn
 
 from meshkit.core.frozen_mapping import FrozenMapping
 from meshkit.errors import PlanError
@@ -40,6 +42,24 @@ def match_table(table: Mapping[str, Value], names: Iterable[str], *, what: str) 
 def match_names(patterns: Iterable[str], names: Iterable[str], *, what: str) -> list[str]:
     """The names that the patterns match, in the order of `names`. Raises as `match_table` does."""
     return list(match_table(dict.fromkeys(patterns), names, what=what))
+
+
+def match_blocks(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules that the patterns match, where a container without a forward, as a ModuleList, stands for those in it:
+    nothing calls it, so nothing can be done when it runs. Raises as `match_table` does."""
+    found: dict[str, None] = {}
+    for name in match_names(patterns, modules, what="module"):
+        found |= dict.fromkeys(_called(name, modules[name]))
+    return list(found)
+
+
+def _called(name: str, module: nn.Module) -> Iterator[str]:
+    inner = list(module.named_children())
+    if not inner or "forward" in vars(module) or type(module).forward is not nn.Module.forward:
+        yield name
+        return
+    for key, child in inner:
+        yield from _called(f"{name}.{key}", child)
 
 
 def listed(names: Any, *, where: str, argument: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from meshkit.plan import Plan, match_names
 from meshkit.plan.auto import auto_plan
+from meshkit.plan.match import match_blocks
 from meshkit.program import Program
 
 
@@ -22,8 +23,5 @@ class Names:
 def name_modules(program: Program, plan: Plan | None) -> Names:
     """plan: None for what names tell."""
     plan = plan or auto_plan(program.model)
-    blocks, units, mlps = (
-        tuple(match_names(patterns, program.modules, what="module"))
-        for patterns in (plan.blocks, plan.units, plan.mlps)
-    )
-    return Names(plan, blocks, units, mlps)
+    blocks, units = (tuple(match_blocks(patterns, program.modules)) for patterns in (plan.blocks, plan.units))
+    return Names(plan, blocks, units, tuple(match_names(plan.mlps, program.modules, what="module")))

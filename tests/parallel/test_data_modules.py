@@ -278,6 +278,28 @@ class ReadsBlocks(Layers):
         return F.linear(F.relu(F.linear(x, self.blocks[0].fc1.weight)), self.blocks[0].fc2.weight)
 
 
+class _Again(torch.autograd.Function):
+    """Keeps the input of a block alone, and runs it again in backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Any) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block.fc2(F.relu(ctx.block.fc1(x))), grad)
+        return x.grad, None
+
+
+class Reversible(Layers):
+    def middle(self, x: Tensor) -> Tensor:
+        return _Again.apply(x, self.blocks[0])
+
+
 class HookOfOptimizer(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -315,6 +337,7 @@ REFUSED = {
     OtherBlocks: "data ranks run different modules: after the root rank . of the data ranks comes to blocks",
     OneBlockMore: "data ranks run different modules: after blocks.0 rank . of the data ranks comes to",
     ReadsBlocks: "used outside of the forward of the module that holds it",
+    Reversible: "a backward that the model writes itself runs modules again",
     HookOfOptimizer: "holds an optimizer",
     HookThatFails: "the hook on parameter 'enter.weight' raised",
     Lazy: "'late.weight' has no shape yet",

@@ -9,6 +9,7 @@ from torch import nn
 import meshkit as mk
 from meshkit.parallel.tensor.layout import tensor_layout
 from meshkit.plan import Style, match_names, match_table
+from meshkit.plan.match import match_blocks
 from tests.tiny import tiny_config
 
 
@@ -30,6 +31,25 @@ class Stack(nn.Module):
 
 
 NAMES = [name for name, _ in Stack().named_modules()]
+
+
+def test_a_container_without_a_forward_stands_for_the_modules_in_it() -> None:
+    nested = nn.ModuleList(
+        [
+            nn.ModuleList([MLP(), nn.ModuleDict({"one": MLP(), "two": nn.Sequential(MLP())})]),
+            nn.Sequential(MLP(), MLP()),
+            nn.ModuleList([MLP()]),
+        ]
+    )
+    modules = dict(nn.ModuleDict({"layers": nested, "norm": nn.LayerNorm(8)}).named_modules())
+    assert match_blocks(["layers.*", "norm"], modules) == [
+        "layers.0.0",
+        "layers.0.1.one",
+        "layers.0.1.two",
+        "layers.1",
+        "layers.2.0",
+        "norm",
+    ]
 
 
 def test_a_star_is_one_component_and_braces_are_a_choice() -> None:

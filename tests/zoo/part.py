@@ -41,6 +41,12 @@ EQUAL = [
     ("odd.ExpertList", "dp_shard=2"),
     ("odd.TorchAttention", "tp=2"),
     ("odd.SpectralNorm", "tp=2"),
+    ("odd.NestedBlocks", "dp_shard=2"),
+    ("odd.NestedBlocks", "pp=2"),
+    ("odd.NestedBlocks", "cp=2"),
+    ("odd.NestedBlocks", "tp=2, sequence"),
+    ("odd.CountsElements", "dp_shard=2 tp=2"),
+    ("odd.CountsTied", "pp=2 tp=2"),
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
@@ -52,5 +58,7 @@ REFUSED = {
     ("odd.MadeInForward", "dp_shard=2"): "'late' was made in forward",
     ("odd.UnusedAtTimes", "dp_shard=2"): "different modules",
     ("odd.UsesChildWeight", "dp_shard=2"): "outside of the forward",
+    ("odd.PenaltyInLoss", "dp_shard=2"): "A penalty on weights is the optimizer's weight_decay",
+    ("reformer", "dp_shard=2"): "runs modules again",
 }
 """With words of the refusal."""

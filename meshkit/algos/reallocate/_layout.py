@@ -15,7 +15,8 @@ from meshkit.mesh import DENSE_AXES, MeshSpec
 from meshkit.parallel.expert import ExpertLayout, expert_layouts, in_expert_view
 from meshkit.parallel.pipeline import Generator, Schedule, plan_pipeline
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
-from meshkit.plan import Plan, match_names
+from meshkit.plan import Plan
+from meshkit.plan.match import match_blocks
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def layout_of(
     spec = MeshSpec.parse(spec) if isinstance(spec, str) else spec
     spec = spec.resolve(spec.world_size if ranks is None else len(ranks), part=ranks is not None)
     world_ranks = tuple(range(spec.world_size) if ranks is None else ranks)
-    blocks = match_names(plan.blocks, dict(model.named_modules()), what="module")
+    blocks = match_blocks(plan.blocks, dict(model.named_modules()))
     # The same functions that `parallelize` calls, on sizes alone: a layout of its own rules could differ from what is
     # really held.
     closed = dict.fromkeys(expert_layouts(model, plan.tensor, ep=spec.ep, etp=spec.etp), "experts")

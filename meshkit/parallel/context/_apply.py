@@ -20,7 +20,7 @@ from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import auto_plan, match_names
-from meshkit.plan.match import listed
+from meshkit.plan.match import listed, match_blocks
 from meshkit.program import Program, example_of, without_values
 from meshkit.strategy import ContextPolicy, IfUnproved
 
@@ -110,7 +110,7 @@ def plan_context(
     named = tuple(match_names(attention, program.modules, what="module"))
     replicate = unproved == "replicate"
     if blocks is None and replicate and program.parameters:
-        blocks = match_names(auto_plan(model).blocks, program.modules, what="module")
+        blocks = match_blocks(auto_plan(model).blocks, program.modules)
     reader = Reader(program, named, closed, replicate=replicate, blocks=tuple(blocks or ()))
     if size == 1:
         return reader, Doors(intercepted=named)

@@ -77,7 +77,8 @@ def forward(
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
     model = _StageModel(staged, stage, flow, given)
     try:
-        value = loss(model, microbatch)
+        with staged.in_loss():
+            value = loss(model, microbatch)
     except _StageOutput:
         run, values = model.run, flow.cuts[stage]
         assert run is not None
@@ -91,8 +92,9 @@ def forward(
         raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
     if staged.has_values and any(_torch.is_fake(leaf) for leaf in _torch.tree_leaves(value)):
         raise StepError(
-            "pipeline: the loss function reads something of the model's output that has no values on the last stage: only "
-            "logits are sure to, plain or as `.logits`. Return what it needs as the output, or use a mesh without pp."
+            "pipeline: the loss function reads something that has no values on the last stage: parameters of other stages, "
+            "or a part of the model's output, of which only logits are sure to, plain or as `.logits`. Return what it needs "
+            "as the output, leave a penalty on weights to the optimizer's weight_decay, or use a mesh without pp."
         )
     return value, [], []
 

@@ -187,6 +187,7 @@ class _Walk:
             if stage == self.stages - 1:
                 for ref in tensors(self.trace.result):
                     self._need(ref, end, stage, None, seen, needs, computed)
+        self._refuse_kept()
         cuts: list[tuple[Value, ...]] = []
         for cut in range(self.stages - 1):
             cuts.append(tuple(sorted(v for v, last in needs.items() if self._stage(v.call) <= cut < last)))
@@ -266,12 +267,26 @@ class _Walk:
         if consumer is None:
             raise PlanError(
                 f"pipeline: {self._line(self.trace.operations[before])} reads {name!r} outside of the module that has it, so "
-                f"no stage can compute it alone. Let a module before, in or after the blocks do it, or use a mesh without pp."
+                "no stage can compute it alone. Let a module before, in or after the blocks do it, or use a mesh without pp; "
+                "a penalty on weights is the optimizer's weight_decay."
             )
         raise PlanError(
             f"pipeline: {self.calls[consumer].name!r} of stage {stage} reads {name!r}, which stage {min(holders)} has. Use a "
             "mesh without pp."
         )
+
+    def _refuse_kept(self) -> None:
+        """What modules keep of the forward for a loss, and compute of parameters outside of the modules that have them."""
+        pending = [(ref, len(self.trace.operations)) for ref in self.trace.kept.values()]
+        seen: set[int] = set()
+        while pending:
+            ref, before = pending.pop()
+            self._refuse_held(ref, before, self.stages - 1, None)
+            for index in self.writers.get(ref.storage, ()):
+                if index < before and index not in seen and self.owner[index] is None:
+                    seen.add(index)
+                    operation = self.trace.operations[index]
+                    pending += [(each, index) for each in tensors((operation.args, operation.kwargs))]
 
     def calls_before(self, number: int) -> set[int]:
         """The calls whose results the call reads, at once or through operations between modules."""

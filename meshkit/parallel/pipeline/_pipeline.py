@@ -32,8 +32,7 @@ from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._staged_model import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, Task, messages, need_of
-from meshkit.plan import match_names
-from meshkit.plan.match import listed
+from meshkit.plan.match import listed, match_blocks
 from meshkit.program import without_values
 from meshkit.strategy import PipelinePolicy
 
@@ -248,7 +247,7 @@ def pipeline_parallel(
         raise PlanError("pipeline_parallel: this module has the stages of one rank already. Give the whole one, once.")
     policy = policy or PipelinePolicy()
     # Splitting linears comes after the plan, which looks at the unchanged model, and before stages are cut.
-    names = match_names(blocks, dict(module.named_modules()), what="module")
+    names = match_blocks(blocks, dict(module.named_modules()))
     cut = plan_pipeline(module, mesh.size(), blocks=names, schedule=policy.schedule, split=policy.stages)
     full = without_values(module)
     if cut.splits_backward:

@@ -79,13 +79,38 @@ class Absent(nn.Module):
         if staged is None or not staged.runs:
             name = vars(self).get("_name", "this module")
             raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {key!r} cannot be read here")
-        if vars(self)["_twin"] is None:
-            vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
         try:
-            return getattr(vars(self)["_twin"], key)
+            return getattr(self._without_values(), key)
         except AttributeError as error:
             name = vars(self)["_name"]
             raise OnAnotherRank(f"{name!r} is on another rank of pp, and had no {key!r} before it ran there") from error
+
+    # [Note: parameters of other stages]
+    # A forward and a loss may go through all of the model's parameters: to take the dtype of the first, to count them, or
+    # for a penalty on them. They are shown those of other stages, without values: so what is counted is right, and what is
+    # computed of them has no values either and is refused. Between steps a rank has its own ones alone.
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        staged = vars(self)["_staged"]
+        if not staged.shows:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        with staged.tying(vars(self)["_name"], self._without_values()) as twin:
+            yield from twin.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        shows = vars(self)["_staged"].shows
+        return self._without_values().named_children() if shows else super().named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        shows = vars(self)["_staged"].shows
+        return self._without_values().state_dict(*args, **kwargs) if shows else super().state_dict(*args, **kwargs)
+
+    def _without_values(self) -> nn.Module:
+        if vars(self)["_twin"] is None:
+            vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
+        twin: nn.Module = vars(self)["_twin"]
+        return twin
 
 
 class Present:
@@ -122,8 +147,12 @@ class StagedModel:
         self.model, self.stages, self.local_stages = model, stages, tuple(local_stages)
         self.device, self._fake = device, _torch.fake_mode()
         self._running: Running | None = None
+        self._in_loss = False
+        self._has_values = True
+        self._without_values: dict[int, Any] = {}  # by id of the full model's tensors
         self._placeholders: dict[Hashable, Tensor] = {}
         local_modules = {name for stage in local_stages for name in stages.modules_of(stage)}
+        self._tied = _tied(full, stages, local_stages)
         # Of this rank's own modules too: they are absent while another of its stages runs.
         self._absent: dict[str, nn.Module] = {}
         for stage in range(stages.count):
@@ -137,10 +166,25 @@ class StagedModel:
         return self._running is not None
 
     @property
+    def shows(self) -> bool:
+        """See [Note: parameters of other stages]."""
+        return self._in_loss or self._running is not None
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """Around a loss function, which calls the model."""
+        param = next(self.model.parameters(), None)  # of this rank
+        self._has_values = param is None or not _torch.is_fake(local_tensor(param))
+        before, self._in_loss = self._in_loss, True
+        try:
+            yield
+        finally:
+            self._in_loss = before
+
+    @property
     def has_values(self) -> bool:
         """False in an estimate: there what other stages return cannot be told from the rest."""
-        param = next(self.model.parameters(), None)
-        return param is None or not _torch.is_fake(local_tensor(param))
+        return self._has_values
 
     @contextmanager
     def running(self, stage: int, flow: Flow, received: Mapping[Value, Tensor]) -> Iterator[Running]:
@@ -250,14 +294,44 @@ class StagedModel:
 
     def twin(self, module: nn.Module) -> nn.Module:
         """The module with tensors that have shapes and no values."""
-        tensors: dict[int, Any] = {}
+        made = self._without_values  # what two modules share, their twins do
         with self._fake:
             for param in module.parameters():
-                empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-                tensors[id(param)] = nn.Parameter(empty, param.requires_grad)
+                if id(param) not in made:
+                    empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                    made[id(param)] = nn.Parameter(empty, param.requires_grad)
             for buffer in module.buffers():
-                tensors[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
-        return copied(module, tensors, {})
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        return copied(module, made, {})
+
+    @contextmanager
+    def tying(self, name: str, twin: nn.Module) -> Iterator[nn.Module]:
+        """Inside, the twin of a module of another stage has the tied parameters of this rank: each counts once."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for tied, local in self._tied.items():
+            if tied.startswith(f"{name}."):
+                path, _, key = tied[len(name) + 1 :].rpartition(".")
+                params = twin.get_submodule(path)._parameters
+                before.append((params, key, params[key]))
+                params[key] = self.model.get_parameter(local)
+        try:
+            yield twin
+        finally:
+            for params, key, param in before:
+                params[key] = param
+
+
+def _tied(full: nn.Module, stages: Stages, local_stages: Sequence[int]) -> dict[str, str]:
+    """Parameters of other ranks' modules, that modules of this rank have too: name there -> name here."""
+    here: dict[int, str] = {}
+    there: list[tuple[str, int]] = []
+    for name, param in full.named_parameters(remove_duplicate=False):
+        if (stage := stages.stage_of(name)) in local_stages:
+            here.setdefault(id(param), name)
+        elif stage is not None:
+            there.append((name, id(param)))
+    return {name: here[key] for name, key in there if key in here}
 
 
 def _apart(now: tuple[Any, ...], before: tuple[Any, ...]) -> str:

@@ -19,8 +19,9 @@ from meshkit.core.linear import is_linear, linear_shape
 from meshkit.parallel.tensor.candidates import Candidates, candidates
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.parallel.tensor.splits import Names, enclosing, likeness
-from meshkit.plan import Plan, Style, column, head, match_names, match_table, replicate, sequence, split, vocab
+from meshkit.plan import Plan, Style, column, head, match_table, replicate, sequence, split, vocab
 from meshkit.plan.auto import by_patterns
+from meshkit.plan.match import match_blocks
 from meshkit.program import Example, Program, Unproved
 
 Prove = Callable[[TensorLayout], None]
@@ -77,7 +78,7 @@ class _Tree:
         self.named = match_table(self.plan.tensor, self.modules, what="module")
         self.tried: dict[object, int] = {}
         self.why: dict[object, str] = {}
-        blocks = match_names(self.plan.blocks, self.modules, what="module") or _longest_list(self.modules)
+        blocks = match_blocks(self.plan.blocks, self.modules) or _longest_list(self.modules)
         # What the residual stream runs through: the model, blocks, and what is around them.
         stacks = (name for members in _lists(self.modules) for name in members)
         self.frames = {"", *(around for name in (*blocks, *stacks) for around in enclosing(name))}

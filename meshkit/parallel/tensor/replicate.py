@@ -9,8 +9,9 @@ from torch import nn
 
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.parallel.tensor.splits import Names, enclosing, likeness
-from meshkit.plan import Plan, Style, match_names, match_table, replicate
+from meshkit.plan import Plan, Style, match_table, replicate
 from meshkit.plan.auto import by_patterns
+from meshkit.plan.match import match_blocks
 from meshkit.program import Program, Unproved
 
 Prove = Callable[[TensorLayout], None]
@@ -25,7 +26,7 @@ def replicate_unproved(program: Program, plan: Plan, prove: Prove, *, size: int,
     """
     modules = dict(program.model.named_modules(remove_duplicate=False))
     styles = match_table(plan.tensor, modules, what="module")
-    regions = _Regions(modules, styles, set(match_names(plan.blocks, modules, what="module")))
+    regions = _Regions(modules, styles, set(match_blocks(plan.blocks, modules)))
     while True:
         # Under the user's own patterns, as long as nothing is whole.
         narrowed = replace(plan, tensor=by_patterns(regions.styles(), modules)) if regions.whole else plan

@@ -14,7 +14,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import plan_pipeline
 from meshkit.parallel.pipeline._stages import flow_of
 from meshkit.program import Example, example_of, trace
-from tests.zoo import blocks, decoders, paths
+from tests.zoo import blocks, counted, decoders, paths
 from tests.zoo.decoders import LAYERS, WIDTH, Block, Plain
 
 BLOCKS = [f"layers.{index}" for index in range(LAYERS)]
@@ -136,6 +136,15 @@ class Own(Plain):
         ),
         (Own, r"aten.add_.Tensor at test_flow.py:\d+ of 'layers.0' in 'layers.0' of stage 0 changes in place"),
         (blocks.NestedBlocks, r"'layers.0.0' is called by 'the model' and not by 'layers.0', of which it is a part"),
+        (
+            counted.Penalised,
+            r"at counted.py:\d+ of 'the model' reads '.*' outside .* penalty on weights is the optimizer's",
+        ),
+        (counted.PenalisedBlocks, r"at counted.py:\d+ of 'the model' reads 'layers.3.mlp.down.bias' outside of"),
+        (counted.PenalisedHead, r"at counted.py:\d+ of 'the model' reads 'lm_head.weight' outside of"),
+        (counted.PenalisedByName, r"norm.* at counted.py:\d+ of 'the model' reads 'layers.0.mlp.up.weight' outside of"),
+        (counted.PenalisedByState, r"norm.* at counted.py:\d+ of 'the model' reads '.*' outside of"),
+        (counted.PenaltyKept, r"at counted.py:\d+ of 'the model' reads 'lm_head.weight' outside of"),
         (paths.OnValue, r"what runs next depends on a tensor's values"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
