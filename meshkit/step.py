@@ -158,11 +158,12 @@ class Run:
             param.grad = None
         unhooked = set_aside(self.hooks, self.model)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        means = torch.zeros_like(total) if watch is None else watch.means
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
             with self._explained():
-                total, reports = self.pipeline.forward_backward(parts, loss, tokens)
+                total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
@@ -174,7 +175,7 @@ class Run:
                     ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
-        summed, means = self._sum_of_step(total, watch)
+        summed, means = self._sum_of_step(total, means)
         if whole and self.mesh.tokens.size() > 1:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -196,19 +197,15 @@ class Run:
         """In the first step of a loss with a count."""
         return None if _codes(loss, count) in self.watched else LossWatch(loss, count, self.mesh.device)
 
-    def _sum_of_step(self, total: Tensor, watch: LossWatch | None) -> tuple[Tensor, Tensor]:
-        """(the loss, how many microbatches gave a mean) over all ranks.
-
-        In the same message goes how many ranks have not used some parameter.
-        """
-        means = torch.zeros_like(total) if watch is None else watch.means
-        if self.pipeline is not None and watch is not None:
-            means = self.pipeline.total([means], self.mesh.device)  # the last stage's
-        filled = total.new_full((), float(self.agreement is not None and self.agreement.filled))
-        sums = self._sum_over_tokens(torch.stack([total, means, filled]))
-        if self.agreement is not None:
-            self.agreement.settle(sums[2])
-        return sums[0], sums[1]
+    def _sum_of_step(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """Both over all ranks, and in the same message how many of them have not used some parameter."""
+        if self.agreement is None:
+            summed, means = self._sum_over_tokens(torch.stack([total, means])).unbind()
+            return summed, means
+        filled = total.new_full((), float(self.agreement.filled))
+        summed, means, filled = self._sum_over_tokens(torch.stack([total, means, filled])).unbind()
+        self.agreement.settle(filled)
+        return summed, means
 
     @contextmanager
     def _forward(self) -> Iterator[None]:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .tracing import without_modes
+
 # `_saved_*` of a node are the attributes that torch's notes on autograd show; each name is one of derivatives.yaml.
 
 
@@ -29,8 +31,11 @@ def saved_factor(node: Any) -> Tensor | None:
         return None  # the input is what is divided by
     other = getattr(node, "_saved_other", None)
     other = getattr(node, "_saved_self", None) if other is None and is_product else other
-    if type(other) is Tensor:
+    if type(other) is Tensor and (other.device.type != "cpu" or other.ndim):
         return other
+    if type(other) is Tensor:
+        with without_modes():  # which would be told of a number of Python, and not of a tensor
+            other = other.item()
     return torch.tensor(other) if isinstance(other, int | float) else None
 
 
