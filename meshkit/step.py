@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
+from meshkit.core.code import code_of
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
-from meshkit.loss import IGNORED, cross_entropy
+from meshkit.loss import IGNORED, LossWatch, cross_entropy
 from meshkit.mask import Mask
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
@@ -84,6 +85,7 @@ class Run:
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
+    watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
     @property
     def strategy(self) -> Strategy:
@@ -135,6 +137,7 @@ class Run:
         tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
+        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
@@ -144,6 +147,8 @@ class Run:
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
+        watch = self._watch(loss, count)
+        loss = watch or loss
         self._refuse_batch_norm()
         if self.agreement is not None:
             self.agreement.begin_step()
@@ -153,11 +158,12 @@ class Run:
             param.grad = None
         unhooked = set_aside(self.hooks, self.model)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        means = torch.zeros_like(total) if watch is None else watch.means
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
             with self._explained():
-                total, reports = self.pipeline.forward_backward(parts, loss, tokens)
+                total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
             for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                 before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
@@ -170,7 +176,7 @@ class Run:
                         ((part_loss + collected.total()) * weight / tokens).backward()
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
-        summed = self._sum_of_step(total)
+        summed, means = self._sum_of_step(total, means)
         if whole and self.mesh.tokens.size() > 1:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -182,15 +188,25 @@ class Run:
         note_counts(self.model, self.expert_counts)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
         self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
+        if watch is not None:
+            ranks = self.mesh.tokens.size()
+            watch.settle(means, tokens, microbatches=microbatches, ranks=ranks, data_ranks=self.mesh.data_ranks)
+            self.watched.add(_codes(loss, count))
         return summed / tokens
 
-    def _sum_of_step(self, total: Tensor) -> Tensor:
-        """The loss over all ranks, and in the same message how many of them have not used some parameter."""
+    def _watch(self, loss: Loss, count: Count) -> LossWatch | None:
+        """In the first step of a loss with a count."""
+        return None if _codes(loss, count) in self.watched else LossWatch(loss, count, self.mesh.device)
+
+    def _sum_of_step(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """Both over all ranks, and in the same message how many of them have not used some parameter."""
         if self.agreement is None:
-            return self._sum_over_tokens(total)
-        both = self._sum_over_tokens(torch.stack([total, total.new_full((), float(self.agreement.filled))]))
-        self.agreement.settle(both[1])
-        return both[0]
+            summed, means = self._sum_over_tokens(torch.stack([total, means])).unbind()
+            return summed, means
+        filled = total.new_full((), float(self.agreement.filled))
+        summed, means, filled = self._sum_over_tokens(torch.stack([total, means, filled])).unbind()
+        self.agreement.settle(filled)
+        return summed, means
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
@@ -372,6 +388,10 @@ def _called_modules(error: BaseException) -> list[Any]:
 def _runs_backward(error: BaseException) -> bool:
     """Whether autograd raised it, or what it ran."""
     return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
+
+
+def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:
+    return code_of(loss), code_of(count)
 
 
 def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:

@@ -4,6 +4,9 @@ A file for each subject. Each function says which private name it stands for, wh
 and what replaces it once the older one is dropped: "nothing yet" means that torch 2.15 has no public way.
 """
 
+from .autograd import reduction_of as reduction_of
+from .autograd import saved_factor as saved_factor
+from .autograd import sums_rows as sums_rows
 from .collectives import all_gather_rows as all_gather_rows
 from .collectives import all_reduce_sum as all_reduce_sum
 from .collectives import FUNCTIONAL_COLLECTIVES as FUNCTIONAL_COLLECTIVES

@@ -77,12 +77,13 @@ class Pipeline:
             self._recording = None
 
     def forward_backward(
-        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
+        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor, *, beside: Tensor | None = None
     ) -> tuple[Tensor, list[tuple[Collected, float]]]:
         """Add the gradients of all microbatches to the parameters.
 
         microbatches: (microbatch, weight of its loss). Returns the sum of their losses, the same on every rank of the axis,
-        and for each forward of this rank (report of its routers, weight).
+        and for each forward of this rank (report of its routers, weight). beside: another fp64 number, which the loss
+        function may change; becomes its sum over the axis, in the message of the losses.
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
@@ -106,7 +107,7 @@ class Pipeline:
         # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
         self._add_tied_gradients()
-        return self.total(losses, scale.device), reports
+        return self.total(losses, scale.device, beside), reports
 
     @torch.no_grad()
     def infer(self, microbatch: Any, function: Loss) -> Tensor | None:
@@ -130,15 +131,23 @@ class Pipeline:
         p2p.finish()
         return result
 
-    def total(self, losses: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The sum of the losses of all ranks of the axis, on all of them. Wire: one all-reduce of a number."""
+    def total(self, losses: Sequence[Tensor], device: torch.device, beside: Tensor | None = None) -> Tensor:
+        """The sum of the losses of all ranks of the axis, on all of them; `beside` is replaced by its own sum.
+
+        Wire: one all-reduce of a number, or of two.
+        """
         # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in losses:
             total += value.detach()
         # Ranks without the last stage add 0, so the sum is the last stage's, broadcast.
-        dist.all_reduce(total, group=self.axis.get_group())
-        return total
+        if beside is None:
+            dist.all_reduce(total, group=self.axis.get_group())
+            return total
+        both = torch.stack([total, beside])
+        dist.all_reduce(both, group=self.axis.get_group())
+        beside.copy_(both[1])
+        return both[0]
 
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""

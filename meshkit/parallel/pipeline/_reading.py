@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.code import code_of
 from meshkit.core.noting import AnyMask
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow, plain_leaves
@@ -45,7 +46,7 @@ class Reading:
     ) -> Flow:
         """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
         kind, sizes = _like(microbatch)
-        kind = (kind, _code(loss), torch.is_grad_enabled(), running.training)
+        kind = (kind, code_of(loss), torch.is_grad_enabled(), running.training)
         if (kind, sizes) not in self._flows:
             for guard in self.guards:
                 guard(running, *call())
@@ -107,9 +108,3 @@ def _like(tree: Any) -> tuple[Any, Sizes]:
         for leaf in leaves
     )
     return (str(spec), kinds), tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
-
-
-def _code(function: Any) -> Any:
-    """A function that is made anew in every step is the same by its code."""
-    function = getattr(function, "func", function)  # of a partial
-    return getattr(getattr(function, "__func__", function), "__code__", None) or type(function)

@@ -189,7 +189,7 @@ def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Chec
             row = rank_model.row(names[0] if rank == cut.ends[0] else names[1])
             log.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
     # One fp64 number each. Ranks without the last stage add 0 to the loss; each rank adds the squares of its own stages.
-    log.add("pp", "all_reduce", 8, "loss")
+    log.add("pp", "all_reduce", 16, "loss")  # with the number of microbatches whose loss is a mean
     log.add("pp", "all_reduce", 8, "gradient norm")
 
 
@@ -201,8 +201,9 @@ def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
         # Twice: the tokens must be known before the first backward, which divides by them, and the loss is known after all.
         axis = "_".join(large)
         log.add(axis, "all_reduce", 8, "tokens")
-        # Without stages with the number of ranks that have not used some parameter.
-        log.add(axis, "all_reduce", 8 if rank_model.cut is not None else 16, "loss")
+        # With the number of microbatches whose loss is a mean, and without stages that of ranks that have not used some
+        # parameter.
+        log.add(axis, "all_reduce", 16 if rank_model.cut is not None else 24, "loss")
     # clip_grad_norm adds squares in one number per set of axes that shard the parameters. It reduces axis by axis, all
     # numbers that still need that axis in one all-reduce; sets that become equal are added up and travel as one.
     copies = rank_model.cut.copies(rank_model.at("pp")) if rank_model.cut is not None else {}

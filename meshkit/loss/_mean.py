@@ -1,0 +1,147 @@
+"""Losses that are means already (reduction='mean'): the autograd graph shows it, and the step would divide again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshkit.core import _torch
+from meshkit.errors import PlanError
+
+LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
+_UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
+
+
+# [Note: which losses are means]
+# A loss is refused where it cannot be a sum: it is a mean of items, or such a mean times less than one (0.5 * mean, label
+# smoothing), or something divided by just the number that `count` gives for its part. A mean times 2 is not judged: it may be
+# a sum of two parts' means. Nor is a sum of equal means, one for each row, or a mean of sums, one for each of several heads.
+# And it is refused only if all parts of the step say so, and there is more to count than parts: a mean of equal parts, each
+# counted as one, is right.
+
+
+class LossWatch:
+    """A loss that looks at what it returns, for the first step of a loss function.
+
+    `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
+    on the device, so that no host waits for it. `excluded`: one was not, as far as can be known.
+    """
+
+    def __init__(self, func: Callable[..., Tensor], count: Callable[..., Tensor], device: torch.device) -> None:
+        self.func, self._count = func, count
+        self.means = torch.zeros((), dtype=torch.float64, device=device)
+        self.excluded = False
+
+    def __call__(self, model: Any, part: Any) -> Tensor:
+        loss = self.func(model, part)
+        with torch.no_grad():
+            self._look(loss, part)
+        return loss
+
+    def _look(self, loss: Any, part: Any) -> None:
+        node = _torch.graph_node(loss) if isinstance(loss, Tensor) and not _torch.is_fake(loss) else None
+        if node is not None and _is_mean(node):
+            self.means += 1
+        elif node is not None and (divisors := _divisors(node)):
+            self.means += prod(divisors[1:], start=divisors[0]).double() == self._count(part).double().clamp(min=1)
+        else:
+            self.excluded = True
+
+    def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
+        """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted."""
+        parts = microbatches * ranks
+        # Without a wait for the device if this rank's losses are sums already.
+        if not self.excluded and bool((means == parts) & (counted > parts)):
+            name = getattr(self.func, "__name__", type(self.func).__name__)
+            raise PlanError(
+                f"forward_backward: the loss {name!r} is a mean already, and would be divided again by count, which is "
+                f"{counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "
+                "(reduction='sum'); or, if the parts are of one size, count each as one "
+                f"(count=lambda batch: torch.tensor({parts // data_ranks}))."
+            )
+
+
+def _is_mean(root: Any) -> bool:
+    """Whether it is a mean times at most one, or a sum of means of which one outweighs the others."""
+    means: list[float] = []  # their weights
+    perhaps: list[float] = []  # of what is divided by a whole number: label smoothing adds such a term to a mean
+    rest: list[tuple[Any, float, bool]] = [(root, 1.0, False)]
+    for _ in range(LOOKED_AT):
+        if not rest:
+            return bool(means) and 2 * max(means) > sum(means) + sum(perhaps)
+        node, weight, divided = rest.pop()
+        kind, inputs = _kind(node), _inputs(node)
+        if _torch.reduction_of(node) == "mean" or (kind == "Mean" and not _is_of_sums(node)):
+            means.append(weight)
+        elif inputs and kind in ("Add", "Sub"):
+            rest += [(each, weight, divided) for each in inputs]
+        elif len(inputs) == 1 and _divides_by_a_whole_number(node):
+            rest.append((inputs[0], weight, True))
+        elif len(inputs) == 1 and (factor := _factor(node)) is not None and factor <= 1:
+            rest.append((inputs[0], weight * factor, divided))
+        elif divided:
+            perhaps.append(weight)
+        else:
+            return False
+    return False
+
+
+def _divides_by_a_whole_number(node: Any) -> bool:
+    other = _torch.saved_factor(node) if _kind(node) == "Div" else None
+    return other is not None and not other.ndim and not other.is_floating_point()
+
+
+def _is_of_sums(mean: Any) -> bool:
+    """Whether what is averaged may be a sum over rows: sums of several heads, or of each feature."""
+    rest, known = _inputs(mean), set[Any]()
+    while rest:
+        node = rest.pop()
+        if _torch.sums_rows(node) or _torch.reduction_of(node) == "sum" or len(known) == LOOKED_AT:
+            return True
+        if node not in known and _kind(node) not in _PRODUCTS:
+            known.add(node)
+            rest += _inputs(node)
+    return False
+
+
+def _divisors(root: Any) -> list[Tensor]:
+    """The scalars that it is divided by at last."""
+    divisors: list[Tensor] = []
+    node = root
+    while len(inputs := _inputs(node)) == 1 and len(divisors) < LOOKED_AT:
+        if _kind(node) == "Div":
+            other = _torch.saved_factor(node)
+            if other is None or other.ndim:
+                break
+            divisors.append(other)
+        elif _kind(node) not in _UNCHANGED:
+            break
+        (node,) = inputs
+    return divisors
+
+
+def _factor(node: Any) -> float | None:
+    """The size of the number that a node multiplies its input by; None if it does something else, or the device has it."""
+    kind = _kind(node)
+    if kind in _UNCHANGED:
+        return 1.0
+    other = _torch.saved_factor(node) if kind in ("Mul", "Div") else None
+    if other is None or other.ndim or other.device.type != "cpu":
+        return None
+    size = abs(float(other))
+    return size if kind == "Mul" else 1 / size if size else None
+
+
+def _kind(node: Any) -> str:
+    """'Mul' of MulBackward0."""
+    name: str = node.name()
+    return name.partition("Backward")[0]
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
