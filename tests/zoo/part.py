@@ -41,6 +41,8 @@ EQUAL = [
     ("odd.ExpertList", "dp_shard=2"),
     ("odd.TorchAttention", "tp=2"),
     ("odd.SpectralNorm", "tp=2"),
+    ("odd.MlpHalved", "dp_shard=2 tp=2"),
+    ("odd.BlockHalved", "tp=2"),
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
@@ -51,6 +53,7 @@ REFUSED = {
     ("odd.RunningMean", "dp_shard=2"): "mixes the rows of a batch",
     ("odd.MadeInForward", "dp_shard=2"): "'late' was made in forward",
     ("odd.UnusedAtTimes", "dp_shard=2"): "different modules",
+    ("odd.BlockHalved", "dp_shard=2"): "another tensor in place of its parameter",
     ("odd.UsesChildWeight", "dp_shard=2"): "outside of the forward",
 }
 """With words of the refusal."""
