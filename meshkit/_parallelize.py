@@ -21,6 +21,7 @@ from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import context_parallel
+from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
@@ -111,6 +112,8 @@ def parallelize(
     shard_units(model, mesh, resolved, names, blocks, resolved.units_of(stage))
     # Last: what was on meta is allocated as shards, so no rank ever holds the full model.
     materialize(model, mesh.device)
+    # Now, while each parameter is in its place: FSDP takes what its first forward finds there for the parameter.
+    find_units(model)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
     for guard in guards if resolved.cut is None else ():

@@ -20,6 +20,7 @@ from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
+from meshkit.parallel.writes import swapped
 from meshkit.plan.match import listed
 from meshkit.strategy import Precision
 
@@ -232,7 +233,7 @@ def fully_shard(
             param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=cast_inputs
         )
     _refuse_sharded(modules, units)
-    names = dict(module.named_parameters(remove_duplicate=False))
+    kind, names = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
     ignored_params = {param for name in ignored for param in modules[name].parameters()}
     ignored_params |= {names[name] for name in _whole(names, whole)}
     inner = [modules[name] for name, child in modules.items() if isinstance(child, FSDPModule)]
@@ -246,6 +247,14 @@ def fully_shard(
                 modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored_params
             )
         _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored_params)
+    where = {child: name for name, child in modules.items()}
+
+    def refuse(owner: nn.Module, key: str) -> None:
+        raise swapped(kind, f"{where[owner]}.{key}".lstrip("."))
+
+    for unit in (module, *(modules[name] for name in shard_units(names, units))):
+        assert isinstance(unit, FSDPModule)
+        _torch.before_gathers(unit, refuse)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)

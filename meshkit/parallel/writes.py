@@ -1,11 +1,11 @@
-"""What a model does to the memory of its parameters: writes in forward, and tensors that share it.
+"""What a model does to the memory of its parameters: writes in forward, tensors that share it, or stand in their place.
 
 On a mesh a parameter is a part of itself in memory of its own, gathered for a forward and freed: neither would be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +31,23 @@ def refuse_writes(read: Trace, model: nn.Module) -> None:
                     + ("of the rows of one rank, not of the batch. " if frequent else "no dense tensor. ")
                     + f"Use {option}=False."
                 )
+
+
+def refuse_swapped(read: Trace, model: nn.Module, units: Collection[str]) -> None:
+    """Raises: PlanError for an FSDP unit that the forward calls with other tensors in place of its parameters."""
+    for call in read.calls:
+        if call.swapped is not None and call.name in units:
+            raise swapped(type(model).__name__, call.swapped)
+
+
+def swapped(kind: str, name: str) -> PlanError:
+    """Of a call of an FSDP unit with another tensor in place of a parameter."""
+    return PlanError(
+        f"{kind} is called with another tensor in place of its parameter {name!r} (torch.func.functional_call, or an "
+        "assignment), which FSDP would overwrite with the parameter that it gathers. Call functional_call on a module inside "
+        "of a block, in the block's own forward, or compute with the tensor itself (F.linear(x, weight)); to change the "
+        "parameter, param.copy_(value) under torch.no_grad."
+    )
 
 
 def _written(operation: Operation, read: Trace) -> Iterator[str]:

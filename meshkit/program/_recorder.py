@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         token = noting.reader.set(self.note)
         for name, module in model.named_modules():
             handles += [
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                module.register_forward_pre_hook(self._enter(name, module), with_kwargs=True),
                 module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             ]
         try:
@@ -125,13 +125,28 @@ class Recorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str) -> Callable[..., None]:
+    def _enter(self, name: str, module: nn.Module) -> Callable[..., None]:
+        own = [
+            (f"{name}.{inside}".strip("."), owner._parameters, [*owner._parameters.items()])
+            for inside, owner in module.named_modules()
+            if owner._parameters
+        ]
+
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             parent = self._stack[-1] if self._stack else -1
             args, kwargs = self._refs((args, kwargs), "constant")
             self._stack.append(len(self._calls))
             first = len(self._operations)
-            self._calls.append(ModuleCall(name, parent, args, kwargs, None, (first, first)))
+            swapped = next(
+                (
+                    f"{where}.{key}".lstrip(".")
+                    for where, now, had in own
+                    for key, param in had
+                    if now.get(key) is not param
+                ),
+                None,
+            )
+            self._calls.append(ModuleCall(name, parent, args, kwargs, None, (first, first), swapped))
 
         return enter
 

@@ -81,7 +81,8 @@ class Operation:
 class ModuleCall:
     """One call of a module. name: "" for the model. parent: number of the call around it, -1 for none.
 
-    operations: [first, last) of what runs inside.
+    operations: [first, last) of what runs inside. swapped: a parameter of the module in whose place another tensor is, as in
+    torch.func.functional_call.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
     output: Any = None
     operations: tuple[int, int] = (0, 0)
+    swapped: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

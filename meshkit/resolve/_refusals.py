@@ -11,9 +11,10 @@ import torch
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.data import normalises_by_rows, refuse_unshardable
+from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, shard_units
 from meshkit.parallel.pipeline import Cut
-from meshkit.program import Program, pointed_at
+from meshkit.parallel.writes import refuse_swapped
+from meshkit.program import Program, example_of, pointed_at
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
@@ -114,7 +115,22 @@ def refuse_units(resolved: Resolved) -> None:
         if sharded or (experts and spec.edp > 1):
             local = {name: param for name, param in params.items() if resolved.runs(name, rank)}
             local = {name: param for name, param in local.items() if name not in resolved.whole}
-            refuse_unshardable(local, [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)])
+            units = [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)]
+            refuse_unshardable(local, units)
+            _refuse_swapped(resolved, shard_units(local, units))
+
+
+def _refuse_swapped(resolved: Resolved, units: Sequence[str]) -> None:
+    """Of a model that can be read; the other's units look for themselves when they run."""
+    program = resolved.program
+    example = resolved.example or program.example or example_of(program.model)
+    if example is None:
+        return
+    try:
+        read = program.read(example, dict.fromkeys(resolved.experts, "experts"))
+    except PlanError:
+        return
+    refuse_swapped(read, program.model, units)
 
 
 def _short(spec: MeshSpec) -> str:

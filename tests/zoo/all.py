@@ -8,7 +8,19 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from tests.zoo import blocks, calls, causal, counted, decoders, masked, nasty, nasty_backward, odd, paths
+from tests.zoo import (
+    blocks,
+    calls,
+    causal,
+    counted,
+    decoders,
+    masked,
+    nasty,
+    nasty_backward,
+    odd,
+    paths,
+    swapped,
+)
 from tests.zoo.case import Case, Cell, tokens
 from tests.zoo.mutated import MUTATED
 
@@ -19,7 +31,8 @@ NO_MODELS = (odd.Layers, odd.Residual)
 def odd_modules() -> dict[str, type[nn.Module]]:
     """Hand-written models by the name they have in their file."""
     found: dict[str, type[nn.Module]] = {}
-    by_hand = dict.fromkeys((decoders, blocks, paths, masked, nasty, nasty_backward, counted), decoders.Plain)
+    files = (decoders, blocks, paths, masked, nasty, nasty_backward, counted, swapped)
+    by_hand = dict.fromkeys(files, decoders.Plain)
     for file, base in {**by_hand, odd: nn.Module, calls: nn.Module}.items():
         for name, each in vars(file).items():
             if isinstance(each, type) and issubclass(each, base) and each not in NO_MODELS:

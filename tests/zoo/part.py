@@ -47,6 +47,8 @@ EQUAL = [
     ("odd.NestedBlocks", "tp=2, sequence"),
     ("odd.CountsElements", "dp_shard=2 tp=2"),
     ("odd.CountsTied", "pp=2 tp=2"),
+    ("odd.MlpHalved", "dp_shard=2 tp=2"),
+    ("odd.BlockHalved", "tp=2"),
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
@@ -57,6 +59,7 @@ REFUSED = {
     ("odd.RunningMean", "dp_shard=2"): "mixes the rows of a batch",
     ("odd.MadeInForward", "dp_shard=2"): "'late' was made in forward",
     ("odd.UnusedAtTimes", "dp_shard=2"): "different modules",
+    ("odd.BlockHalved", "dp_shard=2"): "another tensor in place of its parameter",
     ("odd.UsesChildWeight", "dp_shard=2"): "outside of the forward",
     ("odd.PenaltyInLoss", "dp_shard=2"): "A penalty on weights is the optimizer's weight_decay",
     ("reformer", "dp_shard=2"): "runs modules again",

@@ -22,6 +22,7 @@ from .dtensor import local_shard as local_shard
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
+from .fsdp import before_gathers as before_gathers
 from .fsdp import before_reductions as before_reductions
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units

@@ -65,9 +65,13 @@ _returned: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {
 class _Quick(FakeTensorMode):
     """Asks torch once for each kind of call; its own cache takes 0.1 ms to be asked.
 
-    Private: `_subclasses.fake_tensor.in_kernel_invocation_manager`, inside of which a fake tensor is one on meta.
-    Checked: 2.11, 2.15. Replaced by: nothing yet.
+    Private: `_subclasses.fake_tensor.in_kernel_invocation_manager`, inside of which a fake tensor is one on meta; and
+    `avoid_device_init`. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
+
+    # Where there is no GPU torch would make up a device, so that forwards for one can be followed. Then the next backward of
+    # this process starts a thread for it, and no process forked later can run a backward, as a check's ranks do.
+    avoid_device_init = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs or func.namespace != "aten" or (key := self._key(func, args)) is None:

@@ -76,7 +76,10 @@ def localize(module: nn.Module, name: str, mesh: DeviceMesh, layout: TensorLayou
         if codes_of(module) is not None and layouts["weight"].dim == 1:
             # Columns of a quantized weight are not columns of its bytes: the layer selects them after it has decoded.
             layouts["weight"] = replace(layouts["weight"], indices=None)
-    views = {key: _view(each, mesh) for key, each in layouts.items()}
+    views = {
+        key: _view(each, mesh, _refuse_unlike(join(name, key), module._parameters[key]))
+        for key, each in layouts.items()
+    }
     shape = linear_shape(module)
     transposed = shape is not None and shape.transposed
     if kind == "row" and "bias" in views:
@@ -177,7 +180,30 @@ def _is_sharded(param: nn.Parameter | None) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.ndim > 1
 
 
-def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
+def _refuse_unlike(name: str, param: nn.Parameter | None) -> Callable[[Tensor], None]:
+    """Of what a forward is given in place of a parameter, as torch.func.functional_call does: only the same part fits.
+
+    Not where there are no ranks: what a model itself does so is proved there.
+    """
+    if not isinstance(param, DTensor):
+        return lambda given: None
+    placements, shape = param.placements, _torch.local_shard(param).shape
+
+    def refuse(given: Tensor) -> None:
+        if given.placements != placements if isinstance(given, DTensor) else given.shape != shape:
+            has = (
+                f"placed as {given.placements}" if isinstance(given, DTensor) else f"a plain tensor {list(given.shape)}"
+            )
+            raise PlanError(
+                f"parallelize: {name!r} is placed as {placements} over tp, and its module is called with {has} in its place "
+                "(torch.func.functional_call). Give what is computed of the run's own parameters (run.named_parameters()), "
+                "or call the model before parallelize."
+            )
+
+    return refuse
+
+
+def _view(layout: ParamLayout, mesh: DeviceMesh, refuse_unlike: Callable[[Tensor], None]) -> View:
     indices = None if layout.indices is None else torch.tensor(layout.indices[mesh.get_local_rank()])
 
     def view(param: nn.Parameter | None) -> Tensor:
@@ -189,6 +215,8 @@ def _view(layout: ParamLayout, mesh: DeviceMesh) -> View:
                 "another method than forward. Call forward, or after parallelize "
                 "torch.distributed.fsdp.register_fsdp_forward_method(module, name), of the model or of the unit."
             )
+        if not torch.compiler.is_compiling():
+            refuse_unlike(param)
         # No DTensor: a shard already, of `shard_without_ranks`.
         value = _torch.local_shard(param) if isinstance(param, DTensor) else param
         if layout.gradient == "sum":

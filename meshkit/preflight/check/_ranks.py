@@ -87,6 +87,11 @@ def _serve(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         connection.send((True, function()))
     except Exception as error:
+        if "autograd's threading" in str(error):  # torch's words of a process forked from one with threads
+            error = CheckError(
+                "check: a backward of this process started threads for a device (a GPU), and ranks that are forked from it "
+                "cannot run one. Check in a process that has run no backward yet, or under torchrun."
+            )
         error.add_note(f"on rank {rank} of {size} of a check:\n{traceback.format_exc()}")
         try:
             pickle.loads(pickle.dumps(error))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshkit._parallelize import parallelize
-from meshkit.errors import PlanError
+from meshkit.errors import CheckError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import collect
 from meshkit.optim import adamw
@@ -65,7 +65,7 @@ class Request:
 
     def plain(self) -> nn.Module:
         """The model on no mesh, in `dtype`."""
-        model: nn.Module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.built(self.model)
+        model: nn.Module = _copy(self.model) if isinstance(self.model, nn.Module) else self.built(self.model)
         return model.to(self.dtype)
 
     def on_one_device(self, mesh: Mesh) -> Run | nn.Module:
@@ -104,6 +104,38 @@ class Request:
         parts = torch.arange(total).tensor_split(ranks)
         first = sum(len(rows_of_rank) for rows_of_rank in parts[:data_rank])
         return slice(first, first + len(parts[data_rank]))
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Without gradients. Raises: CheckError for what a module holds of which there is no copy."""
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise CheckError(
+            f"check: the mesh and one device run a copy of {type(model).__name__} each, and {_without_copy(model)} "
+            f"({type(error).__name__}: {str(error).partition('. ')[0]}). Give a function that builds the model, as "
+            "check(lambda: Model(), ...), or take it off the module before."
+        ) from error
+    twin.zero_grad()
+    return twin
+
+
+def _without_copy(model: nn.Module) -> str:
+    """The attribute of which there is no copy, in words."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key != "_modules":
+                try:
+                    copy.deepcopy(value)
+                except Exception:
+                    return f"there is none of {f'{name}.{key}'.lstrip('.')!r}, {_words(value)}"
+    return "there is none of it"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return "a tensor with the graph that made it (keep value.detach())"
+    return f"a {type(value).__name__}"
 
 
 def cast(batch: Batch, model: nn.Module) -> Batch:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.core._torch import FakeTensorMode
+from meshkit.program import read_program
+from meshkit.resolve import resolve
 from tests.depth import deep
 from tests.laws.parity.cases import mesh_for
 from tests.preflight.check import good, planted
 from tests.preflight.check.good import GOOD, examples, mlp, points, run_without_seed, squared_error
 from tests.preflight.check.planted import PLANTED, Planted
-from tests.world import RankError, pool, run_ranks
+from tests.world import CONTEXT, RankError, fork, pool, run_ranks
 
 PAGE = Path(__file__).parents[3] / "docs" / "check.md"
 # Relatives of what is looked at by default.
@@ -104,6 +111,81 @@ def test_ranks_of_its_own_find_what_others_find() -> None:
         match=r"1\. wrong loss scale · module \(the model\) · axis dp_shard\n  seen    the loss of",
     ):
         report.raise_if_found()
+
+
+def alone(answer: Any, function: Callable[[], str]) -> None:
+    answer.send(function())
+
+
+def in_a_process(function: Callable[[], str]) -> str:
+    """Of its own: what starts threads, or makes torch start some, would stay."""
+    here, there = CONTEXT.Pipe()
+    process = fork(alone, there, function)
+    there.close()
+    try:
+        assert here.poll(60.0), "no answer within 60 s"
+        said: str = here.recv()
+        return said
+    finally:
+        process.kill()
+        process.join()
+
+
+def explained_and_trained() -> str:
+    """A reading of the model, as by `explain`, a backward and a check, of one model in one process."""
+    model = Scaled()
+    rows = points(5)
+    resolve(read_program(model, mk.Example((rows["x"],))), mk.Strategy(), mk.MeshSpec(dp_shard=2))
+    squared_error(model, rows).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    report = str(mk.check(model, "dp_shard=2", **MLP))
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
+    return report
+
+
+def with_threads() -> str:
+    with FakeTensorMode():  # as a GPU would, it lets the next backward start a thread
+        torch.ones(1)
+    squared_error(mlp(), points(5)).backward()
+    with pytest.raises(mk.errors.CheckError) as refused:
+        mk.check(mlp(), "dp_shard=2", **MLP)
+    return str(refused.value)
+
+
+class Scaled(nn.Sequential):
+    """With a parameter that every rank keeps whole."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.scale
+
+
+def test_a_model_is_checked_after_it_was_explained_and_trained() -> None:
+    assert "no finding" in in_a_process(explained_and_trained)
+
+
+def test_ranks_of_a_process_with_threads_of_a_backward_are_refused() -> None:
+    assert "started threads for a device" in in_a_process(with_threads)
+
+
+@pytest.mark.parametrize(
+    ("held", "match"),
+    [
+        (threading.Lock, "'1.held', a lock"),
+        (lambda: (number for number in range(3)), "'1.held', a generator"),
+        (lambda: sys.__stdout__, "'1.held', a TextIOWrapper"),
+        (lambda: torch.ones(1, requires_grad=True) * 2, "'1.held', a tensor with the graph"),
+        (lambda: {"last": [torch.ones(1, requires_grad=True) * 2]}, "'1.held', a dict"),
+    ],
+)
+def test_what_a_module_holds_of_which_there_is_no_copy_is_named(held: Callable[[], Any], match: str) -> None:
+    model = mlp()
+    model[1].held = held()
+    with pytest.raises(mk.errors.CheckError, match=re.escape(match)):
+        mk.check(model, "dp_shard=2", **MLP)
 
 
 def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
