@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.tensor.guard import Guard
-from meshkit.program import example_of
 from meshkit.resolve import Resolved
 
 
@@ -13,6 +12,7 @@ def guards_of(resolved: Resolved) -> list[Guard | RowsGuard]:
     program, spec, blocks = resolved.program, resolved.spec, resolved.blocks
     if resolved.layout is not None:
         found.append(Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=blocks))
-    if spec.pp * spec.dp_replicate * spec.dp_shard > 1 and (program.example or example_of(program.model)) is None:
-        found.append(RowsGuard(program, blocks=blocks, closed=dict.fromkeys(resolved.experts, "experts")))
+    if spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+        closed = dict.fromkeys(resolved.experts, "experts")
+        found.append(RowsGuard(program, resolved.rows, blocks=blocks, closed=closed))
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from math import frexp
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from meshkit.program import (
     Unproved,
     fold,
     follow_mode,
+    is_number,
+    kind_of_call,
     live,
+    mode_of,
     prove,
     tensors,
     trace,
@@ -33,11 +37,11 @@ _PARTS = ((0, 1), (2, 3))  # not one row: a model may treat that apart
 _MOST = 8  # tensors of an output that are looked at one by one
 
 
-def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> None:
-    """Nothing is refused of a model that cannot be followed, as one that sorts tokens by its own experts.
+def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> bool:
+    """Whether the forward could be read. Nothing is refused of a model that cannot be followed, as one that sorts tokens by
+    its own experts.
 
     closed: modules whose inside is not read, as in `trace`.
-
     Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
     try:
@@ -45,11 +49,11 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     except Rewritten:
         raise
     except PlanError:
-        return
+        return False
     refuse_writes(read, program.model)
     try:
         if any("c10d" in operation.name for operation in read.operations):
-            return  # it asks the other ranks by itself
+            return True  # it asks the other ranks by itself
         folded = fold(read, program.modules, blocks, lambda block: None)
         try:
             _prove(program, example, folded, closed)
@@ -59,33 +63,56 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
             _prove(program, example, Fold(), closed)  # a model may not be told from one of fewer blocks
     except Unproved as error:
         if not error.wrong:
-            return
+            return True
         raise PlanError(
             f"{type(program.model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a "
             f"part: {error} Compute it of each row, as the loss does of each token, or use a mesh without dp and pp."
         ) from error
     except PlanError:
-        return
+        pass
+    return True
 
 
 class RowsGuard:
-    """Before the first call of a model of which nothing told what it takes: `refuse_mixed_rows` by that call.
+    """Before a call that trains and is of a kind that none was before: `refuse_mixed_rows` by that call. Calls of a kind have
+    the same modules in training, and arguments that differ in sizes, and in numbers within a power of two.
 
+    shown: the arguments of a kind that need not be looked at.
     Wire: nothing; every rank reads for itself.
     """
 
-    def __init__(self, program: Program, *, blocks: Sequence[str], closed: Mapping[str, str]) -> None:
+    def __init__(
+        self, program: Program, shown: Example | None, *, blocks: Sequence[str], closed: Mapping[str, str]
+    ) -> None:
         self._program, self._blocks, self._closed = program, blocks, closed
-        self._looked = False
+        self._looked: set[Hashable] = set() if shown is None else {_kind(program.model, shown)}
+        self._calls: set[Hashable] = set()
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args, {name: value for name, value in kwargs.items() if name != "mask"}
-        if self._looked or any(map(_torch.is_fake, _torch.tree_leaves(given))):
+        if not torch.is_grad_enabled():
             return
-        self._looked = True
+        example = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
+        call = _kind(model, example)
+        if call in self._calls or any(map(_torch.is_fake, _torch.tree_leaves((args, kwargs)))):
+            return
         follow_mode(self._program.model, model)
-        with torch.inference_mode(False), torch.enable_grad():
-            refuse_mixed_rows(self._program, Example(*given), blocks=self._blocks, closed=self._closed)
+        kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
+        if kind not in self._looked:
+            with torch.inference_mode(False):
+                refuse_mixed_rows(self._program, example, blocks=self._blocks, closed=self._closed)
+        self._looked.add(kind)
+        self._calls.add(call)
+
+
+def _kind(model: nn.Module, example: Example) -> Hashable:
+    leaves = _torch.tree_leaves((example.args, dict(example.kwargs)))
+    rows = [leaf.shape[0] for leaf in leaves if _has_rows(leaf)]
+    numbers = [(leaf > 0, _bits(leaf)) for leaf in leaves if is_number(leaf)]
+    return mode_of(model), kind_of_call(model, example), tuple(each == rows[0] for each in rows), tuple(numbers)
+
+
+def _bits(number: float) -> int:
+    return number.bit_length() if isinstance(number, int) else frexp(number)[1]
 
 
 def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str]) -> None:

@@ -41,12 +41,27 @@ def without_values(model: nn.Module, *, emptied: Collection[str] = ()) -> nn.Mod
 
 
 def follow_mode(copy: nn.Module, running: nn.Module) -> None:
-    """Let each module of a copy be in training where that of `running` is, or what is around it where that has none."""
+    """Let each module of a copy be in training where that of `running` is. One that `running` has not follows what is around
+    it, when that changes."""
     modules = dict(running.named_modules())
+    before = {name: module.training for name, module in copy.named_modules()}
     for name, module in copy.named_modules():
-        while name not in modules:
-            name = name.rpartition(".")[0]
-        module.training = modules[name].training
+        near = name
+        while near not in modules:
+            near = near.rpartition(".")[0]
+        if near == name or modules[near].training != before[near]:
+            module.training = modules[near].training
+
+
+def mode_of(model: nn.Module) -> tuple[bool, ...]:
+    """Which modules are in training. It is asked before each call, so it takes 0.2 ms of a thousand of them."""
+    modes, left, seen = list[bool](), [model], set[int]()
+    for module in left:
+        if id(module) not in seen:
+            seen.add(id(module))
+            modes.append(module.training)
+            left += filter(None, module._modules.values())
+    return tuple(modes)
 
 
 def originals(model: nn.Module) -> dict[int, ref[nn.Parameter]]:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of
 from meshkit.errors import PlanError
-from meshkit.program._copy import without_values
+from meshkit.program._copy import mode_of, without_values
 from meshkit.program._example import Example
 from meshkit.program._records import Trace
 from meshkit.program._repeat import twice
@@ -70,10 +70,11 @@ class Program:
 
         read: is given what calls the model a second time, see `trace`.
         """
-        key = of, example.key, tuple(module.training for module in self.modules.values())
+        mode = mode_of(self.model)
+        key = of, example.key, mode
         if key not in self._readings:
-            again = partial(twice, known=bool(self._readings))
-            self._readings[key] = example, read(again)
+            self._readings[key] = example, read(partial(twice, known=mode in self._modes))
+            self._modes.add(mode)
             if len(self._readings) > KEPT:
                 self._readings.popitem(last=False)
         self._readings.move_to_end(key)
@@ -82,6 +83,11 @@ class Program:
     @cached_property
     def _readings(self) -> OrderedDict[Hashable, tuple[Example, Trace]]:
         return OrderedDict()
+
+    @cached_property
+    def _modes(self) -> set[tuple[bool, ...]]:
+        """In which the model was called twice."""
+        return set()
 
     def frozen(self) -> Program:
         """The same program of a copy without values, which does not change when the model does."""

@@ -82,7 +82,8 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
     rows = example or program.example or example_of(program.model)
     if rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
-        refuse_mixed_rows(program, rows, blocks=names.blocks, closed=closed)
+        read = refuse_mixed_rows(program, rows, blocks=names.blocks, closed=closed)
+        rows = rows if read else None
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
@@ -134,6 +135,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         choices=tuple(choices),
         example=example,
         outline=None if example is None or layout is None else outline(program.read(example, closed_of(layout))),
+        rows=rows,
     )
     refuse_units(resolved)
     return resolved

@@ -33,7 +33,8 @@ class Resolved:
     output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
     attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
     treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
-    empty without one. example, outline: by what the program was read on tp, and of what it ran there.
+    empty without one. example, outline: by what the program was read on tp, and of what it ran there. rows: by what it was
+    shown to keep rows apart, on dp and pp; None where nothing showed it.
     """
 
     program: Program
@@ -56,6 +57,7 @@ class Resolved:
     choices: tuple[Choice, ...]
     example: Example | None
     outline: str | None
+    rows: Example | None
 
     @property
     def memory(self) -> MemoryPolicy:

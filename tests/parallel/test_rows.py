@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.parallel import rows
 from meshkit.program import Example, read_program
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
@@ -126,3 +128,167 @@ def test_without_an_example_the_first_step_shows_it(mesh: str) -> None:
         for said in pool(2).run(first_step, name, mesh):
             assert "mixes the rows of a batch" in said
     assert pool(2).run(first_step, "by features", mesh) == ["", ""]
+
+
+# ------------------------------------------------------------------------------------------------- another kind of call
+
+
+class Sometimes(Layers):
+    """Mixes rows in one kind of call alone."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.inner = when, nn.Identity()
+        self.leave = self._modules.pop("leave")  # after the blocks, by which stages are cut where no example tells
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: Tensor | None = None, on: float = 0) -> Tensor:
+        said = {
+            "training": self.training,
+            "the mode of a module inside": self.inner.training,
+            "labels": labels is not None,
+            "an optional tensor": scale is not None,
+            "a number": on > 0,
+        }
+        x = self.enter(x)
+        x = x if scale is None else x * scale
+        x = x - x.mean(0) if said[self.when] else x
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def given(model: Any, batch: Any) -> Tensor:
+    more = {name: batch[name] for name in ("labels", "scale") if name in batch}
+    if batch.get("on") is not None:
+        more["on"] = float(batch["on"][0])
+    return (model(batch["x"], **more) - batch["y"]).square().sum()
+
+
+def later(run: mk.Run, when: str) -> dict[str, Tensor]:
+    """Turns the run to the other kind of call. Returns what is added to batches."""
+    rows = ROWS // run.mesh.data_ranks
+    if when == "training":
+        run.model.train()
+    if when == "the mode of a module inside":
+        run.model.get_submodule("inner").train()
+    added = {"labels": torch.zeros(rows, dtype=torch.int64), "an optional tensor": torch.ones(rows, 1).double()}
+    named = {"labels": "labels", "an optional tensor": "scale"}
+    if when == "a number":
+        return {"on": torch.ones(rows)}
+    return {named[when]: added[when]} if when in named else {}
+
+
+def two_kinds(when: str, mesh: str, mixes: bool) -> tuple[str, str, list[int]]:
+    """What is raised in two steps of each kind, and how many calls were looked at after each step."""
+    torch.manual_seed(0)
+    model = Sometimes(when if mixes else "a number").double()
+    run = mk.parallelize(model, mesh_for(mesh), microbatches=2 if "pp" in mesh else 1)
+    run.model.eval()
+    batch = {key: value.double() for key, value in features(0).items()}
+    batch = {key: value.chunk(run.mesh.data_ranks)[run.mesh.data_rank] for key, value in batch.items()}
+    looked = list[int]()
+
+    def step(batch: dict[str, Tensor]) -> str:
+        try:
+            run.forward_backward(batch, loss=given, count=row_count)
+        except PlanError as error:
+            return str(error)
+        finally:
+            looked.append(spy.call_count)
+        return ""
+
+    with mock.patch.object(rows, "refuse_mixed_rows", wraps=rows.refuse_mixed_rows) as spy:
+        first = step(batch) or step({key: value[:2] for key, value in batch.items()})
+        batch |= later(run, when)
+        second = step(batch) or step({key: value[:2] for key, value in batch.items()})
+    return first, second, looked
+
+
+KINDS = ("training", "the mode of a module inside", "labels", "an optional tensor")
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("when", KINDS)
+def test_rows_that_another_kind_of_call_mixes_are_refused_before_it_runs(when: str, mesh: str) -> None:
+    for first, second, looked in pool(2).run(two_kinds, when, mesh, True):
+        assert first == ""
+        assert "mixes the rows of a batch" in second
+        assert looked == [1, 1, 2]
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("when", KINDS)
+def test_a_kind_of_call_is_looked_at_once(when: str, mesh: str) -> None:
+    assert pool(2).run(two_kinds, when, mesh, False) == [("", "", [1, 1, 2, 2])] * 2
+
+
+def test_a_number_that_decides_is_another_kind_of_call() -> None:
+    for first, second, looked in pool(2).run(two_kinds, "a number", "dp_shard=2", True):
+        assert (first, looked) == ("", [1, 1, 2])
+        assert "mixes the rows of a batch" in second
+
+
+class MisnamedFeatures(Layers):
+    """Its input has the name of token ids, on which it does not run."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def first_calls(mesh: str) -> tuple[str, str]:
+    """What is raised in a first step after evaluation, and of a model whose default example does not run."""
+    model = model_of(lambda x: x - x.mean(0) if torch.is_grad_enabled() else x)
+    misnamed = MisnamedFeatures().double()
+    misnamed.middle = MIXES["in reverse"]  # type: ignore[method-assign]
+    said = []
+    for each in (model, misnamed):
+        run = mk.parallelize(each, mesh_for(mesh))
+        batch = {key: value.double().chunk(2)[run.mesh.data_rank] for key, value in features(0).items()}
+        with torch.no_grad():
+            run.model(batch["x"])
+        try:
+            run.forward_backward(batch, loss=squares, count=row_count)
+        except PlanError as error:
+            said.append(str(error))
+    one, other = said
+    return one, other
+
+
+def test_calls_without_gradients_and_examples_that_do_not_run_show_nothing() -> None:
+    for said in pool(2).run(first_calls, "dp_shard=2"):
+        assert all("mixes the rows of a batch" in each for each in said)
+
+
+def shown(mesh: str) -> int:
+    """How many calls are looked at of a model that `resolve` has read by its example."""
+    example = Example((torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"),))
+    run = mk.parallelize(model_of(KEEPS["by features"]), mesh_for(mesh), example=example)
+    batch = {key: value.double().chunk(run.mesh.data_ranks)[run.mesh.data_rank] for key, value in features(0).items()}
+    with mock.patch.object(rows, "refuse_mixed_rows") as spy:
+        run.forward_backward(batch, loss=squares, count=row_count, microbatches=2)
+    return spy.call_count
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_what_resolve_has_read_is_not_read_again(mesh: str) -> None:
+    assert pool(2).run(shown, mesh) == [0, 0]
+
+
+def frozen_norms(mesh: str) -> str:
+    """What is raised of a model whose blocks have norms over rows in eval; on pp a rank has only some of them."""
+    model = Layers().double()
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH).double().eval()
+    model.leave = model._modules.pop("leave")
+    run = mk.parallelize(model, mesh_for(mesh), microbatches=2)
+    batch = {key: value.double().chunk(run.mesh.data_ranks)[run.mesh.data_rank] for key, value in features(0).items()}
+    try:
+        run.forward_backward(batch, loss=squares, count=row_count)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
+def test_modules_of_other_stages_are_read_in_their_own_mode(mesh: str) -> None:
+    assert pool(2).run(frozen_norms, mesh) == ["", ""]

@@ -23,7 +23,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._flow import Flow, plain_leaves
 from meshkit.parallel.pipeline._sizes import Readings, Sizes
 from meshkit.parallel.pipeline._stages import Stages, flow_of
-from meshkit.program import ReadingError, Trace, follow_mode, tensors, trace, twice
+from meshkit.program import ReadingError, Trace, follow_mode, mode_of, tensors, trace, twice
 
 KEPT = 64  # flows of different sizes
 Guard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -40,13 +40,14 @@ class Reading:
         self.model, self.stages, self.closed, self.guards = model, stages, closed, guards
         self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._readings: dict[Any, Readings] = {}
+        self._modes: set[tuple[bool, ...]] = set()  # in which the model was called twice
 
     def flow(
         self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> Flow:
         """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
         kind, sizes = _like(microbatch)
-        kind = (kind, code_of(loss), torch.is_grad_enabled(), running.training)
+        kind = (kind, code_of(loss), torch.is_grad_enabled(), mode_of(running))
         if (kind, sizes) not in self._flows:
             for guard in self.guards:
                 guard(running, *call())
@@ -63,11 +64,13 @@ class Reading:
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
         follow_mode(self.model, running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
-        again = partial(twice, known=bool(self.guards) or bool(self._flows))  # which reads it too
+        mode = mode_of(self.model)
+        again = partial(twice, known=mode in self._modes)
         try:
             read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=again)
         except ReadingError as error:
             raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+        self._modes.add(mode)
         _refuse_mixed_logits(read)
         given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
         return replace(flow_of(read, self.model, self.stages), given=given)

@@ -68,7 +68,7 @@ class Absent(nn.Module):
     def __init__(self, staged: StagedModel, name: str, like: nn.Module) -> None:
         super().__init__()
         # Past nn.Module: neither is a part of this one.
-        vars(self).update(_staged=staged, _name=name, _like=like, _twin=None)
+        vars(self).update(_staged=staged, _name=name, _like=like, _twin=None, training=like.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["_staged"].skip(vars(self)["_name"], args, kwargs)
