@@ -54,7 +54,7 @@ def follow_mode(copy: nn.Module, running: nn.Module) -> None:
 
 
 def mode_of(model: nn.Module) -> tuple[bool, ...]:
-    """Which modules are in training. It is asked before each call, so it takes 0.2 ms of a thousand of them."""
+    """Which modules are in training. It is asked before each call: no more than a walk over the modules."""
     modes, left, seen = list[bool](), [model], set[int]()
     for module in left:
         if id(module) not in seen:
