@@ -254,6 +254,7 @@ def fully_shard(
 
     for unit in (module, *(modules[name] for name in shard_units(names, units))):
         assert isinstance(unit, FSDPModule)
+        _torch.keep_class_name(unit)
         _torch.before_gathers(unit, refuse)
     for child in module.modules():
         if isinstance(child, FSDPModule):

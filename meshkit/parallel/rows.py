@@ -17,8 +17,8 @@ from meshkit.program import (
     Example,
     Fold,
     Held,
+    OnlyAlone,
     Program,
-    Rewritten,
     Trace,
     Unproved,
     fold,
@@ -46,7 +46,7 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     """
     try:
         read = program.read(_of(example, len(_PARTS[0])), closed)
-    except Rewritten:
+    except OnlyAlone:
         raise
     except PlanError:
         return False

@@ -29,6 +29,7 @@ from ._records import Fold as Fold
 from ._records import ModuleCall as ModuleCall
 from ._records import Operation as Operation
 from ._records import ReadingError as ReadingError
+from ._records import OnlyAlone as OnlyAlone
 from ._records import Rewritten as Rewritten
 from ._records import TensorRef as TensorRef
 from ._records import Trace as Trace

@@ -150,7 +150,21 @@ class Unreadable(PlanError):
     """What the forward does cannot be followed."""
 
 
-class Rewritten(PlanError):
+class OnlyAlone(PlanError):
+    """What the forward does was followed, and is not the same on a mesh."""
+
+
+class ClassRead(OnlyAlone):
+    """What runs depends on the class of a module."""
+
+    def __init__(self, model: str, where: str) -> None:
+        super().__init__(
+            f"{model}: what runs at {where} depends on the exact class of a module (type(module) is ..., module.__class__), "
+            "which on a mesh is a subclass of the same name. Use isinstance(module, ...)."
+        )
+
+
+class Rewritten(OnlyAlone):
     """The forward changes a parameter, which would be lost."""
 
     def __init__(self, model: nn.Module, what: str) -> None:

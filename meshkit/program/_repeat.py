@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
-from meshkit.program._records import TensorRef, Trace, Unreadable
+from meshkit.core.patch_class import patch_class
+from meshkit.program._records import ClassRead, TensorRef, Trace, Unreadable
 from meshkit.program._state import NEW, cells, same, state, view_of
 from meshkit.program._watch import is_source, watched
 
@@ -28,7 +29,9 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
     """For `trace(again=...)`: the program of the first call. known: the model was called twice before, with other arguments;
     then it is called once if nothing that it keeps has changed.
 
-    Raises: Unreadable for a model whose next call runs something else, or asks for a number that each call changes.
+    The second call is one of a model whose modules have subclasses of their classes, as FSDP and other blocks give them.
+    Raises: Unreadable for a model whose next call runs something else, or asks for a number that each call changes;
+    ClassRead where that is due to the classes.
     """
     name, before = type(model).__name__, state(model)
     with _without_draws(name):
@@ -48,20 +51,47 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
             cell.owner[cell.place] = found
     said = f" ({', '.join(labels[:3])} changed)" if labels else ""
     try:
-        second = read()
+        with _subclassed(model):
+            second = read()
     except Exception as error:
+        if not asked and not changed and _runs(read, first):
+            raise ClassRead(name, f"the call that raises {type(error).__name__}: {error}") from error
         if asked:
             raise Unreadable(_asked(name, asked)) from error
         raise Unreadable(f"{name}: its second call raises {type(error).__name__}: {error}{said}, {REMEDY}.") from error
     if asked:
         raise Unreadable(_asked(name, asked))
     if (where := _difference(first, second)) is not None:
+        if not changed and _runs(read, first):
+            raise ClassRead(name, where)
         raise Unreadable(f"{name}: its second call runs something else at {where}{said}, {REMEDY}.")
     return first
 
 
 def _asked(name: str, asked: list[str]) -> str:
     return f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}."
+
+
+@contextmanager
+def _subclassed(model: nn.Module) -> Iterator[None]:
+    """Inside, each module has a subclass of its class, under the same name."""
+    before = {module: type(module) for module in model.modules()}
+    try:
+        for module in before:
+            with suppress(TypeError):  # of a class whose objects have another layout
+                patch_class(module)
+        yield
+    finally:
+        for module, kind in before.items():
+            module.__class__ = kind
+
+
+def _runs(read: Callable[[], Trace], first: Trace) -> bool:
+    """Whether one more call runs what the first one ran."""
+    try:
+        return _difference(first, read()) is None
+    except Exception:
+        return False
 
 
 def _difference(first: Trace, second: Trace) -> str | None:

@@ -26,6 +26,7 @@ from meshkit.program._records import (
     CLOSED,
     CLOSED_BY_VALUE,
     Fold,
+    OnlyAlone,
     ReadingError,
     Rewritten,
     Trace,
@@ -59,7 +60,7 @@ def trace(
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder, again)
-        except (Unreadable, Rewritten):
+        except (Unreadable, OnlyAlone):
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed

@@ -181,3 +181,41 @@ def test_what_only_counts_is_not_refused_wherever_it_is() -> None:
 def test_numpys_own_numbers_are_refused_as_pythons_are() -> None:
     with pytest.raises(PlanError, match="numpy"):
         read(Keeps(later(lambda model: np.random.random() < 1e-9)))
+
+
+class Doubled(nn.Linear):
+    """A kind of layer that a model may ask for."""
+
+
+def of_this_class(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if type(model.linear) is nn.Linear else x
+
+
+def by_its_attribute(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if model.linear.__class__ in (nn.Linear, Doubled) else x
+
+
+def raises_for_others(model: Any, x: Tensor) -> Tensor:
+    return {nn.Linear: x, Doubled: 2 * x}[type(model.linear)]
+
+
+def by_isinstance(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if isinstance(model.linear, nn.Linear) else x
+
+
+def by_name(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if type(model.linear).__name__ == "Linear" else x
+
+
+@pytest.mark.parametrize("change", [of_this_class, by_its_attribute, raises_for_others])
+def test_what_runs_for_the_exact_class_of_a_module_is_refused(change: Callable[[Any, Tensor], Tensor]) -> None:
+    """On a mesh it is a subclass."""
+    with pytest.raises(PlanError, match=r"the exact class of a module .* Use isinstance"):
+        read(Keeps(change))
+
+
+@pytest.mark.parametrize("change", [by_isinstance, by_name])
+def test_what_runs_for_a_kind_of_module_is_read(change: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Keeps(change)
+    assert read(model).operations
+    assert type(model.linear) is nn.Linear

@@ -24,6 +24,7 @@ from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
 from .fsdp import before_gathers as before_gathers
 from .fsdp import before_reductions as before_reductions
+from .fsdp import keep_class_name as keep_class_name
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
 from .fsdp import own_memory as own_memory

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,8 +63,18 @@ class OnAnotherRank(AttributeError):
     """An AttributeError, so that whoever only asks for an attribute gets an answer."""
 
 
+@cache
+def _under_name(base: Hashable, name: str) -> type:
+    return type(name, (base,), {"__slots__": ()})  # type: ignore[arg-type]  # stubs: a class
+
+
 class Absent(nn.Module):
-    """Stand-in for a module of another stage. like: the module without values, whose attributes it shows."""
+    """Stand-in for a module of another stage, under the name of its class. like: the module without values, whose attributes
+    it shows."""
+
+    def __new__(cls, staged: StagedModel, name: str, like: nn.Module) -> Absent:
+        absent: Absent = object.__new__(_under_name(cls, type(like).__name__))  # type: ignore[arg-type]  # it is hashable
+        return absent
 
     def __init__(self, staged: StagedModel, name: str, like: nn.Module) -> None:
         super().__init__()
@@ -114,9 +125,14 @@ class Absent(nn.Module):
 
 
 class Present:
-    """In place of a module of the stage that runs: calls it, and keeps what it returns for other stages."""
+    """In place of a module of the stage that runs, under the name of its class: calls it, and keeps what it returns for other
+    stages."""
 
     __slots__ = ("_meshkit_module", "_meshkit_name", "_meshkit_staged")
+
+    def __new__(cls, staged: StagedModel, name: str, module: nn.Module) -> Present:
+        present: Present = object.__new__(_under_name(cls, type(module).__name__))  # type: ignore[arg-type]  # it is hashable
+        return present
 
     def __init__(self, staged: StagedModel, name: str, module: nn.Module) -> None:
         object.__setattr__(self, "_meshkit_staged", staged)
