@@ -11,3 +11,5 @@ from ._rules import LAZY as LAZY
 from ._rules import Rules as Rules
 from ._rules import deadlock as deadlock
 from ._rules import mismatches as mismatches
+from ._record import gathered as gathered
+from ._record import recording as recording

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group. ranks: of the world."""
+    """A process group. ranks: of the world. axis: of the mesh, for people."""
 
     name: str
     ranks: tuple[int, ...]
+    axis: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.name} {list(self.ranks)}"
+        return f"{self.axis or self.name} {list(self.ranks)}"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Rules:
     def communicator(self, call: Call, rank: int) -> Group:
         if self.made_at_first_use and call.parts and not call.batched:
             pair = tuple(sorted((rank, call.parts[0].peer)))
-            return Group(f"{call.group.name} {pair}", pair)
+            return Group(f"{call.group.name} {pair}", pair, f"{call.group.axis or call.group.name} {pair}")
         return call.group
 
 
@@ -219,8 +219,8 @@ class _World:
     # ----------------------------------------------------------------------------------------------------------- at the end
 
     def stuck(self) -> list[str]:
-        waiting = {number: self._waits_for(number) for number in range(len(self.ranks))}
-        waiting = {number: pair for number, pair in waiting.items() if pair is not None}
+        every = ((number, self._waits_for(number)) for number in range(len(self.ranks)))
+        waiting = {number: pair for number, pair in every if pair is not None}
         if not waiting:
             return []
         circle: list[int] = []

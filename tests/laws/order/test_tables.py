@@ -86,7 +86,7 @@ def stuck(rules: Rules, *, tied: bool) -> Counter[bool]:
     ids=["lazy", "lazy, tied", "eager"],
 )
 def test_two_groups_for_all_messages_stop(rules: Rules, tied: bool, stop: int) -> None:
-    """One group up and one down, as Megatron has it without batches: as many of 200 tables as a simulation of its own found."""
+    """One group up and one down, each tensor alone: as many of 200 tables as another simulation found."""
     assert stuck(rules, tied=tied)[True] == stop
 
 
