@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +39,8 @@ _RETURN_WORKS = (
     "irecv",
 )
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
+_ROOT, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
+_NOT_A_PLACE = (__file__, f"{_ROOT}core/_torch/")
 _READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
@@ -193,14 +197,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _where() -> str:
-    """The innermost line of meshkit's own, or of the user's."""
-    frame = sys._getframe(1)
-    outer = None
+    """The innermost line of meshkit's own, else of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    of_user = ""
     while frame is not None:
-        path = frame.f_code.co_filename
-        if "/torch/" not in path and "_record.py" not in path and "contextlib" not in path:
-            outer = outer or frame
-            if "/meshkit/" in path and "/core/_torch/" not in path:
-                return f"{path.rpartition('/meshkit/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
-    return "" if outer is None else f"{outer.f_code.co_filename.rpartition('/')[2]}:{outer.f_lineno}"
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if path.startswith(_ROOT) and not path.startswith(_NOT_A_PLACE):
+            return f"{path.removeprefix(_ROOT)}:{line}"
+        if not of_user and not path.startswith((_ROOT, _TORCH)) and "contextlib" not in path:
+            of_user = f"{path.rpartition('/')[2]}:{line}"
+        frame = frame.f_back
+    return of_user
