@@ -46,7 +46,10 @@ _READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 @contextmanager
 def recording(mesh: Mesh) -> Iterator[list[Event]]:
-    """Inside, the calls of this rank are added to the list. For one thread, which backward on CPU uses too."""
+    """Inside, the calls of this rank are added to the list, after the first uses of the mesh's groups.
+
+    For one thread, which backward on CPU uses too.
+    """
     recorder = _Recorder(mesh)
     with ExitStack() as stack:
         wrappers = {
@@ -75,8 +78,10 @@ def gathered(events: Sequence[Event], mesh: Mesh) -> list[list[Event]]:
 class _Recorder(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.events: list[Event] = []
         self._axes, self._groups = Axes(mesh), dict[str, Group]()
+        self.events: list[Event] = [
+            Call("all_reduce", self._group(group), 1, where="init_mesh") for group in mesh.groups
+        ]
         self._works: dict[int, tuple[int, Any]] = {}  # call of a work, which is kept so that no other has its id
         self._results: dict[int, int] = {}  # call of a functional collective's result, by its memory
         self._batch: list[tuple[Part, dist.ProcessGroup]] | None = None
