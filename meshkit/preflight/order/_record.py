@@ -41,6 +41,7 @@ _RETURN_WORKS = (
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 _ROOT, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
 _NOT_A_PLACE = (__file__, f"{_ROOT}core/_torch/")
+_LINES = 3  # who asks, and for whom
 _READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
@@ -202,14 +203,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _where() -> str:
-    """The innermost line of meshkit's own, else of the user's."""
+    """The innermost lines of meshkit's own, else one of the user's."""
     frame: FrameType | None = sys._getframe(1)
-    of_user = ""
-    while frame is not None:
+    own, of_user = list[str](), ""
+    while frame is not None and len(own) < _LINES:
         path, line = frame.f_code.co_filename, frame.f_lineno
         if path.startswith(_ROOT) and not path.startswith(_NOT_A_PLACE):
-            return f"{path.removeprefix(_ROOT)}:{line}"
+            own.append(f"{path.removeprefix(_ROOT)}:{line}")
         if not of_user and not path.startswith((_ROOT, _TORCH)) and "contextlib" not in path:
             of_user = f"{path.rpartition('/')[2]}:{line}"
         frame = frame.f_back
-    return of_user
+    return " < ".join(own) or of_user
