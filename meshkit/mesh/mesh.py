@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshkit.core import _torch
 from meshkit.errors import MeshError
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh.use_once import use_once
 from meshkit.mesh.world import start_world
 
 Value = TypeVar("Value")
@@ -85,11 +86,21 @@ class Mesh:
         assert self.members is not None
         return self.members
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of more than one rank that this rank is in, in the order in which they were first used."""
+        built = [self.__dict__[view] for view in ("expert", "expert_ranks") if view in self.__dict__]
+        views = [self.dense, *([self.shard] if self.data.mesh_dim_names else []), self.tokens, *built]
+        groups = [self.group, *(group for view in views for group in view.get_all_groups())]
+        return list({group.group_name: group for group in groups if group.size() > 1}.values())
+
     @cached_property
     def expert(self) -> DeviceMesh:
         """The expert view, built on first use: a collective of all ranks. `init_mesh(ranks=...)` builds it at once."""
         mesh = _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks)
         _take_timeout(mesh, self.members)
+        if self.here:
+            use_once(mesh.get_all_groups(), self.device)
         return mesh
 
     @cached_property
@@ -97,6 +108,8 @@ class Mesh:
         """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use, as `expert`."""
         mesh = _combine(self.expert, ("ep", "etp"), self.spec, self.ranks)
         _take_timeout(mesh, self.members)
+        if self.here:
+            use_once(mesh.get_all_groups(), self.device)
         return mesh
 
     @property
@@ -181,7 +194,8 @@ def init_mesh(
     timeout: how long any collective of any axis may take, after which a waiting rank raises. Default: 10 minutes for a new
     world; the world's own for one that was started before.
     Collective: every rank of the world must call it with the same arguments, ranks outside of `ranks` too.
-    Wire: with `ranks`, an all-gather of the arguments.
+    Wire: a number over each of its groups, see [Note: each group is used when it is made]; with `ranks`, an all-gather of
+    the arguments.
 
     Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
     different meshes.
@@ -217,6 +231,9 @@ def init_mesh(
     for view in (dense, data, tokens):
         _take_timeout(view, members)
     mesh = Mesh(spec=resolved, ranks=tuple(part), members=members, dense=dense, data=data, tokens=tokens)
+    use_once([_torch.world()], mesh.device)
+    if mesh.here:
+        use_once(mesh.groups, mesh.device)
     if len(part) < world:
         # Now: making groups takes all ranks of the world, and those outside do not call the mesh's properties later.
         _ = mesh.expert_ranks

@@ -40,6 +40,7 @@ from .groups import process_group as process_group
 from .groups import says_peer_is_lost as says_peer_is_lost
 from .groups import set_timeout as set_timeout
 from .groups import start_fake_world as start_fake_world
+from .groups import pair_groups as pair_groups
 from .groups import timeout_of as timeout_of
 from .groups import world as world
 from .groups import world_store as world_store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,23 +47,49 @@ def copy_group(group: ProcessGroup, *, timeout: timedelta, backend: str | None =
     Private: distributed_c10d._process_group_name. Checked: 2.11, 2.15. Replaced by: a name as an argument of `new_group`.
     See [Note: names of process groups].
     """
-    name = [uuid.uuid4().hex]
-    if not is_fake_group(group):
-        dist.broadcast_object_list(name, group=group, group_src=0)
+    (name,) = _names(group, 1)
+    return _named_group(name, dist.get_process_group_ranks(group), timeout=timeout, backend=backend)
+
+
+def pair_groups(
+    group: ProcessGroup, ways: Sequence[tuple[int, int]], *, timeout: timedelta
+) -> dict[tuple[int, int], ProcessGroup]:
+    """A group of its own for each pair of ranks of `group` that has this rank; every rank calls, with the same pairs.
+
+    Wire: a broadcast of their names over `group`. Private: as `copy_group`.
+    """
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    named = zip(ways, _names(group, len(ways)), strict=True)
+    return {
+        way: _named_group(name, sorted(ranks[each] for each in way), timeout=timeout)
+        for way, name in named
+        if own in way
+    }
+
+
+def _names(group: ProcessGroup, count: int) -> list[str]:
+    """Names for groups, the same on all ranks of `group`."""
+    names = [uuid.uuid4().hex for _ in range(count)]
+    if names and not is_fake_group(group):
+        dist.broadcast_object_list(names, group=group, group_src=0)
+    return names
+
+
+def _named_group(name: str, ranks: list[int], *, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    """A group that its members alone make."""
     # [Note: names of process groups]
     # `new_group(use_local_synchronization=True)` names groups by counters of the process. They differ between ranks as soon
     # as some ranks made a group without the others, and ranks that meet in the store under different names wait for ever. So
     # the first rank of the group draws a name, and for this one call torch's function that counts is replaced by one that
     # returns it. No other thread makes groups meanwhile: making one is a collective, which only the main thread issues.
     original = distributed_c10d._process_group_name  # type: ignore[attr-defined]  # not in the stubs
-    distributed_c10d._process_group_name = lambda *args, **kwargs: name[0]  # type: ignore[attr-defined, assignment]  # for one call
+    distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[attr-defined, assignment]  # for one call
     try:
-        ranks = dist.get_process_group_ranks(group)
-        copy = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._process_group_name = original  # type: ignore[attr-defined]  # put back
-    assert isinstance(copy, ProcessGroup)  # this rank is a member
-    return copy
+    assert isinstance(group, ProcessGroup)  # this rank is a member
+    return group
 
 
 def world() -> ProcessGroup:

@@ -317,13 +317,19 @@ def gatherer(model: nn.Module, *, everywhere: bool = False) -> tuple[dict[int, i
             value = value if rank == owner else empty(tensor)
             dist.broadcast(value, group=group, group_src=owner)
         elif reaches_zero and owner != 0 and rank == owner:
-            dist.send(value, group=group, group_dst=0)
+            _in_a_batch(dist.isend, value, group, 0)
         elif reaches_zero and owner != 0 and rank == 0:
             value = empty(tensor)
-            dist.recv(value, group=group, group_src=owner)
+            _in_a_batch(dist.irecv, value, group, owner)
         return value
 
     return {id(state[name]): owner for name, owner in full_model.owners.items()}, gather
+
+
+def _in_a_batch(op: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    """A message outside of a batch would make a communicator of the two ranks."""
+    for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer)]):
+        work.wait()
 
 
 def _split(pieces: dict[str, Piece], max_bytes: float, dtype: torch.dtype | None) -> dict[str, list[str]]:

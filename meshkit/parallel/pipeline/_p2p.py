@@ -1,15 +1,15 @@
 """Point-to-point messages (P2P) between pipeline ranks, in an order on which both ends agree.
 
 The schedule fixes what each rank sends to each other one. A receiver posts its receives in the sender's order, so that
-messages match on every backend. Messages to higher ranks and to lower ranks use two process groups, so that two ranks that
-send to each other never wait for each other. Receives are posted one row ahead: the inputs of the next row travel while
-this row computes.
+messages match on every backend. Each way from a rank to another has a channel of its own: see [Note: a channel for each way].
+Receives are posted one row ahead: the inputs of the next row travel while this row computes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,19 @@ from torch import Tensor
 
 from meshkit.core.waiting import waiting
 from meshkit.errors import StepError
+from meshkit.parallel.pipeline._channels import Channels
 from meshkit.parallel.pipeline._table import Message, Task
 
 # [Note: receives are posted in the sender's order]
 # Two ranks match messages by order alone: NCCL has no tags, and a communicator runs its operations in the order in which
-# they were issued. So a receiver that needs the third message of a sender posts all three. The directions up and down have
-# communicators of their own: on a shared one, each of two neighbours would issue its send before the receive that the
-# other's send waits for. One row ahead is enough: more would hold buffers that no task reads yet, less would leave the wire
-# idle while this row computes.
+# they were issued. So a receiver that needs the third message of a sender posts all three. One row ahead is
+# enough: more would hold buffers that no task reads yet, less would leave the wire idle while this row computes.
 
 
 class P2P:
     """Sends outputs of tasks without waiting, and receives inputs in the sender's order.
 
-    messages: of the whole table. layout: (shape, dtype) of each tensor of a task's output. up, down: process groups of the pp
-    axis, for messages to higher and to lower ranks.
+    messages: of the whole table. layout: (shape, dtype) of each tensor of a task's output.
     """
 
     def __init__(
@@ -40,11 +38,9 @@ class P2P:
         rank: int,
         layout: Callable[[Task], Sequence[tuple[tuple[int, ...], torch.dtype]]],
         device: torch.device,
-        up: dist.ProcessGroup,
-        down: dist.ProcessGroup,
+        channels: Channels,
     ) -> None:
-        self.rank, self.layout, self.device = rank, layout, device
-        self.up, self.down = up, down
+        self.rank, self.layout, self.device, self.channels = rank, layout, device, channels
         self._targets = {message.output: message.target for message in messages if message.source == rank}
         self._sources = {message.output: message.source for message in messages if message.target == rank}
         self._by_row: dict[int, list[Task]] = {}
@@ -53,25 +49,21 @@ class P2P:
             if message.target == rank:
                 self._by_row.setdefault(message.needed_by, []).append(message.output)
                 self._following.setdefault(message.source, deque()).append(message.output)
-        self._posted: dict[Task, list[tuple[Tensor, dist.Work]]] = {}
+        self._posted: dict[Task, tuple[list[Tensor], list[dist.Work]]] = {}
         self._local: dict[Task, list[Tensor]] = {}  # outputs for another stage of this rank
         # The communicator reads a sent tensor until its work is done, but does not keep it alive: without a reference the
         # allocator could give its memory to the next kernel. So it is kept here until its work is done; each send drops those
         # that are, and the host waits for the rest only in `finish`.
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: list[tuple[list[dist.Work], list[Tensor]]] = []
 
     def send(self, output: Task, values: list[Tensor]) -> None:
         target = self._targets.get(output)
         if target is None:
             self._local[output] = values
             return
-        self._sending = [pair for pair in self._sending if not pair[0].is_completed()]
-        for value in values:
-            # Messages need contiguous memory; a gradient may be a strided view.
-            value = value.contiguous()
-            work = dist.isend(value, group=self.up if target > self.rank else self.down, group_dst=target)
-            assert work is not None
-            self._sending.append((work, value))
+        self._sending = [pair for pair in self._sending if not all(work.is_completed() for work in pair[0])]
+        values = [value.contiguous() for value in values]  # a gradient may be a strided view
+        self._sending.append((self.channels.send(values, target), values))
 
     def expect(self, row: int) -> None:
         """Post the receives for that row of this rank, and for all messages that the same senders send before."""
@@ -83,10 +75,10 @@ class P2P:
         if output not in self._sources:
             return self._local.pop(output)
         self._post(output)
-        posted = self._posted.pop(output)  # from here on the buffers are the caller's alone
+        buffers, works = self._posted.pop(output)  # from here on the buffers are the caller's alone
         try:
             with waiting(f"{output} from pp rank {self._sources[output]}"):
-                for _, work in posted:
+                for work in works:
                     work.wait()  # gloo: the host waits. NCCL: the current stream does, and the host goes on.
         except RuntimeError as error:
             source = self._sources[output]
@@ -95,21 +87,17 @@ class P2P:
                 f"rank {source}, which did not send it: that rank has ended, or stalls before it. Look at its screen; more "
                 f"time is init_mesh(timeout=...)."
             ) from error
-        return [buffer for buffer, _ in posted]
+        return buffers
 
     def finish(self) -> None:
         with waiting("what pp ranks receive"):
-            for work, _ in self._sending:
+            for work in chain.from_iterable(works for works, _ in self._sending):
                 work.wait()
 
     def _post(self, output: Task) -> None:
         source = self._sources[output]
-        group = self.up if source < self.rank else self.down
         while self._following[source] and output not in self._posted:
             following = self._following[source].popleft()
-            self._posted[following] = []
-            for shape, dtype in self.layout(following):
-                buffer = torch.empty(shape, dtype=dtype, device=self.device)
-                work = dist.irecv(buffer, group=group, group_src=source)
-                assert work is not None
-                self._posted[following].append((buffer, work))
+            layout = self.layout(following)
+            buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in layout]
+            self._posted[following] = buffers, self.channels.receive(buffers, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import NoneType
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
@@ -22,6 +21,7 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
+from meshkit.parallel.pipeline._channels import Channels, open_channels, ways_of
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
 from meshkit.parallel.pipeline._execute import Loss, arguments, execute, forward
@@ -50,8 +50,7 @@ class Pipeline:
     reading: Reading
     axis: DeviceMesh
     cut: Cut
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
+    channels: Channels
     _tables: dict[int, Checked] = field(default_factory=dict)
     _recording: Recording | None = None
 
@@ -151,27 +150,26 @@ class Pipeline:
 
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""
-        if self.rank not in self.cut.ends:
+        if not self.cut.copied or self.rank not in self.cut.ends:
             return
         first = self.rank == self.cut.ends[0]
         peer = self.cut.ends[1] if first else self.cut.ends[0]
-        # One group for each direction: see [Note: receives are posted in the sender's order].
-        to_peer, from_peer = (self.up, self.down) if self.rank < peer else (self.down, self.up)
         params = dict(self.staged.model.named_parameters(remove_duplicate=False))
+        gradients = []
         for head, tail in self.cut.copied:
             param = params[head if first else tail]
             if not param.requires_grad:
                 continue
             assert param.grad is not None, "both ends used the parameter"
-            grad = local_tensor(param.grad)
-            received = torch.empty_like(grad)
-            # Send before receive, asynchronously: both ends do the same, and a blocking send could wait for ever.
-            sent = dist.isend(grad.contiguous(), group=to_peer, group_dst=peer)
-            dist.recv(received, group=from_peer, group_src=peer)
-            assert sent is not None
-            with waiting(f"the gradient of {head} to pp rank {peer}"):
-                sent.wait()
-            grad += received
+            gradients.append(local_tensor(param.grad))
+        received = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in gradients]
+        sent = [grad.contiguous() for grad in gradients]
+        works = self.channels.send(sent, peer) + self.channels.receive(received, peer)
+        with waiting(f"gradients of tied parameters of pp rank {peer}"):
+            for work in works:
+                work.wait()
+        for grad, other in zip(gradients, received, strict=True):
+            grad += other
 
     def _checked(self, microbatches: int) -> Checked:
         if microbatches not in self._tables:
@@ -217,15 +215,7 @@ class Pipeline:
                 refs = [ref for ref in flow.crossing(output.stage - 1) if ref.dtype.is_floating_point]
             return [(ref.shape, ref.dtype) for ref in refs]
 
-        return P2P(messages, self.rank, layout, self.staged.device, self.up, self.down)
-
-
-@lru_cache
-def _directions(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two process groups of the same ranks, for messages up and down. Cached: each costs a communicator."""
-    # The axis' own timeout: a rank that has ended is then named as soon by a message as by a collective.
-    timeout = _torch.timeout_of(group)
-    return _torch.copy_group(group, timeout=timeout), _torch.copy_group(group, timeout=timeout)
+        return P2P(messages, self.rank, layout, self.staged.device, self.channels)
 
 
 def pipeline_parallel(
@@ -294,7 +284,8 @@ def cut_stages(
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
-    module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, *_directions(group))
+    channels = open_channels(group, tuple(ways_of(cut.placement, tied=bool(cut.copied))), device)
+    module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels)
     return module
 
 

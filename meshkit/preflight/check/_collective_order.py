@@ -25,24 +25,10 @@ from meshkit.core.custom_op import body_of
 from meshkit.core.waiting import waiting
 from meshkit.errors import CheckError
 from meshkit.mesh import Mesh
+from meshkit.preflight._collectives import BETWEEN_TWO, NAMES, SAME_SIZE, SPACES, WAITS
 from meshkit.preflight.check._finding import Finding
 from meshkit.preflight.observe import Axes
 
-NAMES = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast_": "broadcast",
-    "recv_": "recv",
-}
-SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-BETWEEN_TWO = ("send", "recv", "recv_any_source_")
-WAITS = ("wait_tensor", "_wrap_tensor_autograd")
 LOOK_S = 1.0  # between two looks of a waiting rank whether another one has stopped
 
 Outcome = Finding | str | None  # None: it ended well; a text: an error's, "" because of another rank
@@ -98,7 +84,7 @@ class CollectiveOrder(TorchDispatchMode):
             with self:  # dispatch is off inside an operator: watch its body
                 return body(*args, **(kwargs or {}))
         space, _, op = name.partition("::")
-        if space in ("c10d", "_c10d_functional") and op not in WAITS:
+        if space in SPACES and op not in WAITS:
             self._call(NAMES.get(op, op), args)
         return func(*args, **(kwargs or {}))
 

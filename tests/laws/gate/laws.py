@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from meshkit.core.model_state import copies_of
 from meshkit.core.sharding import full_tensor
 from meshkit.moe.aux_loss import collect
 from meshkit.parallel.expert import dispatch_traffic
+from meshkit.parallel.pipeline._channels import open_channels
 from meshkit.preflight.explain import Message, explain
+from meshkit.preflight.order import EAGER, LAZY, Event, HostWait, Wait, deadlock, gathered, mismatches, recording
 from meshkit.strategy import ExpertPolicy, Strategy
 from tests.compare_shards import difference, same_bits
 from tests.laws.gate.cell import ROUTED, Cell
@@ -186,6 +189,14 @@ def refused_by_explain(cell: Cell) -> str:
 
 def judge(cell: Cell, folder: str) -> Verdict:
     """On every rank: train three steps, the last of them resumed on another mesh where the cell says so."""
+    open_channels.cache_clear()  # so that they are opened among what is recorded
+    mesh = mesh_for(cell.mesh)
+    with recording(mesh) as events:
+        said = _judge(cell, folder)
+    return said if said.refused else replace(said, broken={**said.broken, **_order(gathered(events, mesh))})
+
+
+def _judge(cell: Cell, folder: str) -> Verdict:
     noted: list[Noting] = []
     tried, other = cell, None
     try:
@@ -297,6 +308,27 @@ def _names(run: mk.Run) -> dict[str, str]:
     copies = copies_of(run.model)
     strange = [name for name, _ in run.named_parameters() if copies.get(name, name) not in known]
     return {"names": f"{strange[0]} is no name of one device"} if strange else {}
+
+
+def _order(ranks: list[list[Event]]) -> dict[str, str]:
+    """Law 9: the calls of all ranks end under NCCL's rules, whether hosts wait for values or not."""
+    if found := mismatches(ranks):
+        return {"order": found[0]}
+    freely = [_without_host_waits(events) for events in ranks]
+    for rules, each in product((LAZY, EAGER), (ranks, freely)):
+        if circle := deadlock(each, rules):
+            return {f"order, {rules.name}": "; ".join(circle)}
+    return {}
+
+
+def _without_host_waits(events: list[Event]) -> list[Event]:
+    places, kept = {}, list[Event]()
+    for index, event in enumerate(events):
+        if isinstance(event, HostWait):
+            continue
+        places[index] = len(kept)
+        kept.append(Wait(places[event.of]) if isinstance(event, Wait) else event)
+    return kept
 
 
 def _first_values(cell: Cell, run: mk.Run) -> dict[str, str]:

@@ -1,0 +1,216 @@
+"""Recording what a rank asks of its communicators, in the order of its host, while it runs on any backend."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode, tree_leaves
+from meshkit.core.custom_op import body_of
+from meshkit.mesh import Mesh
+from meshkit.preflight._collectives import BETWEEN_TWO, NAMES, SAME_SIZE, SPACES, WAITS
+from meshkit.preflight.observe import Axes
+from meshkit.preflight.order._calls import Call, Event, Group, HostWait, Part, Wait
+
+# [Note: what is seen of a call]
+# A dispatch mode sees every operator of c10d, and those that read a value. It does not see which works belong to which call,
+# what is a batch, and what of it is of objects, which gloo sends beside NCCL. Those are told by the functions of
+# torch.distributed, which are wrapped inside the context, as is `Work.wait`.
+_RETURN_WORKS = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all_single",
+    "isend",
+    "irecv",
+)
+_OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
+_ROOT, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
+_NOT_A_PLACE = (__file__, f"{_ROOT}core/_torch/")
+_LINES = 3  # who asks, and for whom
+_READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+
+
+@contextmanager
+def recording(mesh: Mesh) -> Iterator[list[Event]]:
+    """Inside, the calls of this rank are added to the list, after the first uses of the mesh's groups.
+
+    For one thread, which backward on CPU uses too.
+    """
+    recorder = _Recorder(mesh)
+    with ExitStack() as stack:
+        wrappers = {
+            **dict.fromkeys(_RETURN_WORKS, recorder.with_works),
+            **dict.fromkeys(_OF_OBJECTS, recorder.with_objects),
+            "batch_isend_irecv": recorder.with_batch,
+        }
+        for name, wrap in wrappers.items():
+            function = wrap(getattr(dist, name))  # one for both modules: a batch compares its functions
+            for owner in (dist, distributed_c10d):
+                stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(patch.object(dist.Work, "wait", recorder.with_wait(dist.Work.wait)))
+        stack.enter_context(patch.object(Tensor, "tolist", recorder.with_host_wait(Tensor.tolist)))
+        stack.enter_context(recorder)
+        yield recorder.events
+
+
+def gathered(events: Sequence[Event], mesh: Mesh) -> list[list[Event]]:
+    """The events of every rank of the world, empty for ranks that the mesh has not. Wire: a gather of objects."""
+    every: list[list[Event]] = [[] for _ in range(mesh.group.size())]
+    dist.all_gather_object(every, list(events), group=mesh.group)
+    by_rank = dict(zip(mesh.ranks, every, strict=True))
+    return [by_rank.get(rank, []) for rank in range(max(mesh.ranks) + 1)]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._axes, self._groups = Axes(mesh), dict[str, Group]()
+        self.events: list[Event] = [
+            Call("all_reduce", self._group(group), 1, where="init_mesh") for group in mesh.groups
+        ]
+        self._works: dict[int, tuple[int, Any]] = {}  # call of a work, which is kept so that no other has its id
+        self._results: dict[int, int] = {}  # call of a functional collective's result, by its memory
+        self._batch: list[tuple[Part, dist.ProcessGroup]] | None = None
+        self._on_host = 0
+
+    # ------------------------------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        body = body_of(name)
+        if body is not None:
+            with self:  # dispatch is off inside an operator: watch its body
+                return body(*args, **(kwargs or {}))
+        space, _, op = name.partition("::")
+        if space not in SPACES:
+            if name in _READ_VALUES and not self._on_host:
+                self.events.append(HostWait(_where()))
+            return func(*args, **(kwargs or {}))
+        if op == "wait_tensor":
+            self._wait(self._results.get(args[0].data_ptr()))
+        if op in WAITS:
+            return func(*args, **(kwargs or {}))
+        known = len(self.events)
+        self._call(NAMES.get(op, op), args)
+        result = func(*args, **(kwargs or {}))
+        if space == "_c10d_functional" and len(self.events) > known:
+            self._results |= {leaf.data_ptr(): known for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
+
+    def _call(self, op: str, args: tuple[Any, ...]) -> None:
+        group = _torch.group_of_call(args)
+        if group.size() == 1:
+            return
+        tensor = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), torch.empty(0))
+        known = self._group(group)
+        if op in BETWEEN_TWO:
+            peer = known.ranks[next(arg for arg in args if isinstance(arg, int))]
+            part = Part("send" if op == "send" else "recv", peer, tensor.nbytes)
+            if self._batch is not None:
+                self._batch.append((part, group))
+            else:
+                self.events.append(Call("p2p", known, parts=(part,), batched=False, where=_where()))
+            return
+        size, dtype = (tensor.numel(), str(tensor.dtype)) if op in SAME_SIZE and not self._on_host else (None, "")
+        self.events.append(Call(op, known, size, dtype, on_host=bool(self._on_host), where=_where()))
+
+    def _group(self, group: dist.ProcessGroup) -> Group:
+        name = group.group_name
+        if name not in self._groups:
+            self._groups[name] = Group(name, tuple(dist.get_process_group_ranks(group)), self._axes.of(group))
+        return self._groups[name]
+
+    def _wait(self, call: int | None) -> None:
+        if call is not None:
+            self.events.append(Wait(call))
+
+    # ------------------------------------------------------------------------------------- functions of torch.distributed
+
+    def with_works(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = len(self.events)
+            result = function(*args, **kwargs)
+            if isinstance(result, dist.Work) and self._batch is None and len(self.events) > before:
+                self._works[id(result)] = len(self.events) - 1, result
+            return result
+
+        return call
+
+    def with_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(ops: Any) -> Any:
+            self._batch = []
+            try:
+                works = function(ops)
+                if self._batch:
+                    group = self._group(self._batch[0][1])
+                    self.events.append(Call("p2p", group, parts=tuple(part for part, _ in self._batch), where=_where()))
+                    self._works |= {id(work): (len(self.events) - 1, work) for work in works}
+            finally:
+                self._batch = None
+            return works
+
+        return call
+
+    def with_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._on_host += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._on_host -= 1
+
+        return call
+
+    def with_wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wait(work: Any, *args: Any) -> Any:
+            last = len(self.events) - 1
+            known = self._works.get(id(work))
+            if known is not None:
+                self._wait(known[0])
+            elif last >= 0 and isinstance(call := self.events[last], Call) and not call.on_host:
+                self._wait(last)  # of a call that waits for itself, before it returns
+            return function(work, *args)
+
+        return wait
+
+    def with_host_wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def read(tensor: Tensor) -> Any:
+            if not self._on_host:
+                self.events.append(HostWait(_where()))
+            return function(tensor)
+
+        return read
+
+
+def _where() -> str:
+    """The innermost lines of meshkit's own, else one of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    own, of_user = list[str](), ""
+    while frame is not None and len(own) < _LINES:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if path.startswith(_ROOT) and not path.startswith(_NOT_A_PLACE):
+            own.append(f"{path.removeprefix(_ROOT)}:{line}")
+        if not of_user and not path.startswith((_ROOT, _TORCH)) and "contextlib" not in path:
+            of_user = f"{path.rpartition('/')[2]}:{line}"
+        frame = frame.f_back
+    return " < ".join(own) or of_user

@@ -1,0 +1,99 @@
+"""Every pipeline of the library ends under NCCL's rules, by its table alone, and the order that it had first does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from meshkit.errors import MeshkitError
+from meshkit.parallel.pipeline._channels import Channels, ways_of
+from meshkit.parallel.pipeline._table import Schedule
+from meshkit.parallel.pipeline.schedules import NAMES, named
+from meshkit.preflight.order import EAGER, LAZY, Event, Rules, deadlock, mismatches
+from tests.laws.order.tables import Directions, WayChannels, events_of
+
+FIRST = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo")
+
+
+def table_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
+    """None for numbers that the schedule refuses."""
+    try:
+        return named(name)(ranks, microbatches)
+    except MeshkitError:
+        return None
+
+
+def by_ways(table: Schedule, *, tied: bool, host_waits: bool) -> list[list[Event]]:
+    ways = ways_of(table.placement, tied=tied)
+
+    def opened(rank: int, events: list[Event]) -> Channels:
+        channels = WayChannels(rank, events)
+        channels.open(ways)
+        return channels
+
+    return events_of(table, opened, tied=tied, host_waits=host_waits)
+
+
+def by_directions(table: Schedule, *, tied: bool = False, host_waits: bool = False) -> list[list[Event]]:
+    """Tied gradients cross at the end of each step."""
+    return events_of(
+        table, lambda rank, events: Directions(rank, table.world, events), tied=tied, host_waits=host_waits
+    )
+
+
+def refuse_any_stop(name: str, ranks: int, counts: tuple[int, ...]) -> int:
+    """Returns how many tables there were."""
+    seen = 0
+    for microbatches, tied, host_waits in product(counts, (False, True), (False, True)):
+        table = table_of(name, ranks, microbatches)
+        if table is None:
+            continue
+        events = by_ways(table, tied=tied, host_waits=host_waits)
+        assert not mismatches(events)
+        for rules in (LAZY, EAGER):
+            assert not deadlock(events, rules), (name, ranks, microbatches, tied, host_waits, rules.name)
+        seen += 1
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_pipeline_stops(name: str) -> None:
+    assert sum(refuse_any_stop(name, ranks, (1, 2, 5, 8)) for ranks in (2, 3, 4)) > 0
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", NAMES)
+def test_no_larger_pipeline_stops(name: str) -> None:
+    """With the smaller ones, which are among them, some 2,000 tables."""
+    counts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    assert sum(refuse_any_stop(name, ranks, counts[: 12 if ranks < 8 else 8]) for ranks in range(2, 17)) > 0
+
+
+def stuck(rules: Rules, *, tied: bool) -> Counter[bool]:
+    found: Counter[bool] = Counter()
+    for name, ranks, microbatches in product(FIRST, (2, 3, 4, 8), (1, 2, 4, 8, 16)):
+        table = table_of(name, ranks, microbatches)
+        if table is not None:
+            found[bool(deadlock(by_directions(table, tied=tied), rules))] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rules", "tied", "stop"),
+    [(LAZY, False, 40), (LAZY, True, 88), (EAGER, False, 7)],
+    ids=["lazy", "lazy, tied", "eager"],
+)
+def test_two_groups_for_all_messages_stop(rules: Rules, tied: bool, stop: int) -> None:
+    """One group up and one down, each tensor alone: as many of 200 tables as another simulation found."""
+    assert stuck(rules, tied=tied)[True] == stop
+
+
+def test_the_circle_of_a_pipeline_is_named() -> None:
+    table = table_of("1f1b", 4, 4)
+    assert table is not None
+    found = deadlock(by_directions(table, tied=True), LAZY)
+    assert len(found) == 2
+    assert "rank 0" in found[0] and "up (0, 3)" in found[0]
+    assert "rank 3" in found[1] and "down (0, 3)" in found[1]
