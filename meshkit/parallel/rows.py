@@ -14,10 +14,13 @@ from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
+    CLOSED_BY_VALUE,
     Example,
     Fold,
     Held,
     Program,
+    Read,
+    ReadingError,
     Rewritten,
     Trace,
     Unproved,
@@ -28,6 +31,7 @@ from meshkit.program import (
     live,
     mode_of,
     prove,
+    read_by_guesses,
     tensors,
     trace,
     without_values,
@@ -44,11 +48,21 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     closed: modules whose inside is not read, as in `trace`.
     Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
+    small, again = _of(example, len(_PARTS[0])), trace
+    read: Trace | None = None
     try:
-        read = program.read(_of(example, len(_PARTS[0])), closed)
+        read = program.read(small, closed)
     except Rewritten:
         raise
+    except ReadingError:
+        return False
     except PlanError:
+        pass
+    if read is None or any(operation.name == CLOSED_BY_VALUE for operation in read.operations):
+        again = read_by_guesses(program.model, small, closed) or trace
+        if again is not trace:
+            read = again(program.model, small.args, small.kwargs, closed=closed)
+    if read is None:
         return False
     refuse_writes(read, program.model)
     try:
@@ -56,11 +70,11 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
             return True  # it asks the other ranks by itself
         folded = fold(read, program.modules, blocks, lambda block: None)
         try:
-            _prove(program, example, folded, closed)
+            _prove(program, example, folded, closed, again)
         except Unproved:
             if not folded.left_out:
                 raise
-            _prove(program, example, Fold(), closed)  # a model may not be told from one of fewer blocks
+            _prove(program, example, Fold(), closed, again)  # a model may not be told from one of fewer blocks
     except Unproved as error:
         if not error.wrong:
             return True
@@ -115,13 +129,13 @@ def _bits(number: float) -> int:
     return number.bit_length() if isinstance(number, int) else frexp(number)[1]
 
 
-def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str]) -> None:
+def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str], again: Read) -> None:
     def read(rows: int) -> Trace:
         given = _of(example, rows)
         model = without_values(program.model, emptied=folded.left_out)
         present = dict(model.named_modules())
         inside = {name: operation for name, operation in closed.items() if name in present}
-        return trace(model, given.args, given.kwargs, closed=inside, fold=folded)
+        return again(model, given.args, given.kwargs, closed=inside, fold=folded)
 
     full, of_rank = read(sum(map(len, _PARTS))), read(len(_PARTS[0]))
     params = {f"parameter {name}": Held("replicated") for name in program.parameters}

@@ -17,6 +17,7 @@ from meshkit.core import _torch, noting
 from meshkit.core._torch import TorchDispatchMode, tree_map
 from meshkit.program._backward import OF_ALL, HookedNode, hook_noted, kind_of, own_backward, saves_otherwise
 from meshkit.program._copy import is_record
+from meshkit.program._guess import Guess
 from meshkit.program._lines import model_line
 from meshkit.program._records import (
     RETURNED,
@@ -34,8 +35,11 @@ from meshkit.program._records import (
 class Recorder(TorchDispatchMode):
     """Records the operators that run inside, and the calls of the modules of `watching`."""
 
-    def __init__(self, fold: Fold | None = None) -> None:
+    def __init__(self, fold: Fold | None = None, guess: Guess | None = None) -> None:
         super().__init__()
+        self._guess = guess
+        if guess is not None:
+            guess.begin()
         self._fold = fold or Fold()
         self.known: Mapping[int, Any] = {}  # the model's own parameters by id, of which it has copies
         self._returned: dict[str, Any] = {}  # by blocks that others are like
@@ -56,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def anew(self) -> Recorder:
         """One for another call of the same model."""
-        other = Recorder(self._fold)
+        other = Recorder(self._fold, self._guess)
         other.known = self.known
         return other
 
@@ -80,6 +84,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.name_storage(tensor, f"input {name}")
         self._inputs[name] = self._refs(value, "input")
+        if self._guess is not None:
+            for ref in tensors(self._inputs[name]):
+                self._guess.follow_input(ref)
 
     @property
     def failed(self) -> str:
@@ -176,6 +183,10 @@ class Recorder(TorchDispatchMode):
             return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
         self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
+        if self._guess is not None:
+            guessed = self._guess.read(func, tensors(refs), model_line(), len(self._operations))
+            if guessed is not None:
+                return guessed
         with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
             out = func(*args, **kwargs)
         self._add(func, refs, out)
@@ -278,6 +289,8 @@ class Recorder(TorchDispatchMode):
     def _add(self, op: Any, refs: Any, out: Any) -> None:
         call = self._call()
         outputs = self._refs(out, f"op {len(self._operations)}")
+        if self._guess is not None:
+            self._guess.follow(op, refs, outputs, self._sources)
         self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
         if torch.is_grad_enabled() and saves_otherwise():
             grads = [ref for ref in tensors(refs) if ref.requires_grad]

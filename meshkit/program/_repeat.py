@@ -55,7 +55,7 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
         raise Unreadable(f"{name}: its second call raises {type(error).__name__}: {error}{said}, {REMEDY}.") from error
     if asked:
         raise Unreadable(_asked(name, asked))
-    if (where := _difference(first, second)) is not None:
+    if (where := difference(first, second)) is not None:
         raise Unreadable(f"{name}: its second call runs something else at {where}{said}, {REMEDY}.")
     return first
 
@@ -64,7 +64,7 @@ def _asked(name: str, asked: list[str]) -> str:
     return f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}."
 
 
-def _difference(first: Trace, second: Trace) -> str | None:
+def difference(first: Trace, second: Trace) -> str | None:
     """Where two programs part."""
     for one, other in zip_longest(first.operations, second.operations):
         if one is None or other is None:
