@@ -20,7 +20,6 @@ from meshkit.program import (
     Held,
     Program,
     Read,
-    ReadingError,
     Rewritten,
     Trace,
     Unproved,
@@ -48,22 +47,9 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     closed: modules whose inside is not read, as in `trace`.
     Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
-    small, again = _of(example, len(_PARTS[0])), trace
-    read: Trace | None = None
-    try:
-        read = program.read(small, closed)
-    except Rewritten:
-        raise
-    except ReadingError:
+    if (found := _read(program, _of(example, len(_PARTS[0])), closed)) is None:
         return False
-    except PlanError:
-        pass
-    if read is None or any(operation.name == CLOSED_BY_VALUE for operation in read.operations):
-        again = read_by_guesses(program.model, small, closed) or trace
-        if again is not trace:
-            read = again(program.model, small.args, small.kwargs, closed=closed)
-    if read is None:
-        return False
+    read, again = found
     refuse_writes(read, program.model)
     try:
         if any("c10d" in operation.name for operation in read.operations):
@@ -85,6 +71,21 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     except PlanError:
         pass
     return True
+
+
+def _read(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
+    """The trace, and what reads another; None of a model that cannot be read."""
+    read: Trace | None = None
+    try:
+        read = program.read(example, closed)
+    except Rewritten:
+        raise
+    except PlanError:
+        pass
+    if read is not None and all(operation.name != CLOSED_BY_VALUE for operation in read.operations):
+        return read, trace
+    by_guesses = read_by_guesses(program.model, example, closed)
+    return by_guesses if by_guesses or read is None else (read, trace)
 
 
 class RowsGuard:

@@ -1,57 +1,48 @@
-"""Guesses for the values that a forward reads of floats (`.item()`, `bool`): a tensor without values has none."""
+"""Guesses for the values that a forward reads of floats (`.item()`, `bool`, `.numpy()`): a tensor without values has none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import cycle, islice
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from meshkit.program._records import ReadingError, TensorRef, tensors
+from meshkit.errors import PlanError
+from meshkit.program._records import TensorRef, tensors
 
-_MOST = 1 << 10  # readings with operators between them, at one line: a loop that ends by a value may not end by a guess
-_BY_VALUE = torch.Tag.data_dependent_output
+GUESSES = ((0.5, 0.25), (2e4, -2e4), (-2e4, 2e4), (0.0, 0.0), (0.25, 0.5), (1.0, 2.0))
+"""Each given by turns: of two numbers either is the larger in one, and of two truths (above 0) either holds alone."""
+_MOST = 1 << 12  # reads at one line: a loop that ends by a value may not end by a guess
 
 
 class Guess:
-    """What is read of floats that depend on the batch is `value`, or of truths whether that is above 0. Floats are finite, so
-    what asks for that gets the truth. Whole numbers are not guessed.
+    """What is read of floats that depend on the batch. What asks whether floats are finite gets the truth: they are. Whole
+    numbers, as ids and counts, are not guessed.
 
-    at: other values, by line. lines: filled with those that have read a guess.
+    number: of `GUESSES`. at: another one, by line. raising: (line, number) after which the forward raises, as an assertion
+    does: the next number is taken. lines: filled with those that read a guess -> its number; the last to read is the last.
     """
 
-    def __init__(self, value: float, at: dict[str, float]) -> None:
-        self._value, self._at = value, at
-        self.lines: list[str] = []
+    def __init__(
+        self,
+        number: int = 0,
+        *,
+        at: Mapping[str, int] = MappingProxyType({}),
+        raising: Collection[tuple[str, int]] = (),
+    ) -> None:
+        self._number, self._at, self._raising = number, at, raising
+        self.lines: dict[str, int] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Of another reading."""
-        self.lines.clear()
-        self._rounds: dict[str, int] = {}
-        self._last = -1
+        """Of another call, whose storages are numbered anew."""
+        self._reads = Counter[str]()  # by line
         self._batch, self._floats = set[int](), set[int]()  # storages that depend on the batch, and by floats
         self._truths: dict[int, bool] = {}  # of storages that say whether floats are finite
-
-    def follow(self, op: Any, inputs: Any, outputs: Any, storages: Sequence[str]) -> None:
-        """Note of what `outputs` depend on. storages: the source of each."""
-        refs = tensors(inputs)
-        read = {ref.storage for ref in refs}
-        if not read & self._batch:
-            return
-        table = any(storages[each].startswith("parameter ") for each in read)
-        truth = None if isinstance(op, str) else self._truth(op.overloadpacket.__name__, inputs[0], refs)
-        for out in tensors(outputs):
-            self._batch.add(out.storage)
-            if out.dtype.is_floating_point or out.dtype.is_complex:
-                # Not of a mask, which is whole numbers also where it is written in floats.
-                if read & self._floats or table:
-                    self._floats.add(out.storage)
-            elif out.dtype == torch.bool and read & self._floats:
-                self._floats.add(out.storage)
-                if truth is not None:
-                    self._truths[out.storage] = truth
 
     def follow_input(self, ref: TensorRef) -> None:
         if ref.shape:
@@ -59,54 +50,79 @@ class Guess:
             if ref.dtype.is_floating_point or ref.dtype.is_complex:
                 self._floats.add(ref.storage)
 
-    def read(self, op: Any, refs: Sequence[TensorRef], line: str, operations: int) -> Any:
-        """What an operator returns that reads values; None where it is not to be guessed. Raises: ReadingError for a loop."""
-        if _BY_VALUE not in op.tags or not refs or any(ref.storage not in self._floats for ref in refs[:1]):
+    def follow(self, op: Any, inputs: Any, outputs: Any, sources: Sequence[str]) -> None:
+        """Note what the outputs of an operator depend on. sources: of storages."""
+        refs = tensors(inputs)
+        read = {ref.storage for ref in refs}
+        if not read & self._batch:
+            return
+        name = "" if isinstance(op, str) else op.overloadpacket.__name__
+        # A table makes floats of ids; a mask is whole numbers though it is written in floats.
+        floats = read & self._floats or any(sources[each].startswith("parameter ") for each in read)
+        truth = self._truth(name, inputs[0], refs)
+        for out in tensors(outputs):
+            self._batch.add(out.storage)
+            if floats and (not _is_whole(out.dtype) or name == "_to_copy"):
+                self._floats.add(out.storage)
+            self._truths.pop(out.storage, None)
+            if truth is not None:
+                self._truths[out.storage] = truth
+
+    def of_operator(self, op: Any, inputs: Any, line: str) -> Any:
+        """What an operator returns that reads values; None where that is not guessed."""
+        if torch.Tag.data_dependent_output not in op.tags:
             return None
-        (first, *_) = refs
-        if first.storage in self._truths:
-            return self._truths[first.storage]
-        self.lines.append(line)
-        self._rounds[line] = self._rounds.get(line, 0) + (operations != self._last)
-        self._last = operations
-        if self._rounds[line] > _MOST:
-            raise EndlessLoop("", line, RuntimeError("a loop that ends by a value"))
-        value = self._at.get(line, self._value)
-        of_floats = op is torch.ops.aten._local_scalar_dense.default and first.dtype != torch.bool
-        return value if of_floats else value > 0
+        for ref in tensors(inputs):
+            if ref.storage in self._floats:
+                one = op is torch.ops.aten._local_scalar_dense.default
+                return self.of_tensor(ref.storage, ref.dtype if one else torch.bool, 1, line)[0]
+        return None
+
+    def reads(self, ref: TensorRef) -> bool:
+        return ref.storage in self._floats
+
+    def of_tensor(self, storage: int, dtype: torch.dtype, count: int, line: str) -> list[Any]:
+        """As many values of a tensor. Raises: EndlessLoop."""
+        if storage in self._truths:
+            return [self._truths[storage]] * count
+        turn = self._reads.total() % 2
+        self._reads[line] += 1
+        if self._reads[line] > _MOST:
+            raise EndlessLoop(line)
+        first, most = self._at.get(line, self._number), len(GUESSES)
+        numbers = [(first + step) % most for step in range(most)]
+        number = next((each for each in numbers if (line, each) not in self._raising), first)
+        self.lines.pop(line, None)
+        self.lines[line] = number
+        values = islice(cycle(GUESSES[number]), turn, turn + count)
+        return [value > 0 if dtype == torch.bool else int(value) if _is_whole(dtype) else value for value in values]
 
     def _truth(self, name: str, args: Any, refs: Sequence[TensorRef]) -> bool | None:
-        """Whether all of what it returns is true, or none, for all finite floats."""
-        if name in ("isnan", "isinf", "isfinite"):
-            return name == "isfinite"
-        if name in ("eq", "ne"):
-            of_itself = len(refs) == 2 and refs[0] == refs[1]
-            if of_itself or (len(args) > 1 and args[1] in (inf, -inf)):
-                return of_itself == (name == "eq")
+        """All of what it returns, for all finite floats; isfinite is `(abs(x) != inf) * (x == x)`."""
+        if name in ("isnan", "isinf"):
+            return False
+        if name in ("eq", "ne") and len(args) > 1 and (args[0] == args[1] or args[1] in (inf, -inf)):
+            return bool(args[0] == args[1]) == (name == "eq")
+        known = {self._truths.get(ref.storage) for ref in refs}
+        if len(known) != 1 or name not in _OF_TRUTHS:
             return None
-        known = [self._truths.get(ref.storage) for ref in refs]
-        if not known or None in known:
-            return None
-        if name in ("logical_not", "bitwise_not"):
-            return not known[0]
-        return any(known) if name in ("logical_or", "bitwise_or") else all(known) if name in _KEEPS else None
+        (truth,) = known
+        return not truth if truth is not None and name.endswith("not") else truth
 
 
-_KEEPS = (
-    "all",
-    "any",
-    "mul",
-    "logical_and",
-    "bitwise_and",
-    "view",
-    "select",
-    "slice",
-    "unbind",
-    "clone",
-    "detach",
-    "_to_copy",
+_OF_TRUTHS = (
+    *("all", "any", "mul", "logical_and", "logical_or", "bitwise_and", "bitwise_or"),
+    *("logical_not", "bitwise_not", "_to_copy"),
 )
 
 
-class EndlessLoop(ReadingError):
-    """No guess ends it."""
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+class EndlessLoop(PlanError):
+    """No guess ends it. line: that reads."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(f"{line}: a loop that ends by a value")
+        self.line = line

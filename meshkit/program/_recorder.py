@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
         if self._guess is not None:
-            guessed = self._guess.read(func, tensors(refs), model_line(), len(self._operations))
+            guessed = self._guess.of_operator(func, refs, model_line())
             if guessed is not None:
                 return guessed
         with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
@@ -298,6 +298,15 @@ class Recorder(TorchDispatchMode):
             if grads:
                 self._operations.append(Operation(OF_ALL, (grads, None), {}, made, call, model_line(), True))
 
+    def guessed(self, tensor: Tensor) -> Tensor | None:
+        """One with guesses for values, which is to be read as a whole."""
+        ref = self._ref(tensor, "constant")
+        if self._guess is None or not self._guess.reads(ref):
+            return None
+        values = self._guess.of_tensor(ref.storage, ref.dtype, tensor.numel(), model_line())
+        with _torch.without_modes():
+            return torch.tensor(values, dtype=tensor.dtype).view(tensor.shape)
+
     def node_of(self, tensor: Tensor) -> Any:
         """What `tensor.grad_fn` is to the model."""
         node = _torch.graph_node(tensor)
@@ -352,6 +361,7 @@ class NoGuess(Exception):
 
 # As it is before anything replaces it, as an estimate does.
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_AS_A_WHOLE = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__))
 _GRAD_FN: Any = Tensor.grad_fn  # the attribute, of which a function mode sees the `__get__`
 
 
@@ -380,6 +390,9 @@ class Unfused(TorchFunctionMode):
             self._recorder.look(args[0], args[1])
         if func == _GRAD_FN.__get__:
             return self._recorder.node_of(args[0])
+        if func in _AS_A_WHOLE and (guessed := self._recorder.guessed(args[0])) is not None:
+            with _torch.without_modes():
+                return func(guessed, *args[1:], **kwargs)
         if func is Tensor.unbind and getattr(args[0], "_guessed", False):
             raise NoGuess
         return func(*args, **kwargs)
