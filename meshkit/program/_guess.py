@@ -16,7 +16,7 @@ from meshkit.program._records import TensorRef, tensors
 
 GUESSES = ((0.5, 0.25), (2e4, -2e4), (-2e4, 2e4), (0.0, 0.0), (0.25, 0.5), (1.0, 2.0))
 """Each given by turns: of two numbers either is the larger in one, and of two truths (above 0) either holds alone."""
-_MOST = 1 << 12  # reads at one line: a loop that ends by a value may not end by a guess
+_MOST = 1 << 11  # reads at one line: a loop that ends by a value may not end by a guess
 
 
 class Guess:

@@ -90,7 +90,7 @@ def asserts(model: Reads, x: Tensor) -> Tensor:
 
 def logs(model: Reads, x: Tensor) -> Tensor:
     model.log.append({"mean": x.mean().item(), "rows": x.detach().norm(dim=1).tolist(), "as": f"{x.std():.3f}"})
-    model.log.append((x.detach().numpy().mean(), float(x.max()), str(x.mean())))
+    model.log.append((x.detach().numpy().mean(), float(x.detach().max()), str(x.mean())))
     if x.max() > 0:
         model.log.append(x.relu().sum().item())
     return x
