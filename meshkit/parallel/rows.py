@@ -82,7 +82,7 @@ def _read(program: Program, example: Example, closed: Mapping[str, str]) -> tupl
         raise
     except PlanError:
         pass
-    if read is not None and all(operation.name != CLOSED_BY_VALUE for operation in read.operations):
+    if read is not None and not read.asked and all(each.name != CLOSED_BY_VALUE for each in read.operations):
         return read, trace
     by_guesses = read_by_guesses(program.model, example, closed)
     return by_guesses if by_guesses or read is None else (read, trace)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch, noting
-from meshkit.core._torch import TorchDispatchMode, tree_map
+from meshkit.core._torch import DataDependentOutputException, TorchDispatchMode, tree_map
 from meshkit.program._backward import OF_ALL, HookedNode, hook_noted, kind_of, own_backward, saves_otherwise
 from meshkit.program._copy import is_record
 from meshkit.program._guess import Guess
@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._result: Any = None
         self._output: Any = None
         self._kept: dict[str, TensorRef] = {}
+        self._asked = False
 
     def anew(self) -> Recorder:
         """One for another call of the same model."""
@@ -100,7 +101,8 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result, self._kept)
+        operations, calls = tuple(self._operations), tuple(self._calls)
+        return Trace(operations, calls, storages, self._inputs, self._result, self._kept, self._asked)
 
     def keep(self, left: Mapping[str, Any]) -> None:
         """What modules keep, by name. See `Trace.kept`."""
@@ -188,7 +190,11 @@ class Recorder(TorchDispatchMode):
             if guessed is not None:
                 return guessed
         with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except DataDependentOutputException:
+                self._asked = True
+                raise
         self._add(func, refs, out)
         return out
 

@@ -69,7 +69,8 @@ def trace(
             if not name:
                 raise PlanError(
                     f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
-                    "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                    "reading does not show what other batches do. Write it without (torch.where), or use dp axes only where "
+                    "it just looks at them."
                 ) from error
         except Exception as error:
             kind = closed[guessed[-1]] if guessed else CLOSED
@@ -78,7 +79,8 @@ def trace(
             if not name and guessed:
                 raise PlanError(
                     f"{guessed[0]} of {type(model).__name__}: what runs next depends on a tensor's values, so one reading "
-                    "does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                    "does not show what other batches do. Write it without (torch.where), or use dp axes only where it just "
+                    "looks at them."
                 ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error

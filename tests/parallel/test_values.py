@@ -53,8 +53,35 @@ def several(model: Reads, x: Tensor) -> Tensor:
     return x * 2 if x.sum() > 0 else x
 
 
+def unless_it_raises(model: Reads, x: Tensor) -> Tensor:
+    try:
+        return x * x.mean().item()
+    except Exception:
+        return x
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.scale = x.abs().max().item()
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / ctx.scale
+
+
+def of_gradients(model: Reads, x: Tensor) -> Tensor:
+    largest, out = x.abs().max().item(), x * 1
+    out.register_hook(lambda grad: grad / largest)
+    return out
+
+
 USES: dict[str, Middle] = {
     "as a factor": lambda model, x: x / x.abs().max().item(),
+    "unless it raises": unless_it_raises,
+    "in a backward": lambda model, x: Scaled.apply(x),
+    "for gradients": of_gradients,
     "as a factor of each": lambda model, x: x * (x.abs().max().item() - x.min().item()),
     "by their ratio": lambda model, x: x * math.tanh(x.max().item() / x.min().item()),
     "rounded": lambda model, x: x * int(x.abs().sum()),
