@@ -14,11 +14,13 @@ from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
+    CLOSED_BY_VALUE,
     Example,
     Fold,
     Held,
     OnlyAlone,
     Program,
+    Read,
     Trace,
     Unproved,
     fold,
@@ -28,6 +30,7 @@ from meshkit.program import (
     live,
     mode_of,
     prove,
+    read_by_guesses,
     tensors,
     trace,
     without_values,
@@ -44,23 +47,20 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     closed: modules whose inside is not read, as in `trace`.
     Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
-    try:
-        read = program.read(_of(example, len(_PARTS[0])), closed)
-    except OnlyAlone:
-        raise
-    except PlanError:
+    if (found := _read(program, _of(example, len(_PARTS[0])), closed)) is None:
         return False
+    read, again = found
     refuse_writes(read, program.model)
     try:
         if any("c10d" in operation.name for operation in read.operations):
             return True  # it asks the other ranks by itself
         folded = fold(read, program.modules, blocks, lambda block: None)
         try:
-            _prove(program, example, folded, closed)
+            _prove(program, example, folded, closed, again)
         except Unproved:
             if not folded.left_out:
                 raise
-            _prove(program, example, Fold(), closed)  # a model may not be told from one of fewer blocks
+            _prove(program, example, Fold(), closed, again)  # a model may not be told from one of fewer blocks
     except Unproved as error:
         if not error.wrong:
             return True
@@ -71,6 +71,21 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     except PlanError:
         pass
     return True
+
+
+def _read(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
+    """The trace, and what reads another; None of a model that cannot be read."""
+    read: Trace | None = None
+    try:
+        read = program.read(example, closed)
+    except OnlyAlone:
+        raise
+    except PlanError:
+        pass
+    if read is not None and not read.asked and all(each.name != CLOSED_BY_VALUE for each in read.operations):
+        return read, trace
+    by_guesses = read_by_guesses(program.model, example, closed)
+    return by_guesses if by_guesses or read is None else (read, trace)
 
 
 class RowsGuard:
@@ -115,13 +130,13 @@ def _bits(number: float) -> int:
     return number.bit_length() if isinstance(number, int) else frexp(number)[1]
 
 
-def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str]) -> None:
+def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str], again: Read) -> None:
     def read(rows: int) -> Trace:
         given = _of(example, rows)
         model = without_values(program.model, emptied=folded.left_out)
         present = dict(model.named_modules())
         inside = {name: operation for name, operation in closed.items() if name in present}
-        return trace(model, given.args, given.kwargs, closed=inside, fold=folded)
+        return again(model, given.args, given.kwargs, closed=inside, fold=folded)
 
     full, of_rank = read(sum(map(len, _PARTS))), read(len(_PARTS[0]))
     params = {f"parameter {name}": Held("replicated") for name in program.parameters}

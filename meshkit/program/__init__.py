@@ -35,6 +35,8 @@ from ._records import TensorRef as TensorRef
 from ._records import Trace as Trace
 from ._records import tensors as tensors
 from ._trace import trace as trace
+from ._values import Read as Read
+from ._values import read_by_guesses as read_by_guesses
 from ._sizes import Covered as Covered
 from ._sizes import is_number as is_number
 from ._sizes import kind_of_call as kind_of_call

@@ -20,7 +20,8 @@ def model_line(error: BaseException | None = None) -> str:
     if error is not None:
         frames, step = [], error.__traceback__
         while step is not None:
-            frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+            if step.tb_frame.f_code.co_name != "__torch_function__":
+                frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
             step = step.tb_next
         for file, line in reversed(frames):
             if not file.startswith(_OTHERS):
@@ -28,7 +29,8 @@ def model_line(error: BaseException | None = None) -> str:
         return "an unknown line"
     frame = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OTHERS):
+        # A mode that is around stands between the line and torch.
+        if frame.f_code.co_name != "__torch_function__" and not frame.f_code.co_filename.startswith(_OTHERS):
             return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "an unknown line"

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch, noting
-from meshkit.core._torch import TorchDispatchMode, tree_map
+from meshkit.core._torch import DataDependentOutputException, TorchDispatchMode, tree_map
 from meshkit.program._backward import OF_ALL, HookedNode, hook_noted, kind_of, own_backward, saves_otherwise
 from meshkit.program._copy import is_record
+from meshkit.program._guess import Guess
 from meshkit.program._lines import model_line
 from meshkit.program._records import (
     RETURNED,
@@ -34,8 +35,11 @@ from meshkit.program._records import (
 class Recorder(TorchDispatchMode):
     """Records the operators that run inside, and the calls of the modules of `watching`."""
 
-    def __init__(self, fold: Fold | None = None) -> None:
+    def __init__(self, fold: Fold | None = None, guess: Guess | None = None) -> None:
         super().__init__()
+        self._guess = guess
+        if guess is not None:
+            guess.begin()
         self._fold = fold or Fold()
         self.known: Mapping[int, Any] = {}  # the model's own parameters by id, of which it has copies
         self._returned: dict[str, Any] = {}  # by blocks that others are like
@@ -53,10 +57,11 @@ class Recorder(TorchDispatchMode):
         self._result: Any = None
         self._output: Any = None
         self._kept: dict[str, TensorRef] = {}
+        self._asked = False
 
     def anew(self) -> Recorder:
         """One for another call of the same model."""
-        other = Recorder(self._fold)
+        other = Recorder(self._fold, self._guess)
         other.known = self.known
         return other
 
@@ -80,6 +85,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.name_storage(tensor, f"input {name}")
         self._inputs[name] = self._refs(value, "input")
+        if self._guess is not None:
+            for ref in tensors(self._inputs[name]):
+                self._guess.follow_input(ref)
 
     @property
     def failed(self) -> str:
@@ -93,7 +101,8 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
-        return Trace(tuple(self._operations), tuple(self._calls), storages, self._inputs, self._result, self._kept)
+        operations, calls = tuple(self._operations), tuple(self._calls)
+        return Trace(operations, calls, storages, self._inputs, self._result, self._kept, self._asked)
 
     def keep(self, left: Mapping[str, Any]) -> None:
         """What modules keep, by name. See `Trace.kept`."""
@@ -176,8 +185,16 @@ class Recorder(TorchDispatchMode):
             return self.__torch_dispatch__(torch.ops.aten.add.Tensor, types, (product, args[0]))
         self._see((args, kwargs))
         refs = self._refs((args, kwargs), "constant")
+        if self._guess is not None:
+            guessed = self._guess.of_operator(func, refs, model_line())
+            if guessed is not None:
+                return guessed
         with _own_draws() if func.namespace.endswith("c10d") else nullcontext():
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except DataDependentOutputException:
+                self._asked = True
+                raise
         self._add(func, refs, out)
         return out
 
@@ -278,12 +295,23 @@ class Recorder(TorchDispatchMode):
     def _add(self, op: Any, refs: Any, out: Any) -> None:
         call = self._call()
         outputs = self._refs(out, f"op {len(self._operations)}")
+        if self._guess is not None:
+            self._guess.follow(op, refs, outputs, self._sources)
         self._operations.append(Operation(op, refs[0], refs[1], outputs, call, model_line(), torch.is_grad_enabled()))
         if torch.is_grad_enabled() and saves_otherwise():
             grads = [ref for ref in tensors(refs) if ref.requires_grad]
             made = [replace(ref, requires_grad=bool(grads)) for ref in tensors(outputs)]  # it has no graph yet
             if grads:
                 self._operations.append(Operation(OF_ALL, (grads, None), {}, made, call, model_line(), True))
+
+    def guessed(self, tensor: Tensor) -> Tensor | None:
+        """One with guesses for values, which is to be read as a whole."""
+        ref = self._ref(tensor, "constant")
+        if self._guess is None or not self._guess.reads(ref):
+            return None
+        values = self._guess.of_tensor(ref.storage, ref.dtype, tensor.numel(), model_line())
+        with _torch.without_modes():
+            return torch.tensor(values, dtype=tensor.dtype).view(tensor.shape)
 
     def node_of(self, tensor: Tensor) -> Any:
         """What `tensor.grad_fn` is to the model."""
@@ -339,6 +367,7 @@ class NoGuess(Exception):
 
 # As it is before anything replaces it, as an estimate does.
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_AS_A_WHOLE = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__))
 _GRAD_FN: Any = Tensor.grad_fn  # the attribute, of which a function mode sees the `__get__`
 
 
@@ -367,6 +396,9 @@ class Unfused(TorchFunctionMode):
             self._recorder.look(args[0], args[1])
         if func == _GRAD_FN.__get__:
             return self._recorder.node_of(args[0])
+        if func in _AS_A_WHOLE and (guessed := self._recorder.guessed(args[0])) is not None:
+            with _torch.without_modes():
+                return func(guessed, *args[1:], **kwargs)
         if func is Tensor.unbind and getattr(args[0], "_guessed", False):
             raise NoGuess
         return func(*args, **kwargs)

@@ -61,7 +61,7 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
         raise Unreadable(f"{name}: its second call raises {type(error).__name__}: {error}{said}, {REMEDY}.") from error
     if asked:
         raise Unreadable(_asked(name, asked))
-    if (where := _difference(first, second)) is not None:
+    if (where := difference(first, second)) is not None:
         if not changed and _runs(read, first):
             raise ClassRead(name, where)
         raise Unreadable(f"{name}: its second call runs something else at {where}{said}, {REMEDY}.")
@@ -89,12 +89,12 @@ def _subclassed(model: nn.Module) -> Iterator[None]:
 def _runs(read: Callable[[], Trace], first: Trace) -> bool:
     """Whether one more call runs what the first one ran."""
     try:
-        return _difference(first, read()) is None
+        return difference(first, read()) is None
     except Exception:
         return False
 
 
-def _difference(first: Trace, second: Trace) -> str | None:
+def difference(first: Trace, second: Trace) -> str | None:
     """Where two programs part."""
     for one, other in zip_longest(first.operations, second.operations):
         if one is None or other is None:

@@ -20,6 +20,7 @@ from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program._backward import checkpoints_run
 from meshkit.program._copy import copied, originals
+from meshkit.program._guess import EndlessLoop, Guess
 from meshkit.program._lines import model_line
 from meshkit.program._recorder import NoGuess, Recorder, Unfused
 from meshkit.program._records import (
@@ -43,24 +44,25 @@ def trace(
     closed: Mapping[str, str] = MappingProxyType({}),
     fold: Fold | None = None,
     again: Callable[[nn.Module, Callable[[], Trace]], Trace] | None = None,
+    guess: Guess | None = None,
 ) -> Trace:
     """Run the model's forward on tensors without values. Changes nothing of the model.
 
     args, kwargs: of the model's forward; tensors give their shapes and dtypes only. closed: modules that are read as one
     operation, by name -> the operation's name; each returns a tensor like its first. So is a module that makes tensors whose
     sizes depend on values, CLOSED, or that reads a value, CLOSED_BY_VALUE. fold: blocks that are left out. again: is given
-    the copy that is read, and what reads it, which it may do more than once.
+    the copy that is read, and what reads it, which it may do more than once. guess: what is read as values of floats.
     Raises: PlanError for a model that does so itself: then the program is not the same for every batch; ReadingError for
     whatever else the forward raises.
     """
     closed = dict(closed)
     guessed: list[str] = []
     while True:
-        recorder = Recorder(fold)
+        recorder = Recorder(fold, guess)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return _trace(model, args, kwargs, closed, recorder, again)
-        except (Unreadable, OnlyAlone):
+        except (Unreadable, OnlyAlone, EndlessLoop):
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             name = recorder.failed
@@ -68,7 +70,8 @@ def trace(
             if not name:
                 raise PlanError(
                     f"{type(model).__name__} at {model_line(error)}: what runs next depends on a tensor's values, so one "
-                    "reading does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                    "reading does not show what other batches do. Write it without (torch.where), or use dp axes only where "
+                    "it just looks at them."
                 ) from error
         except Exception as error:
             kind = closed[guessed[-1]] if guessed else CLOSED
@@ -77,7 +80,8 @@ def trace(
             if not name and guessed:
                 raise PlanError(
                     f"{guessed[0]} of {type(model).__name__}: what runs next depends on a tensor's values, so one reading "
-                    "does not show what other batches do. Use dp axes only, or write it without (torch.where)."
+                    "does not show what other batches do. Write it without (torch.where), or use dp axes only where it just "
+                    "looks at them."
                 ) from error
             if not name:
                 raise ReadingError(recorder.failed, model_line(error), error) from error

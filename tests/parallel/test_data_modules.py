@@ -264,13 +264,13 @@ class LateParameter(Layers):
 class OtherBlocks(Layers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.enter(x)
-        return self.leave(self.blocks[0](hidden) if x[0, 0] > 0 else self.blocks[1](hidden))
+        return self.leave(self.blocks[0](hidden) if (x[0, :1] > 0).sum() else self.blocks[1](hidden))
 
 
 class OneBlockMore(Layers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks[0](self.enter(x))
-        return self.leave(self.blocks[1](hidden) if x[0, 0] > 0 else hidden)
+        return self.leave(self.blocks[1](hidden) if (x[0, :1] > 0).sum() else hidden)
 
 
 class ReadsBlocks(Layers):
@@ -371,7 +371,7 @@ class UnusedLater(Layers):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden = self.enter(x)
-        for block in self.blocks if self.calls == 1 or x[0, 0] > 0 else self.blocks[:1]:
+        for block in self.blocks if self.calls == 1 or (x[0, :1] > 0).sum() else self.blocks[:1]:
             hidden = block(hidden)
         return self.leave(hidden)
 
