@@ -82,7 +82,8 @@ def _bytes(value: Any) -> int:
 
 
 class Axes:
-    """The mesh axis of a process group: by the group itself, since two axes may have the same ranks, else by its ranks.
+    """The mesh axis of a process group: by the group itself, since two axes may have the same ranks, else by its ranks, which
+    may be some of an axis'.
 
     An axis of all ranks is one group in both views, and has the name of the dense one.
     """
@@ -106,7 +107,10 @@ class Axes:
 
     def of(self, group: dist.ProcessGroup) -> str:
         ranks = tuple(dist.get_process_group_ranks(group))
-        return self._by_name.get(group.group_name) or self._by_ranks.get(ranks, str(ranks))
+        if (name := self._by_name.get(group.group_name) or self._by_ranks.get(ranks)) is None:
+            around = [axis for axis in self._by_ranks if set(axis).issuperset(ranks)]
+            name = self._by_ranks[min(around, key=len)] if around else str(ranks)
+        return name
 
 
 class Peak(TorchDispatchMode):
