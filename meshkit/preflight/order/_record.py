@@ -97,6 +97,8 @@ class _Recorder(TorchDispatchMode):
             with self:  # dispatch is off inside an operator: watch its body
                 return body(*args, **(kwargs or {}))
         space, _, op = name.partition("::")
+        if any(map(_torch.is_fake, tree_leaves((args, kwargs)))):  # of a forward that is only read
+            return func(*args, **(kwargs or {}))
         if space not in SPACES:
             if name in _READ_VALUES and not self._on_host:
                 self.events.append(HostWait(_where()))
