@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.program import Example, read_program
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
@@ -219,3 +220,24 @@ def test_a_refusal_names_the_line_that_decides() -> None:
     line = several.__code__.co_firstlineno + 3
     with pytest.raises(PlanError, match=rf"^Reads at test_values.py:{line}: it reads values of floats"):
         resolved(model_of("one of several"), "dp_shard=2")
+
+
+class GuardsAHook(nn.Module):
+    """What a hook on a block reads decides whether it runs on some rows: it cannot be followed, and the reading ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.block.register_forward_hook(lambda block, args, out: taken(out, self.rare, args[0][:, 0] > 0.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def taken(x: Tensor, layer: nn.Linear, rows: Tensor) -> Tensor:
+    return x.index_copy(0, rows.nonzero()[:, 0], layer(x[rows])) if rows.any() else x
+
+
+def test_a_hook_that_reads_values_does_not_keep_a_reading_from_its_end() -> None:
+    program = read_program(GuardsAHook(), None)
+    assert refuse_mixed_rows(program, Example((torch.zeros(4, 4),), {}), blocks=["block"], closed={})
