@@ -254,6 +254,14 @@ class LateMean(Layers):
         return x - self.mean
 
 
+class UnreadMean(PlainMean):
+    """As above, of rows whose number depends on values: no reading follows it."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach()[x[:, 0].detach().abs() >= 0].mean(0)
+        return x - self.mean
+
+
 class LateParameter(Layers):
     def middle(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):
@@ -331,8 +339,9 @@ class BatchNorm(Layers):
 
 REFUSED = {
     RunningMean: "mixes the rows of a batch",
-    PlainMean: "the forward writes 'mean' from each rank's own rows",
-    LateMean: "the forward writes 'mean' from each rank's own rows",
+    PlainMean: "mixes the rows of a batch",
+    LateMean: "mixes the rows of a batch",
+    UnreadMean: "the forward writes 'mean' from each rank's own rows",
     LateParameter: "parameter 'late' was made in forward",
     OtherBlocks: "data ranks run different modules: after the root rank . of the data ranks comes to blocks",
     OneBlockMore: "data ranks run different modules: after blocks.0 rank . of the data ranks comes to",
