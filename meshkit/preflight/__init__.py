@@ -1,7 +1,8 @@
-"""Preflight: explain, estimate, check, page and observe look at a run before it starts, and change nothing."""
+"""Preflight: explain, estimate, check, order, page and observe look at a run before it starts, and change nothing."""
 
 from meshkit.preflight import check as check
 from meshkit.preflight import estimate as estimate
 from meshkit.preflight import explain as explain
 from meshkit.preflight import observe as observe
+from meshkit.preflight import order as order
 from meshkit.preflight import page as page
