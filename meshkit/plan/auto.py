@@ -168,16 +168,18 @@ def _sequential_pairs(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _layers(modules: dict[str, nn.Module]) -> list[str]:
-    """The repeated blocks: the ModuleList that the model declares to be them, or the longest of modules of one type, in a
-    decoder of those with attention."""
-    lists = {name: child for name, child in modules.items() if isinstance(child, nn.ModuleList)}
+    """The repeated blocks: the ModuleList that the model declares to be them, or the longest that stands in no other, in a
+    decoder of those with attention. Layers may be of several kinds."""
+    lists = {name: child for name, child in modules.items() if isinstance(child, nn.ModuleList) and len(child)}
     name = _declared_layers(modules)
     if name is None:
-        alike = {name: child for name, child in lists.items() if len({type(member) for member in child}) == 1}
-        # A layer may hold a list of experts that is longer than the list of layers: without attention it is none of blocks.
-        attending = {name: each for name, each in alike.items() if any(map(_is_attention, each.modules()))}
-        # On a tie the outer one, which is named first.
-        name = max(attending or alike, key=lambda name: len(lists[name]), default=None)
+        # A layer may hold a list that is longer than the list of layers, as of experts.
+        several = tuple(f"{name}." for name, child in lists.items() if len(child) > 1)
+        outer = {name: child for name, child in lists.items() if not name.startswith(several)}
+        # A list without attention is none of a decoder's blocks.
+        attending = {name: child for name, child in outer.items() if any(map(_is_attention, child.modules()))}
+        # On a tie the one that is named first.
+        name = max(attending or outer, key=lambda name: len(lists[name]), default=None)
     return [] if name is None else [join(name, str(index)) for index in range(len(lists[name]))]
 
 

@@ -142,6 +142,13 @@ def test_auto_plan_takes_layers_for_blocks_however_many_experts_each_has() -> No
     assert plan.tensor["layers.0"] == mk.plan.split()
 
 
+def test_auto_plan_takes_layers_of_several_kinds_for_blocks() -> None:
+    model = Stack()
+    model.layers[1] = nn.Sequential(nn.ModuleList(nn.Linear(8, 8) for _ in range(7)))  # longer, but inside of a layer
+    model.register_module("unused", nn.ModuleList())
+    assert mk.plan.auto_plan(model).blocks == ("layers.*",)
+
+
 def test_auto_plan_takes_for_blocks_what_the_model_declares_to_be_its_layers() -> None:
     model = Stack()
     model.layers[1] = nn.Linear(8, 8)  # of two types

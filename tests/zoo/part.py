@@ -47,6 +47,8 @@ EQUAL = [
     ("odd.NestedBlocks", "tp=2, sequence"),
     ("odd.ByName", "dp_shard=2"),
     ("odd.ByInstance", "tp=2, sequence"),
+    ("odd.ByInstance", "pp=2 tp=2"),
+    ("jamba", "pp=2"),
     ("odd.CountsElements", "dp_shard=2 tp=2"),
     ("odd.CountsTied", "pp=2 tp=2"),
     ("odd.MlpHalved", "dp_shard=2 tp=2"),

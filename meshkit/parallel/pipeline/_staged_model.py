@@ -81,6 +81,12 @@ class Absent(nn.Module):
         # Past nn.Module: neither is a part of this one.
         vars(self).update(_staged=staged, _name=name, _like=like, _twin=None, training=like.training)
 
+    @property  # type: ignore[misc]  # stubs: an attribute
+    def __class__(self) -> Any:
+        """While the model runs, that of the module, which a forward may ask for by isinstance."""
+        staged = vars(self).get("_staged")
+        return type(self) if staged is None or not staged.shows else type(vars(self)["_like"])
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["_staged"].skip(vars(self)["_name"], args, kwargs)
 
