@@ -177,7 +177,7 @@ class Run:
                 total += part_loss.detach() * weight
                 reports.append((collected, weight))
         summed, means = self._sum_of_step(total, means)
-        if whole and self.mesh.tokens.size() > 1:
+        if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
             run_hooks(self.hooks, self.model, unhooked)

@@ -106,8 +106,9 @@ def whole_parameters(params: Mapping[str, torch.Tensor]) -> list[str]:
 def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> None:
     """Sum the gradients of whole parameters over the mesh, after the step's last backward.
 
-    before: what each gradient was before the step; only what the step added is summed.
-    Wire: one all-reduce for each dtype.
+    before: what each gradient was before the step; only what the step added is summed. A parameter that no rank used keeps
+    what it was.
+    Wire: one all-reduce for each dtype, with a number more for each parameter: whether it was used.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, param in enumerate(params):
@@ -117,14 +118,19 @@ def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor |
         # A rank whose rows did not use a parameter takes part with zeros.
         grads = [torch.zeros_like(params[i]) if (grad := params[i].grad) is None else grad for i in indices]
         local = [local_tensor(grad) for grad in grads]
-        flat = torch.cat([each.reshape(-1) for each in local])
-        if flat.numel():
+        used = local[0].new_tensor([params[i].grad is not None for i in indices])
+        flat = torch.cat([*(each.reshape(-1) for each in local), used])
+        if mesh.size() > 1:
             dist.all_reduce(flat, group=mesh.get_group())
-        for index, grad, part, summed in zip(
-            indices, grads, local, flat.split([g.numel() for g in local]), strict=True
-        ):
-            part.copy_(summed.view(part.shape))
+        sizes = [*(grad.numel() for grad in local), len(indices)]
+        *sums, uses = flat.split(sizes)
+        was_used = [True] * len(indices) if _torch.is_fake(uses) else uses.tolist()
+        for index, grad, part, summed, use in zip(indices, grads, local, sums, was_used, strict=True):
             earlier = before[index]
+            if not use:
+                params[index].grad = earlier
+                continue
+            part.copy_(summed.view(part.shape))
             params[index].grad = grad if earlier is None else earlier + grad
 
 

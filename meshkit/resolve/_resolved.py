@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.distributed.tensor import Shard
 
 from meshkit.errors import PlanError
 from meshkit.memory import Treatment
@@ -65,10 +66,24 @@ class Resolved:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """Parameters that every data rank keeps whole, under all of their names; those of experts have ranks of their own."""
+        """Parameters that every data rank keeps whole, under all of their names; those of experts have ranks of their own.
+
+        Also those of which tp leaves some rank nothing, as of a table with fewer rows than ranks.
+        """
         params = dict(self.program.model.named_parameters(remove_duplicate=False))
         inside = tuple(f"{name}." for name in self.experts)
-        return frozenset(name for name in whole_parameters(params) if not name.startswith(inside))
+        whole = [
+            *whole_parameters(params),
+            *(name for name in params if self._leaves_nothing(name, params[name].shape)),
+        ]
+        return frozenset(name for name in whole if not name.startswith(inside))
+
+    def _leaves_nothing(self, name: str, shape: torch.Size) -> bool:
+        layout = None if self.layout is None else self.layout.params.get(name)
+        if layout is None or not isinstance(layout.placement, Shard):
+            return False
+        size, ranks = shape[layout.placement.dim], self.spec.tp
+        return -(-size // ranks) * (ranks - 1) >= size
 
     def regathers(self, pp_rank: int) -> bool:
         """Whether tensor-parallel regions of that rank of pp keep sharded inputs, all of them or those of some block."""

@@ -85,7 +85,7 @@ def on_ranks(
 
 
 class Scalars(Layers):
-    """One that is used, one in a block, a frozen one, one that is never used, and an empty matrix."""
+    """One that is used, one in a block, a frozen one, one times zero, one that is never used, and an empty matrix."""
 
     class Gained(Residual):
         def __init__(self) -> None:
@@ -99,6 +99,7 @@ class Scalars(Layers):
         super().__init__()
         self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.0))
         self.fixed = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.never = nn.Parameter(torch.tensor(3.0))
         self.none = nn.Parameter(torch.zeros(0, WIDTH))
         self.blocks[1] = self.Gained()
 
@@ -481,8 +482,44 @@ def scalar_alone() -> bool:
     mesh = mk.init_mesh("dp_shard=2")
     with pytest.raises(mk.errors.PlanError, match="is a scalar"):
         mk.fully_shard(built(Scalars), mesh.data)
-    mk.fully_shard(model := built(Scalars), mesh.data, whole=["scale", "unused", "fixed", "none", "blocks.1.gain"])
+    mk.fully_shard(
+        model := built(Scalars), mesh.data, whole=["scale", "unused", "fixed", "never", "none", "blocks.1.gain"]
+    )
     assert isinstance(model.get_parameter("scale"), nn.Parameter)
     with pytest.raises(mk.errors.PlanError, match="no parameter 'scales'"):
         mk.fully_shard(built(Scalars), mesh.data, whole=["scales"])
     return True
+
+
+class FewerRowsThanRanks(Layers):
+    """Of its tables of one row, tp leaves the second rank nothing; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.never = nn.Embedding(1, WIDTH), nn.Embedding(1, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return (x + self.kind(torch.zeros(x.shape[0], dtype=torch.long))) * self.scale
+
+
+def passes_add_up(spec: str) -> bool:
+    """Two passes before a step, each of half the loss, on rows of their own."""
+    model = built(FewerRowsThanRanks)
+    mesh = mk.init_mesh(spec)
+    run = mk.parallelize(built(FewerRowsThanRanks), mesh, plan=BLOCKS if mesh.spec.tp == 1 else None)
+    for step in range(2):
+        (squares(model, batch(step)) / row_count(batch(step))).backward()
+        rows = batch(step) if mesh.tokens.size() == 1 else own(batch(step), (5, 3), mesh.data_rank)
+        run.forward_backward(rows, loss=squares, count=row_count)
+    for name, param in run.named_parameters():
+        wanted = model.get_parameter(name).grad
+        assert (param.grad is None) == (wanted is None), name
+        if param.grad is not None and wanted is not None:
+            torch.testing.assert_close(full_tensor(param.grad), wanted, rtol=0, atol=TOL_FP64)
+    return True
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "dp_shard=2 tp=2"])
+def test_gradients_of_whole_parameters_add_up_over_passes(spec: str) -> None:
+    assert all(pool(mk.MeshSpec.parse(spec).world_size).run(passes_add_up, spec))
