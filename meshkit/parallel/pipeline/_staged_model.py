@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
 from meshkit.core.sharding import local_tensor
@@ -377,6 +378,11 @@ def _refuse_unlike(value: Any, ref: TensorRef, name: str, has_values: bool) -> N
         raise StepError(
             f"pipeline: {name!r} returned what has no values on this rank, so it has read something of another stage that it "
             "did not when the model was read. Use a mesh without pp."
+        )
+    if isinstance(value, DTensor):
+        raise StepError(
+            f"pipeline: on tp {name!r} returned a DTensor, which another stage cannot be sent: it computed with a parameter "
+            "that tp holds as a DTensor, outside of the module that the plan covers. Use a mesh without pp or without tp."
         )
     if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
         raise StepError(
