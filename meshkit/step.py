@@ -332,21 +332,20 @@ class Run:
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """(microbatch with this rank's tokens on its device, weight of its loss) for each microbatch.
 
-        A microbatch without rows becomes a row of zeros with weight 0, see [Note: microbatches without rows].
+        A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows].
         """
         # [Note: microbatches without rows]
         # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
-        # backwards, and many models cannot run on no rows. So it runs a row of zeros, whose loss has the weight 0: gradients
-        # are zeros.
+        # backwards, and many models cannot run on no rows. So it runs the rank's first row again, whose loss has the weight 0:
+        # gradients are zeros. Not a row of zeros, of which a model may make NaN (x / x.norm()), and NaN times 0 is. A rank
+        # that has no row at all runs random features and ids of 0.
         _refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
             rows = min((tensor.shape[0] for tensor in part.values()), default=0)
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
-                part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
-                if "attention_mask" in part:  # attention to nothing would be NaN, and NaN times 0 is
-                    part["attention_mask"].fill_(1)
+                part = {name: _spare_row(name, tensor) for name, tensor in batch.items()}
                 if not isinstance(mask, Mask | None):
                     ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.
@@ -388,6 +387,20 @@ def _called_modules(error: BaseException) -> list[Any]:
 def _runs_backward(error: BaseException) -> bool:
     """Whether autograd raised it, or what it ran."""
     return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
+
+
+def _spare_row(name: str, tensor: Tensor) -> Tensor:
+    """Of a microbatch without rows."""
+    if name == "position_ids":  # no token sees another, which sends the least over cp
+        return tensor.new_zeros((1, *tensor.shape[1:]))
+    if len(tensor):
+        return tensor[:1]
+    if name == "attention_mask":  # attention to nothing would be NaN
+        return tensor.new_ones((1, *tensor.shape[1:]))
+    row = tensor.new_zeros((1, *tensor.shape[1:]))
+    if row.is_floating_point():
+        row.normal_(generator=torch.Generator(row.device).manual_seed(0))
+    return row
 
 
 def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:

@@ -50,6 +50,43 @@ def test_a_users_loss_is_normalised_over_the_whole_step_with_a_rank_that_has_no_
         assert max(errors) <= TOL_FP64
 
 
+class Directions(nn.Module):
+    """NaN for a row of zeros, of which there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x / x.norm(dim=-1, keepdim=True))
+
+
+def directions(rows: int) -> tuple[float, float]:
+    """Of three rows on two ranks one runs out of rows in the second microbatch, of one row it has none at all."""
+    torch.manual_seed(0)
+    one, model = Directions().double(), Directions().double()
+    model.load_state_dict(one.state_dict())
+    x = torch.randn(rows, 8, dtype=torch.float64)
+    expected = one(x).square().sum() / rows
+    expected.backward()
+    run = mk.parallelize(model, mesh := mesh_for("dp_shard=2"))
+    loss = run.forward_backward(
+        {"x": x.tensor_split(2)[mesh.data_rank]},
+        microbatches=2,
+        loss=lambda model, batch: model(batch["x"]).square().sum(),
+        count=lambda batch: torch.tensor(len(batch["x"])),
+    )
+    gradients = dict(one.named_parameters())
+    worst = max(difference(p.grad, gradients[name].grad) for name, p in run.named_parameters())
+    return abs(loss.item() - expected.item()), worst
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_microbatch_without_rows_is_harmless_where_the_model_makes_nan_of_zeros(rows: int) -> None:
+    for errors in pool(2).run(directions, rows):
+        assert max(errors) <= TOL_FP64
+
+
 def users_loop() -> float:
     """fully_shard and recompute by themselves, with torch's own backward and optimizer."""
     torch.manual_seed(0)
