@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
-from meshkit.core.code import code_of
+from meshkit.core.code import code_of, is_ours
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
@@ -35,6 +35,7 @@ from meshkit.parallel.data import after_inference, before_microbatch, normalises
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
+from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.plan import Plan
 from meshkit.program import model_line, without_values
 from meshkit.resolve import Resolved
@@ -137,7 +138,7 @@ class Run:
         tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
-        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already.
+        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
@@ -147,7 +148,7 @@ class Run:
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
-        watch = self._watch(loss, count)
+        watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm()
         if self.agreement is not None:
@@ -194,9 +195,16 @@ class Run:
             self.watched.add(_codes(loss, count))
         return summed / tokens
 
-    def _watch(self, loss: Loss, count: Count) -> LossWatch | None:
+    def _watch(
+        self, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
+    ) -> LossWatch | None:
         """In the first step of a loss with a count."""
-        return None if _codes(loss, count) in self.watched else LossWatch(loss, count, self.mesh.device)
+        if _codes(loss, count) in self.watched:
+            return None
+        parts = microbatches * self.mesh.data_ranks
+        tried = parts > 1 and mask is None and not is_ours(loss)
+        mixes = tried and mixes_in_loss(self.resolved.program.model, loss, batch) is True
+        return LossWatch(loss, count, self.mesh.device, mixes=mixes)
 
     def _sum_of_step(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """Both over all ranks, and in the same message how many of them have not used some parameter."""
@@ -336,8 +344,8 @@ class Run:
         """
         # [Note: microbatches without rows]
         # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
-        # backwards, and many models cannot run on no rows. So it runs the rank's first row again, whose loss has the weight 0:
-        # gradients are zeros. Not a row of zeros, of which a model may make NaN (x / x.norm()), and NaN times 0 is. A rank
+        # backwards, and many models cannot run on no rows. So it runs the rank's first row again, and its loss has the weight
+        # 0: gradients are zeros. Not a row of zeros, of which a model may make NaN (x / x.norm()), and NaN times 0 is. A rank
         # that has no row at all runs random features and ids of 0.
         _refuse_odd_rows(batch, mask)
         first = 0
