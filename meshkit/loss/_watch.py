@@ -1,5 +1,5 @@
-"""Losses that are no sums over rows: means (reduction='mean'), which the autograd graph shows and the step would divide again,
-and those that mix rows, on which the ranks agree."""
+"""Losses that are no sums over rows: means (reduction='mean'), which the graph shows and the step would divide again, and
+those that mix rows, on which the ranks agree."""
 
 from __future__ import annotations
 
