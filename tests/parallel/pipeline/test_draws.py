@@ -42,11 +42,13 @@ def given(model: Any, part: dict[str, Tensor]) -> Tensor:
 
 
 def step(loss: Any) -> str | float:
-    run = mk.parallelize(model(), mesh_for("pp=2"))
+    run = mk.parallelize(model(), mesh_for("pp=2"), example=mk.Example((batch()["x"],)))
     torch.manual_seed(run.mesh.rank)
     state = torch.get_rng_state()
     try:
-        value = run.forward_backward(batch(), loss=loss, count=lambda part: torch.tensor(len(part["x"])), microbatches=2)
+        value = run.forward_backward(
+            batch(), loss=loss, count=lambda part: torch.tensor(len(part["x"])), microbatches=2
+        )
     except PlanError as error:
         assert torch.equal(torch.get_rng_state(), state)
         return str(error)
