@@ -129,7 +129,7 @@ class MeshSpec:
         others = [name for name in view if name not in axes]
         # For axis tp: "(pp dp_replicate dp_shard cp tp) -> (pp dp_replicate dp_shard cp) (tp)".
         pattern = f"({' '.join(view)}) -> ({' '.join(others)}) ({' '.join(axes)})"
-        return sorted(rearrange(torch.arange(prod(sizes.values())), pattern, **sizes).tolist())
+        return sorted(rearrange(torch.arange(prod(sizes.values()), device="cpu"), pattern, **sizes).tolist())
 
     def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
         """One line per axis: its groups of ranks and whether they stay inside a node.
