@@ -32,8 +32,8 @@ def group_axes(spec: MeshSpec, *axes: str) -> Axes:
 def made_at_once(spec: MeshSpec) -> list[Axes]:
     """The groups that `init_mesh` makes, by their axes, in its order: those of the expert view only where there is one."""
     dense = [*((axis,) for axis in DENSE_AXES), SHARD, TOKENS]
-    expert = [*((axis,) for axis in EXPERT_AXES), EXPERTS] if spec.ep * spec.etp > 1 else []
-    return _missing(spec, [ALONE, *dense, *expert], ())
+    expert = [*((axis,) for axis in EXPERT_AXES), EXPERTS] if spec.ep * spec.etp > 1 else [ALONE]
+    return _missing(spec, [*dense, *expert], ())
 
 
 def _missing(spec: MeshSpec, wanted: Iterable[Axes], known: Iterable[Axes]) -> list[Axes]:
