@@ -2,10 +2,11 @@
 
     python benchmarks/groups.py    # a table, from fake worlds of that size in this process
 
-Calls are of new_group and split_group by init_mesh; the default group is one of the groups; pairs are the groups of two ranks
-that the messages of a pipeline take. Sockets, where each group connects each with each: one to listen, and one for each other rank of each group. Where pairs
-connect when they first send: a pair for each rank that the messages on the host of meshkit's own on this group go to, on an
-accelerator, by gloo's algorithms; tests/mesh/test_groups.py counts those of real ranks.
+Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
+that the messages of a pipeline take. Sockets, where each group connects each with each: one to listen, and one for each other
+rank of each group. Connected when used: one for each rank to which gloo's algorithms send what meshkit sends on the host
+beside an accelerator; computed by `neighbours`, as counted on 8 ranks of gloo: an all-gather 2, a broadcast up to 3, a
+barrier 5.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def neighbours(size: int, *, tree: bool, meets: bool) -> int:
-    """Ranks to which one of `size` connects: both sides of a ring; those of a broadcast's tree; those of a barrier's rounds."""
+    """Ranks to which one of `size` connects: both sides of a ring, a broadcast's tree, a barrier's rounds."""
     rounds = ceil(log2(size)) if size > 1 else 0
     ring = min(2, size - 1)
     return min(size - 1, max(ring, 2 * rounds if meets else 0, rounds + 1 if tree else 0))

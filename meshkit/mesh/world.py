@@ -43,9 +43,9 @@ def start_world(device_type: str, timeout: timedelta) -> None:
 
 # [Note: gloo connects when it sends]
 # Each group of NCCL has gloo beside it, for objects and CPU tensors, of which most groups never see any. Gloo would connect
-# each rank of each group with each other, and write as many addresses into the store: thousands of sockets a rank. With this
-# switch of torch's, which a user's own setting overrides, a pair connects at its first message, and groups that are split from
-# another listen on its socket. A collective goes round a ring or up a tree: 2 to 2 log2(n) pairs of n ranks.
+# each rank of each group with each other, and write as many addresses into the store: thousands of sockets a rank. With
+# this switch of torch's, which a user's own setting overrides, a pair connects at its first message, and groups that are
+# split from another listen on its socket. A collective goes round a ring or up a tree: 2 to 2 log2(n) pairs of n ranks.
 
 
 def _agree_on_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:

@@ -72,9 +72,7 @@ def rounds_of(placement: Sequence[int], *, tied: bool) -> tuple[tuple[Way, ...],
 
 
 @lru_cache
-def open_channels(
-    group: dist.ProcessGroup, rounds: tuple[tuple[Way, ...], ...], device: torch.device
-) -> GroupChannels:
+def open_channels(group: dist.ProcessGroup, rounds: tuple[tuple[Way, ...], ...], device: torch.device) -> GroupChannels:
     """The channels of this rank, each used once. Cached: each costs a communicator.
 
     group: of the axis; every rank of it calls, and no other. Wire: a broadcast of names over it, a split of its communicator

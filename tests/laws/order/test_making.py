@@ -19,7 +19,9 @@ from tests.world import pool, run_ranks
 
 WORLD = 6
 TIMEOUT = timedelta(seconds=60)
-splits = pytest.mark.skipif(torch.__version__ < "2.15", reason="gloo is not split, so that what is recorded is not NCCL's")
+splits = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="gloo is not split, so that what is recorded is not NCCL's"
+)
 
 
 def recorded(make: Callable[..., None], *args: object) -> list[list[Event]]:
