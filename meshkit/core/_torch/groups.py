@@ -22,7 +22,8 @@ def mesh_of_groups(
 ) -> DeviceMesh:
     """A DeviceMesh whose axes have these groups, in order; none on a rank outside of it. Makes no group.
 
-    Private: DeviceMesh._init_process_groups. Checked: 2.11 (read, not run), 2.15. Replaced by: DeviceMesh.from_group, once it takes ranks outside.
+    Private: DeviceMesh._init_process_groups. Checked: 2.11 (read, not run), 2.15. Replaced by: DeviceMesh.from_group, once it
+    takes ranks outside.
     """
     with _groups_given(groups):
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)
@@ -63,10 +64,10 @@ Partition = Sequence[Sequence[int]]
 # [Note: groups are split from the group of who makes them]
 # Where the default group is bound to a device (always with torch 2.15's nccl), a group is an ncclCommSplit of its parent, in
 # which all ranks of the parent take part, those that come into no group too. `new_group` splits the world, so that a mesh on
-# a part of the world, or two ranks of a pipeline, would need ranks that know nothing of them; and it is one call for each group
-# of an axis, of which `split_group` makes all at once. So groups are made by `split` alone: one call for each partition, the
-# same on all ranks of the parent, which are just those that make it. A parent that cannot be split (a lazy communicator, a
-# fake world) has no part in making a group: there each group is made by its members.
+# a part of the world, or two ranks of a pipeline, would need ranks that know nothing of them; and it is one call for each
+# group of an axis, of which `split_group` makes all at once. So groups are made by `split` alone: one call for each
+# partition, the same on all ranks of the parent, which are just those that make it. A parent that cannot be split (a lazy
+# communicator, a fake world) has no part in making a group: there each group is made by its members.
 
 
 def split(
