@@ -84,6 +84,7 @@ def split(
     of_parent = {each: index for index, each in enumerate(ranks)}
     by_split = backend is None and splits(parent)
     groups: list[ProcessGroup | None] = []
+    group: Any
     for name, partition in zip(_names(parent, len(partitions)), partitions, strict=True):
         own = next((each for each in partition if rank in each), None)
         with _named(f"{name}/{own[0] if own else -1}"):
