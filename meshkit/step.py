@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, LossWatch, cross_entropy
+from meshkit.loss.linear_logits import LinearLogits
 from meshkit.mask import Mask
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
@@ -59,13 +60,30 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
             "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
             f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
         )
-    output = model(batch["input_ids"], **extra)
-    return cross_entropy(getattr(output, "logits", output), batch["labels"])
+    ids = _named(batch, "input_ids")
+    output = model(ids, **extra)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor | LinearLogits):
+        raise PlanError(
+            f"next_token_loss: {type(model).__name__} returns a {type(output).__name__}, and the loss of forward_backward "
+            "takes logits [B, T, V], plain or as `.logits`. Return those, or give it a loss of your own: "
+            "forward_backward(batch, loss=, count=), where loss(model, part) is a sum and count(batch) what it is over."
+        )
+    return cross_entropy(logits, _named(batch, "labels"))
 
 
 def count_labels(batch: Batch) -> Tensor:
     """The number of labels that are not ignored."""
-    return (batch["labels"] != IGNORED).sum()
+    return (_named(batch, "labels") != IGNORED).sum()
+
+
+def _named(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise DataError(
+            f"forward_backward: the batch has {', '.join(sorted(batch)) or 'nothing'}, and no {name!r}. Give input_ids and "
+            "labels, both [B, T], or a loss and a count of your own: forward_backward(batch, loss=, count=)."
+        )
+    return batch[name]
 
 
 @dataclass(eq=False)
@@ -143,6 +161,11 @@ class Run:
         one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
+                "{'input_ids': ..., 'labels': ...}."
+            )
         tokens = self._count(batch, count).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 
 import numpy as np
@@ -226,6 +227,49 @@ def uneven_batch() -> None:
 def test_a_batch_whose_tensors_disagree_is_refused() -> None:
     with pytest.raises(RankError, match="different numbers of rows: {'input_ids': 2, 'labels': 3}"):
         run_ranks(1, uneven_batch)
+
+
+class Returns(nn.Module):
+    """A model whose output is in something else than `.logits`."""
+
+    def __init__(self, made: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.table, self.made = nn.Embedding(5, 5), made
+
+    def forward(self, ids: torch.Tensor) -> object:
+        return self.made(self.table(ids))
+
+
+def refusals_of_a_step() -> list[str]:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    cases: list[tuple[Callable[[torch.Tensor], object], object]] = [
+        (lambda x: (x, x), {"input_ids": ids, "labels": ids}),
+        (lambda x: {"scores": x}, {"input_ids": ids, "labels": ids}),
+        (lambda x: None, {"input_ids": ids, "labels": ids}),
+        (lambda x: x, {"input_ids": ids}),
+        (lambda x: x, {"labels": ids}),
+        (lambda x: x, ids),
+    ]
+    said = []
+    for made, batch in cases:
+        with pytest.raises(mk.MeshkitError) as error:
+            mk.parallelize(Returns(made), mesh_for("dp_shard=2")).forward_backward(batch)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def test_a_step_says_what_its_loss_and_its_batch_lack() -> None:
+    for said in pool(2).run(refusals_of_a_step):
+        for text, kind in zip(said[:3], ("tuple", "dict", "NoneType"), strict=True):
+            assert text.startswith(
+                f"next_token_loss: Returns returns a {kind}, and the loss of forward_backward takes logits"
+            )
+            assert "forward_backward(batch, loss=, count=)" in text
+        assert said[3].startswith(
+            "forward_backward: the batch has input_ids, and no 'labels'. Give input_ids and labels"
+        )
+        assert said[4].startswith("forward_backward: the batch has labels, and no 'input_ids'.")
+        assert said[5].startswith("forward_backward(batch=a Tensor): give a dict of tensors")
 
 
 def sampled(text: str) -> tuple[list[int], list[int], float]:

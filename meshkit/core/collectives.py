@@ -64,7 +64,10 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
 def local_slice(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """This rank's slice of `dim`, a view; all slices are of equal size. No communication."""
     if tensor.shape[dim] % axis.size():
-        raise PlanError(f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks.")
+        raise PlanError(
+            f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks. Pad the sequence "
+            f"to a multiple of {axis.size()}, or use sequence=False."
+        )
     size = tensor.shape[dim] // axis.size()
     return tensor.narrow(dim, axis.get_local_rank() * size, size)
 

@@ -199,6 +199,8 @@ def init_mesh(
     """
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
+    if not isinstance(spec, MeshSpec | str | None):
+        raise MeshError(f"init_mesh(spec={spec!r}): give a text, as 'dp_shard=2 tp=2', a MeshSpec, or sizes by name.")
     wanted = (
         spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
     )

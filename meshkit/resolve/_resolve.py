@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from meshkit.core.uncollected import uncollected
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
@@ -46,6 +47,7 @@ from meshkit.resolve._treatments import choose, treat_blocks
 from meshkit.strategy import Strategy
 
 
+@uncollected()
 def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
     """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
 
