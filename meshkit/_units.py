@@ -76,6 +76,5 @@ def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -
     group = mesh.tokens.get_group()
     if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
         return None
-    repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
+    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts)

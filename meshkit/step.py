@@ -37,6 +37,7 @@ from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows_tried import mixes_in_loss
+from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
 from meshkit.program import model_line, without_values
 from meshkit.resolve import Resolved
@@ -104,6 +105,7 @@ class Run:
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
+    state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
     @property
@@ -173,7 +175,9 @@ class Run:
         self.last_call = (batch, microbatches, loss, mask)
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
-        self._refuse_batch_norm()
+        self._refuse_batch_norm(microbatches)
+        if self.state is not None:
+            self.state.begin_step(self.model, microbatches)
         if self.agreement is not None:
             self.agreement.begin_step()
         whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
@@ -242,7 +246,9 @@ class Run:
     @contextmanager
     def _forward(self) -> Iterator[None]:
         """Around each forward of a training step with its loss. Raises: PlanError for what only a running model shows."""
-        with self._explained(), self.agreement.forward() if self.agreement is not None else nullcontext():
+        watch = self.state.forward() if isinstance(self.state, StateWatch) else nullcontext()
+        # Data ranks agree first: then all of them refuse what they write.
+        with self._explained(), watch, self.agreement.forward() if self.agreement is not None else nullcontext():
             yield
 
     @contextmanager
@@ -289,12 +295,14 @@ class Run:
         """Whether it was raised inside of the model's forward, and not in a loss."""
         return any(module is self.model for module in _called_modules(error))
 
-    def _refuse_batch_norm(self) -> None:
+    def _refuse_batch_norm(self, microbatches: int) -> None:
         """`resolve` refuses it too, but a model may be put into training mode later."""
+        ranks = self.mesh.tokens.size() > 1
         for name, module in self._batch_norms:
-            if self.mesh.tokens.size() > 1 and normalises_by_rows(module):
+            if (ranks and normalises_by_rows(module)) or (microbatches > 1 and normalises_by_rows(module, synced=True)):
+                some = "rank" if ranks and microbatches == 1 else "microbatch" if not ranks else "rank and microbatch"
                 raise PlanError(
-                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one rank. "
+                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one {some}. "
                     f"Call run.model.get_submodule({name!r}).eval() before the step."
                 )
 

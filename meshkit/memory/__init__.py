@@ -12,6 +12,7 @@ from ._recompute import Treatment as Treatment
 from ._recompute import may_move as may_move
 from ._recompute import recompute as recompute
 from ._recompute import refuse_treatments as refuse_treatments
+from ._recompute import repeated as repeated
 from ._recompute import spread as spread
 from ._recompute import treat as treat
 from ._recompute import treatments as treatments

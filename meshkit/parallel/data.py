@@ -86,11 +86,12 @@ def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list
     return separate
 
 
-def normalises_by_rows(module: nn.Module) -> bool:
-    """Whether its next forward normalises by this rank's rows alone, as BatchNorm in training mode does."""
+def normalises_by_rows(module: nn.Module, *, synced: bool = False) -> bool:
+    """Whether its next forward normalises by this rank's rows alone, as BatchNorm in training mode does; or with synced, by
+    those of all ranks, which is one microbatch."""
     return (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and not isinstance(module, nn.SyncBatchNorm)
+        and (synced or not isinstance(module, nn.SyncBatchNorm))
         and (module.training or module.running_mean is None)
     )
 

@@ -49,7 +49,7 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     closed: modules whose inside is not read, as in `trace`.
     Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
     """
-    if (found := _read(program, _of(example, len(_PARTS[0])), closed)) is None:
+    if (found := read_forward(program, of_rows(example, len(_PARTS[0])), closed)) is None:
         _try(program, example)
         return False
     read, again = found
@@ -92,7 +92,7 @@ def _mixed(model: nn.Module, why: str) -> PlanError:
     )
 
 
-def _read(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
+def read_forward(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
     """The trace, and what reads another; None of a model that cannot be read."""
     read: Trace | None = None
     try:
@@ -151,7 +151,7 @@ def _bits(number: float) -> int:
 
 def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str], again: Read) -> None:
     def read(rows: int) -> Trace:
-        given = _of(example, rows)
+        given = of_rows(example, rows)
         model = without_values(program.model, emptied=folded.left_out)
         present = dict(model.named_modules())
         inside = {name: operation for name, operation in closed.items() if name in present}
@@ -191,7 +191,7 @@ def _holds(proved: Callable[[int], None], number: int) -> bool:
     return True
 
 
-def _of(example: Example, rows: int) -> Example:
+def of_rows(example: Example, rows: int) -> Example:
     """The same of so many rows."""
     first = next((leaf for leaf in _torch.tree_leaves((example.args, dict(example.kwargs))) if _has_rows(leaf)), None)
 

@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._result: Any = None
         self._output: Any = None
         self._kept: dict[str, TensorRef] = {}
+        self._assigned: dict[str, int] = {}
         self._asked = False
 
     def anew(self) -> Recorder:
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
         operations, calls = tuple(self._operations), tuple(self._calls)
-        return Trace(operations, calls, storages, self._inputs, self._result, self._kept, self._asked)
+        return Trace(operations, calls, storages, self._inputs, self._result, self._kept, self._assigned, self._asked)
 
     def keep(self, left: Mapping[str, Any]) -> None:
         """What modules keep, by name. See `Trace.kept`."""
@@ -116,6 +117,10 @@ class Recorder(TorchDispatchMode):
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                     self._see(leaf)
                     self._kept[name if len(leaves) == 1 else f"{name}[{number}]"] = self._ref(leaf, "constant")
+
+    def note_assigned(self, buffers: Mapping[str, Tensor]) -> None:
+        """Buffers that the call has put in the place of others. See `Trace.assigned`."""
+        self._assigned = {name: self.name_storage(tensor, "constant") for name, tensor in buffers.items()}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -13,6 +13,8 @@ from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, shard_units
 from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.rows import of_rows, read_forward
+from meshkit.parallel.state_writes import refuse_state_writes, state_writes
 from meshkit.parallel.writes import refuse_swapped
 from meshkit.program import Program, example_of, pointed_at
 from meshkit.resolve._resolved import Resolved
@@ -91,12 +93,12 @@ def refuse_complex(program: Program) -> None:
             )
 
 
-def refuse_batch_norm(program: Program, spec: MeshSpec) -> None:
+def refuse_batch_norm(program: Program, spec: MeshSpec, microbatches: int) -> None:
     """In training, BatchNorm normalises by the rows that it is given: here those of one rank and one microbatch."""
-    if spec.dp_replicate * spec.dp_shard * spec.cp * spec.pp == 1:
+    if spec.dp_replicate * spec.dp_shard * spec.cp * spec.pp * microbatches == 1:
         return
     for name, module in program.modules.items():
-        if normalises_by_rows(module):
+        if normalises_by_rows(module, synced=microbatches > 1):
             raise PlanError(
                 f"parallelize: {name!r} is a {type(module).__name__} in training mode, which normalises by the rows of one "
                 "rank and microbatch instead of all. Use nn.GroupNorm or nn.LayerNorm, freeze it by .eval() if it has "
@@ -131,6 +133,18 @@ def _refuse_swapped(resolved: Resolved, units: Sequence[str]) -> None:
     except PlanError:
         return
     refuse_swapped(read, program.model, units)
+
+
+def refuse_writes_of_state(resolved: Resolved) -> None:
+    """Where the program has been read. Else the first step shows it: see `StateGuard` and `StateWatch`."""
+    program, spec, closed = resolved.program, resolved.spec, dict.fromkeys(resolved.experts, "experts")
+    if resolved.rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+        found = read_forward(program, of_rows(resolved.rows, 2), closed)
+        read = None if found is None else found[0]
+    else:
+        read = None if resolved.example is None else program.read(resolved.example, {})
+    if read is not None:
+        refuse_state_writes(state_writes(read), resolved.repeated, resolved.strategy.microbatches or 1)
 
 
 def _short(spec: MeshSpec) -> str:
