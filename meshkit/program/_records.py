@@ -106,6 +106,8 @@ class Trace:
     """tensors with gradients that a loss may read beside the output: what modules keep of this call, and objects have"""
     asked: bool = False
     """whether it asked for a value, was told that there is none, and went on (`except Exception`)"""
+    differentiated: Mapping[str, str] = field(default_factory=dict)
+    """modules through whose output the forward itself runs a backward (torch.autograd.grad) -> FILE:LINE of that"""
 
     @property
     def output(self) -> Any:
