@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
+from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
 from meshkit.parallel.writes import swapped
@@ -263,6 +264,7 @@ def fully_shard(
         assert isinstance(unit, FSDPModule)
         _torch.keep_class_name(unit)
         _torch.before_gathers(unit, refuse)
+        _torch.before_unit_backwards(unit, _refuse_twice)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
@@ -270,6 +272,14 @@ def fully_shard(
                 True
             )  # a divide factor alone selects PREMUL_SUM, which gloo has not
     return module
+
+
+def _refuse_twice() -> None:
+    if is_differentiated_again():
+        raise not_twice(
+            "FSDP frees gathered parameters after a first backward, and a second one would read them.",
+            "Use a mesh of tp alone, without a Precision",
+        )
 
 
 def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable[str]) -> list[str]:

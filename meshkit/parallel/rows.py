@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.parallel.rows_tried import mixes_rows
-from meshkit.parallel.writes import refuse_writes
+from meshkit.parallel.writes import refuse_backwards, refuse_writes
 from meshkit.program import (
     CLOSED,
     CLOSED_BY_VALUE,
@@ -47,13 +47,14 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
     values.
 
     closed: modules whose inside is not read, as in `trace`.
-    Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
+    Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward, with its line.
     """
     if (found := read_forward(program, of_rows(example, len(_PARTS[0])), closed)) is None:
         _try(program, example)
         return False
     read, again = found
     refuse_writes(read, program.model)
+    refuse_backwards(read, program.model, blocks)
     try:
         if any("c10d" in operation.name for operation in read.operations):
             return True  # it asks the other ranks by itself

@@ -108,6 +108,8 @@ class Trace:
     """buffers that are another tensor after the call -> its storage"""
     asked: bool = False
     """whether it asked for a value, was told that there is none, and went on (`except Exception`)"""
+    differentiated: Mapping[str, str] = field(default_factory=dict)
+    """modules through whose output the forward itself runs a backward (torch.autograd.grad) -> FILE:LINE of that"""
 
     @property
     def output(self) -> Any:

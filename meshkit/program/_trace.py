@@ -144,7 +144,8 @@ def _recorded(
     recorder.leave_out(copy)
     memory = {name: _torch.storage_key(param) for name, param in copy.named_parameters()}
     had, buffers = state(copy), dict(copy.named_buffers())
-    with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run():
+    watched = _torch.before_backwards(recorder.look_at_backward)
+    with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run(), watched:
         copy(*args, **kwargs)
     recorder.keep(
         {cell.label: cell.value for cell in cells(copy) if not same(had.get(cell.key, NEW), view_of(cell.value))}

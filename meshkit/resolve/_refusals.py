@@ -15,8 +15,8 @@ from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, shard_
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.rows import of_rows, read_forward
 from meshkit.parallel.state_writes import refuse_state_writes, state_writes
-from meshkit.parallel.writes import refuse_swapped
-from meshkit.program import Program, example_of, pointed_at
+from meshkit.parallel.writes import refuse_backwards, refuse_swapped
+from meshkit.program import Program, Trace, example_of, pointed_at
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
@@ -119,20 +119,27 @@ def refuse_units(resolved: Resolved) -> None:
             local = {name: param for name, param in local.items() if name not in resolved.whole}
             units = [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)]
             refuse_unshardable(local, units)
-            _refuse_swapped(resolved, shard_units(local, units))
+            _refuse_in_units(resolved, shard_units(local, units))
+    if spec.pp > 1 and (read := _read(resolved)) is not None:
+        refuse_backwards(read, program.model, resolved.blocks, staged=True)
 
 
-def _refuse_swapped(resolved: Resolved, units: Sequence[str]) -> None:
+def _refuse_in_units(resolved: Resolved, units: Sequence[str]) -> None:
     """Of a model that can be read; the other's units look for themselves when they run."""
+    if (read := _read(resolved)) is not None:
+        refuse_swapped(read, resolved.program.model, units)
+        refuse_backwards(read, resolved.program.model, units)
+
+
+def _read(resolved: Resolved) -> Trace | None:
     program = resolved.program
     example = resolved.example or program.example or example_of(program.model)
     if example is None:
-        return
+        return None
     try:
-        read = program.read(example, dict.fromkeys(resolved.experts, "experts"))
+        return program.read(example, dict.fromkeys(resolved.experts, "experts"))
     except PlanError:
-        return
-    refuse_swapped(read, program.model, units)
+        return None
 
 
 def refuse_writes_of_state(resolved: Resolved) -> None:

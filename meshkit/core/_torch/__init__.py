@@ -4,6 +4,8 @@ A file for each subject. Each function says which private name it stands for, wh
 and what replaces it once the older one is dropped: "nothing yet" means that torch 2.15 has no public way.
 """
 
+from .autograd import before_backwards as before_backwards
+from .autograd import nodes_run as nodes_run
 from .autograd import reduction_of as reduction_of
 from .autograd import saved_factor as saved_factor
 from .autograd import sums_rows as sums_rows
@@ -24,6 +26,7 @@ from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
 from .fsdp import before_gathers as before_gathers
 from .fsdp import before_reductions as before_reductions
+from .fsdp import before_unit_backwards as before_unit_backwards
 from .fsdp import keep_class_name as keep_class_name
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units

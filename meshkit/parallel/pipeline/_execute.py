@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def forward(
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
     model = _StageModel(staged, stage, flow, given)
     try:
-        with staged.in_loss():
+        with staged.in_loss(), _torch.before_backwards(partial(_refuse_across_stages, stage, received)):
             value = loss(model, microbatch)
     except _StageOutput:
         run, values = model.run, flow.cuts[stage]
@@ -97,6 +98,19 @@ def forward(
             "as the output, leave a penalty on weights to the optimizer's weight_decay, or use a mesh without pp."
         )
     return value, [], []
+
+
+def _refuse_across_stages(
+    stage: int, received: Sequence[Tensor], roots: Sequence[Tensor], inputs: Sequence[Any]
+) -> None:
+    """Of a backward that a loss function runs: in the graph of a stage, what it received are leaves."""
+    ends = set(map(id, received))
+    if any(id(getattr(node, "variable", None)) in ends for node in _torch.nodes_run(roots)[0]):
+        raise StepError(
+            "pipeline: the loss function runs a backward of its own through the model (torch.autograd.grad, as for a "
+            f"gradient penalty), and the graph of stage {stage} ends at what it received of the stage before. Use a "
+            "mesh without pp."
+        )
 
 
 class _Called(Exception):
