@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
 from meshkit.core.gradient import gradient_of
+from meshkit.core.host_copy import to_device
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError, PlanError
@@ -377,7 +378,7 @@ class Run:
         return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.mesh.device, non_blocking=True) if isinstance(value, Tensor) else value
+        return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
 
     def _sum_over_tokens(self, value: Tensor) -> Tensor:
         value = value.detach().clone()

@@ -59,6 +59,7 @@ from .tensors import tree_leaves as tree_leaves
 from .tensors import tree_map as tree_map
 from .tensors import tree_unflatten as tree_unflatten
 from .tracing import allow_recompiles as allow_recompiles
+from .tracing import any_length as any_length
 from .tracing import DataDependentOutputException as DataDependentOutputException
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
 from .tracing import fake_like as fake_like

@@ -260,7 +260,7 @@ class _NotMoved:
 
 
 def _tables(inputs: Any) -> Iterator[Tensor]:
-    """Tensors among the inputs that need no gradient, also attributes of objects such as a BlockMask."""
+    """Tensors among the inputs that need no gradient, also attributes of objects such as a mask."""
     for leaf in tree_leaves(inputs):
         for value in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
             if (
