@@ -158,8 +158,8 @@ def test_rows_are_combined_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("dtype", "sizes", "kernel", "why"),
     [
-        (torch.float32, (24, 16), "grouped", "one kernel for all experts on cpu"),
-        (torch.bfloat16, (24, 16), "grouped", "one kernel for all experts on cpu"),
+        (torch.float32, (24, 16), "grouped", "one call for all experts on cpu"),
+        (torch.bfloat16, (24, 16), "grouped", "one call for all experts on cpu"),
         (torch.float64, (24, 16), "loop", "takes no torch.float64"),
         (torch.float32, (24, 18), "loop", r"needs rows of a multiple of 16 bytes, but has \(24, 18\) torch.float32"),
         (torch.bfloat16, (20, 16), "loop", r"needs rows of a multiple of 16 bytes, but has \(20, 16\) torch.bfloat16"),
@@ -179,6 +179,27 @@ def test_a_kernel_is_chosen_for_a_reason_and_an_impossible_one_refused(
             module.compute(x, [1] * EXPERTS)
     else:
         assert why in chosen.why
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kernel", "why"),
+    [
+        (torch.bfloat16, (9, 0), "grouped", "one kernel for all experts on cuda"),
+        (torch.bfloat16, (10, 0), "grouped", "one kernel for all experts on cuda"),
+        (torch.bfloat16, (8, 0), "loop", "one kernel from compute capability 9.0 on, and this is 8.0"),
+        (torch.float32, (9, 0), "loop", "one kernel on cuda in bf16 alone, and a loop in torch.float32"),
+        (torch.float16, (10, 0), "loop", "one kernel on cuda in bf16 alone, and a loop in torch.float16"),
+        (torch.bfloat16, None, "grouped", "one kernel for all experts on cuda"),
+    ],
+)
+def test_on_cuda_grouped_is_chosen_where_it_is_one_kernel(dtype, capability, kernel, why, monkeypatch) -> None:
+    """As far as a machine without a GPU can tell; None is one without."""
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = expert_kernel(dtype, torch.device("cuda"), (64, 32))
+    assert chosen.kernel == kernel
+    assert why in chosen.why
 
 
 # ---------------------------------------------------------------------------------------------------------- router
