@@ -339,7 +339,7 @@ def prefetch_gathers(units: Sequence[Sequence[nn.Module]]) -> None:
     # [Note: gathers and a host that waits]
     # FSDP queues the gather of a block when the host comes to it, which hides it as long as the host runs ahead of the
     # device. In a block with routed experts the host waits for the counts of rows: the next block's gather would be queued
-    # after that, with nothing left to hide it behind. Asked for ahead, it is queued when the block begins, before its host waits.
+    # after that, with nothing left to hide it behind. Asked for ahead, it is queued when the block begins.
     sharded: list[list[FSDPModule]] = [
         [unit for unit in of_block if isinstance(unit, FSDPModule)] for of_block in units
     ]
