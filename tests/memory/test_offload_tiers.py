@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import threading
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -116,6 +117,44 @@ def test_stores_wait_for_room_in_staging(tmp_path: Path) -> None:
 def test_reserve_is_taken_before_the_first_step(tmp_path: Path) -> None:
     assert HostTier(CpuStreams(), reserve=10 << 20).space.arena.total_bytes == 10 << 20
     assert DiskTier(CpuStreams(), tmp_path, staging=1, reserve=1 << 20).files.arena.total_bytes == 1 << 20
+
+
+class Pinning(CpuStreams):
+    """Notes which slabs are to be pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slabs: list[tuple[int, bool]] = []
+
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
+        self.slabs.append((nbytes, pinned))
+        return super().slab(nbytes)
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_nothing_is_pinned_after_the_first_step(to: str, tmp_path: Path) -> None:
+    """Of two blocks; rows of the second step are longer, and their gradients those of a model without offload."""
+    streams = Pinning()
+    tier = (
+        HostTier(streams, slab_bytes=PAGE)
+        if to == "host"
+        else DiskTier(streams, tmp_path, staging=PAGE, slab_bytes=PAGE)
+    )
+    tier.seal()  # a step in which nothing was offloaded
+    for size, in_first_step in ((3000, True), (60_000, False)):
+        source, target = bytes_of(size, 1), torch.zeros(size, dtype=torch.uint8)
+        stored = tier.store(source)
+        while not stored.fetch(target):  # of a file, until it is read
+            time.sleep(0.001)
+        stored.arrive()
+        assert torch.equal(source, target)
+        stored.release()
+        assert streams.slabs and {pinned for _, pinned in streams.slabs} == {in_first_step}
+        streams.slabs.clear()
+        tier.seal()
+    if isinstance(tier, HostTier):
+        streams.device = torch.device("cuda")
+        assert "after the first step are not pinned: give reserve=61440" in tier.describe()
 
 
 def test_without_o_direct_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
