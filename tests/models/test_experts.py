@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from meshkit.errors import PlanError
 from meshkit.models import Experts, MoE, Router, RouterConfig
+from meshkit.models import router as router_module
 from meshkit.models.experts import expert_kernel
 from meshkit.moe.routing import Routing, combine, sort_by_expert, take_rows
 
@@ -325,3 +326,29 @@ def test_a_mixture_adds_the_experts_that_every_token_visits() -> None:
 def test_a_router_that_cannot_be_is_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         RouterConfig(**{"experts": 12, "chosen": 4, **values})
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_a_router_s_product_in_16_bits_is_that_of_fp32_and_keeps_no_wide_copy(weight_dtype: torch.dtype) -> None:
+    """Bit for bit, with gradients, also of gradients; backward keeps the router's input itself."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(7, 64, dtype=weight_dtype, requires_grad=True)
+    results, kept = [], list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for product in (router_module._logits, lambda x, weight: F.linear(x.float(), weight.float())):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = product(x, weight)
+        if product is router_module._logits:
+            assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), weight.data_ptr()}
+        first = torch.autograd.grad(logits.sin().sum(), (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum(grad.float().square().sum() for grad in first), (x, weight))
+        results.append([logits, *first, *second])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - theirs).float().norm() <= TOL_BF16 * theirs.float().norm()
+    assert torch.equal(results[0][0], results[1][0])
