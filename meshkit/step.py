@@ -26,6 +26,7 @@ from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, LossWatch, cross_entropy
 from meshkit.mask import Mask
+from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
@@ -167,17 +168,18 @@ class Run:
             with self._explained():
                 total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
-            for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
-                before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
-                with using_keys(part.get(KEYS)):
-                    with collect() as collected, self._forward():
-                        part_loss = loss(self.model, part)
-                    # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
-                    # of the step's mean, however its tokens are split.
-                    with self._explained():
-                        ((part_loss + collected.total()) * weight / tokens).backward()
-                total += part_loss.detach() * weight
-                reports.append((collected, weight))
+            with shared_scales(self.model):
+                for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
+                    before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
+                    with using_keys(part.get(KEYS)):
+                        with collect() as collected, self._forward():
+                            part_loss = loss(self.model, part)
+                        # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up
+                        # to that of the step's mean, however its tokens are split.
+                        with self._explained():
+                            ((part_loss + collected.total()) * weight / tokens).backward()
+                    total += part_loss.detach() * weight
+                    reports.append((collected, weight))
         summed, means = self._sum_of_step(total, means)
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)

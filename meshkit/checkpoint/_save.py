@@ -70,8 +70,8 @@ def collect(
 # [Note: pinning between idle devices]
 # The driver may finish all that is queued on a device before it pins memory. A collective that is queued there ends only
 # when its other ranks have queued theirs, and a rank that pins does not get to queue what they wait for: a deadlock. The
-# first save pins in the middle of training. So each rank waits for its own device before the collectives of a save on the host; who
-# has passed those knows that all devices are idle, and no rank leaves the save, to queue more, before all have pinned.
+# first save pins in the middle of training. So each rank waits for its own device before the collectives of a save on the
+# host: all devices are idle then, and no rank leaves the save, to queue more, before all have pinned.
 
 
 def wait_for_device(device: torch.device) -> None:
