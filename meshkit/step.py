@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
 from meshkit.core.gradient import gradient_of
+from meshkit.core.host_copy import to_device
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError, PlanError
@@ -26,6 +27,7 @@ from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, LossWatch, cross_entropy
 from meshkit.loss.linear_logits import LinearLogits
 from meshkit.mask import Mask
+from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
@@ -193,17 +195,18 @@ class Run:
             with self._explained():
                 total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
-            for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
-                before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
-                with using_keys(part.get(KEYS)):
-                    with collect() as collected, self._forward():
-                        part_loss = loss(self.model, part)
-                    # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
-                    # of the step's mean, however its tokens are split.
-                    with self._explained():
-                        ((part_loss + collected.total()) * weight / tokens).backward()
-                total += part_loss.detach() * weight
-                reports.append((collected, weight))
+            with shared_scales(self.model):
+                for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
+                    before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
+                    with using_keys(part.get(KEYS)):
+                        with collect() as collected, self._forward():
+                            part_loss = loss(self.model, part)
+                        # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up
+                        # to that of the step's mean, however its tokens are split.
+                        with self._explained():
+                            ((part_loss + collected.total()) * weight / tokens).backward()
+                    total += part_loss.detach() * weight
+                    reports.append((collected, weight))
         summed, means = self._sum_of_step(total, means)
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
@@ -408,7 +411,7 @@ class Run:
         return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.mesh.device, non_blocking=True) if isinstance(value, Tensor) else value
+        return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
 
     def _sum_over_tokens(self, value: Tensor) -> Tensor:
         value = value.detach().clone()

@@ -95,6 +95,14 @@ def _answer_all(store: Any, prefix: str, start: str, size: int, timeout: timedel
     return f"{'rank' if len(missing) == 1 else 'ranks'} {few} of {size}" if missing else ""
 
 
+def cores_of_rank() -> int:
+    """This rank's share of the cores that its process may run on, by the launcher's count of ranks on the host; at least 1.
+
+    Of ranks that are bound to the cores near their GPU (`torchrun --numa-binding node`) it is less than they could use.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is one rank of a fake world of any size, whose collectives send nothing.

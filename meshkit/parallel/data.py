@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import NoneType
 from typing import Any
 
@@ -338,6 +339,25 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
 
     block.register_forward_pre_hook(lambda module, args: inner.unshard())
     block.register_forward_hook(after)
+
+
+def prefetch_gathers(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Gather the units of a block while the block before it runs, in backward those of the block after it, in place.
+
+    units: of each block in order, itself first; those that are no FSDP units do not count.
+    Wire: the same gathers, each a block earlier. Parameters of two blocks are gathered at a time.
+    """
+    # [Note: gathers and a host that waits]
+    # FSDP queues the gather of a block when the host comes to it, which hides it as long as the host runs ahead of the
+    # device. In a block with routed experts the host waits for the counts of rows: the next block's gather would be queued
+    # after that, with nothing left to hide it behind. Asked for ahead, it is queued when the block begins.
+    sharded: list[list[FSDPModule]] = [
+        [unit for unit in of_block if isinstance(unit, FSDPModule)] for of_block in units
+    ]
+    for before, after in pairwise(sharded):
+        if before and after:
+            before[0].set_modules_to_forward_prefetch(after)
+            after[0].set_modules_to_backward_prefetch(before)
 
 
 def kept_units(blocks: Sequence[str], units: Sequence[str], head: str | None = None) -> set[str]:

@@ -21,6 +21,7 @@ from .dtensor import dtensor_like as dtensor_like
 from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
+from .dtensor import shard_object as shard_object
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
@@ -63,6 +64,7 @@ from .tensors import tree_leaves as tree_leaves
 from .tensors import tree_map as tree_map
 from .tensors import tree_unflatten as tree_unflatten
 from .tracing import allow_recompiles as allow_recompiles
+from .tracing import any_length as any_length
 from .tracing import DataDependentOutputException as DataDependentOutputException
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
 from .tracing import fake_like as fake_like

@@ -62,6 +62,14 @@ def local_shard(param: DTensor) -> Tensor:
     return shard
 
 
+def shard_object(param: DTensor) -> Tensor:
+    """The very tensor that a parameter's shard is, attributes of a subclass included, and no alias of it.
+
+    Private: DTensor._local_tensor, which FSDP gathers from. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return param._local_tensor
+
+
 class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:

@@ -38,8 +38,8 @@ class Streams(Protocol):
         """By compute, for copies; on CUDA of those that are over."""
         ...
 
-    def slab(self, nbytes: int) -> Tensor:
-        """Host memory [nbytes] uint8, page-aligned, pinned on CUDA."""
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
+        """Host memory [nbytes] uint8, page-aligned, on CUDA pinned if asked for."""
         ...
 
     def store(self, source: Tensor, target: Tensor) -> Event:
@@ -81,7 +81,7 @@ class CpuStreams:
         self.device = torch.device("cpu")
         self._done = _Done()
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         return pages(nbytes)
 
     def store(self, source: Tensor, target: Tensor) -> Event:
@@ -119,9 +119,11 @@ class CudaStreams:
         self._count_waits()
         return self._waited_s
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         """Registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
         slab = pages(nbytes)
+        if not pinned:
+            return slab
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             torch.cuda.check_error(int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0)))
@@ -204,7 +206,7 @@ class FakeStreams:
     def __init__(self, device: torch.device, *, late: bool) -> None:
         self.device, self._late = device, late
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def store(self, source: Tensor, target: Tensor) -> Event:

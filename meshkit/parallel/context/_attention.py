@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshkit.core.attention_kernels import accumulator_dtype, sinks_gradient, with_sinks
 from meshkit.core.custom_op import custom_op
 from meshkit.core.double_backward import once_differentiable
-from meshkit.parallel.context._kernels import accumulator_dtype, sinks_gradient, with_sinks
 from meshkit.parallel.context._kv_exchange import attend, attend_backward
 from meshkit.parallel.context._layout import layout_of
 from meshkit.parallel.context._ring_group import ring_group_of
