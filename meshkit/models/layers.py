@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from meshkit.core.noting import being_read
+from meshkit.core.to_device import HOST
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 
@@ -245,7 +246,7 @@ def attention_mask(
     if position_ids is not None and input_ids.numel():
         starts = F.pad(position_ids.expand_as(input_ids).diff(dim=1) != 1, (1, 0))
         # Reading the answer would stall CUDA and cannot be traced by torch.compile.
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or bool(starts.any()):
+        if input_ids.device != HOST or torch.compiler.is_compiling() or bool(starts.any()):
             documents_BT = starts.cumsum(dim=1)
     if not input_ids.numel() or (documents_BT is None and window is None):
         return None

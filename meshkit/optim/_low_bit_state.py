@@ -20,6 +20,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from meshkit.core import _torch
 from meshkit.strategy import States
 
 BLOCKS: dict[States, int] = {"8bit": 256, "4bit": 128, "fp8": 256}
@@ -79,7 +80,7 @@ class LowBitState:
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
         # The nearest level, by the midpoints between levels.
-        known = torch.tensor(levels(self.states, self.signed), device=values.device)
+        known = self._levels(values)
         between = (known[1:] + known[:-1]) / 2
         scaled = values / self._spread(largest, columns)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
@@ -96,11 +97,22 @@ class LowBitState:
             return codes.view(torch.float8_e4m3fn).float() * spread
         if self.states == "4bit":
             codes = rearrange([codes >> 4, codes & 15], "nibble ... c -> ... (c nibble)")[..., :columns]
-        known = torch.tensor(levels(self.states, self.signed), device=codes.device)
-        return known[codes.int()] * spread
+        return self._levels(codes)[codes.int()] * spread
+
+    def _levels(self, like: Tensor) -> Tensor:
+        """On the device of `like`."""
+        # One without values, of an estimate, is not kept for runs.
+        if _torch.is_fake(like) or like.is_meta:
+            return torch.tensor(levels(self.states, self.signed), device=like.device)
+        return _levels_on(self.states, self.signed, like.device)
 
     def _spread(self, scale: Tensor, columns: int) -> Tensor:
         return scale.repeat_interleave(self.block, -1)[..., :columns]
+
+
+@cache
+def _levels_on(states: States, signed: bool, device: torch.device) -> Tensor:
+    return torch.tensor(levels(states, signed), device=device)
 
 
 def block_of(states: States, *, columns: int, row_parts: int) -> int | None:
