@@ -32,7 +32,7 @@ def tensor_on(values: Sequence[int], device: torch.device, *, dtype: torch.dtype
 
 def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """Starts a copy; what is returned waits for it, and not for what is launched in between."""
-    if tensor.device.type == "cpu":
+    if tensor.device == HOST:
         return lambda: tensor
     copy = tensor.to(HOST, non_blocking=True)  # into pinned memory
     done = torch.Event(tensor.device)

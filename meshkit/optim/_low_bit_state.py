@@ -80,8 +80,7 @@ class LowBitState:
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
         # The nearest level, by the midpoints between levels.
-        known = self._levels(values)
-        between = (known[1:] + known[:-1]) / 2
+        _, between = self._levels(values)
         scaled = values / self._spread(largest, columns)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
         if self.states == "4bit":
@@ -97,22 +96,23 @@ class LowBitState:
             return codes.view(torch.float8_e4m3fn).float() * spread
         if self.states == "4bit":
             codes = rearrange([codes >> 4, codes & 15], "nibble ... c -> ... (c nibble)")[..., :columns]
-        return self._levels(codes)[codes.int()] * spread
+        known, _ = self._levels(codes)
+        return known[codes.int()] * spread
 
-    def _levels(self, like: Tensor) -> Tensor:
-        """On the device of `like`."""
-        # One without values, of an estimate, is not kept for runs.
-        if _torch.is_fake(like) or like.is_meta:
-            return torch.tensor(levels(self.states, self.signed), device=like.device)
-        return _levels_on(self.states, self.signed, like.device)
+    def _levels(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(levels, midpoints between them) on the device of `like`."""
+        # Those without values, of an estimate, are not kept for runs.
+        make = _levels_on.__wrapped__ if _torch.is_fake(like) else _levels_on
+        return make(self.states, self.signed, like.device)
 
     def _spread(self, scale: Tensor, columns: int) -> Tensor:
         return scale.repeat_interleave(self.block, -1)[..., :columns]
 
 
 @cache
-def _levels_on(states: States, signed: bool, device: torch.device) -> Tensor:
-    return torch.tensor(levels(states, signed), device=device)
+def _levels_on(states: States, signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    known = torch.tensor(levels(states, signed), device=device)
+    return known, (known[1:] + known[:-1]) / 2
 
 
 def block_of(states: States, *, columns: int, row_parts: int) -> int | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -46,7 +49,22 @@ def recording(run: Run | Mesh) -> Iterator[Waits]:
             function = operators.with_objects(name, getattr(dist, name))
             for owner in (dist, distributed_c10d):
                 stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(patch.object(torch, "Event", partial(_Event, operators)))
         stack.enter_context(patch.object(Mesh, "device", property(lambda mesh: DEVICE)))
         stack.enter_context(Functions(operators))
         stack.enter_context(operators)
         yield waits
+
+
+class _Event:
+    """Stands for `torch.Event`. The host waits for one of the same `take`; one from before has come."""
+
+    def __init__(self, operators: Operators, *args: Any, **options: Any) -> None:
+        self._operators, self._recorded = operators, -1
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = self._operators.waits.taken
+
+    def synchronize(self) -> None:
+        if self._recorded == self._operators.waits.taken:
+            self._operators.wait("an event")

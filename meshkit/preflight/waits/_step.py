@@ -43,6 +43,7 @@ class Waits:
     collectives: Counter[str] = field(default_factory=Counter)
     copied_bytes: int = 0
     mixed: list[Wait] = field(default_factory=list)
+    taken: int = 0
 
     def take(self) -> Step:
         """What was recorded since this was called last."""
@@ -53,5 +54,5 @@ class Waits:
             copied_bytes=self.copied_bytes,
             mixed=tuple(self.mixed),
         )
-        self.__init__()  # type: ignore[misc]
+        self.__init__(taken=self.taken + 1)  # type: ignore[misc]
         return taken

@@ -103,7 +103,7 @@ def launches() -> list[dict[str, int]]:
         (many[0] * 2).view(3, 1).t()  # a view launches nothing
         host * 2
         first = seen.take()
-        torch._foreach_mul_(many, 2.0)  # noqa: SLF001  # one, of five tensors
+        torch._foreach_mul_(many, 2.0)  # one, of five tensors
         return [dict(first.launches), dict(seen.take().launches)]
 
 
