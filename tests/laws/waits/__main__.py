@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.laws.gate.cell import Cell
+from tests.laws.gate.cell import ROUTED, Cell
 from tests.laws.waits.measure import in_fake_world, optimizers_in_fake_world, with_layers
 
 MODELS = ("dense", "tied", "transformers", "lora", "moe", "mla")
-MESHES = ("dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 cp=2", "pp=2 dp_shard=2", "dp_shard=4 ep=4")
+MESHES = ("dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 cp=2", "pp=2 dp_shard=2")
+FOLDED, REPLICATED = "dp_shard=4 ep=4", "dp_replicate=2 dp_shard=2"  # the fifth, with and without experts
 FEW, MANY = 2, 4  # layers of a rank; a layer's numbers are the difference
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     print("| model | mesh | waits, 2 layers | each further layer | launches of a layer | clip | AdamW | batch copied |")
     print("|---|---|---|---|---|---|---|---|")
     for model in MODELS:
-        for mesh in MESHES:
+        for mesh in (*MESHES, FOLDED if model in ROUTED else REPLICATED):
             print(row(model, mesh), flush=True)
     print("\n| optimizer | 8 matrices | 64 matrices |\n|---|---|---|")
     for states in ("fp32", "8bit", "4bit", "fp8"):
