@@ -61,7 +61,9 @@ class Operators(TorchDispatchMode):
             index = [each for each in args[1] if each is not None]
             tensors = [each for each in tensors if all(each is not other for other in index)]
         known = {self.lies[tensor] for tensor in tensors} - {None}
-        known |= {"device" for each in index if self.lies[each] == "device"}  # it is taken for a tensor of the device alone
+        known |= {
+            "device" for each in index if self.lies[each] == "device"
+        }  # it is taken for a tensor of the device alone
         on_device = "device" in known
         for tensor in tensors:
             there = self.lies[tensor]
