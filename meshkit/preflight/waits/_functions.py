@@ -117,7 +117,8 @@ class Functions(TorchFunctionMode):
             elif isinstance(each, torch.device | str):
                 device = torch.device(each)
         if device is not None and device.type != "cpu":
-            return tensor.to(*args[1:], **kwargs)
+            elsewhere: Tensor = tensor.to(*args[1:], **kwargs)
+            return elsewhere
         copy = kwargs.get("copy", len(flags) > 1 and flags[1])
         plain = {"memory_format": kwargs["memory_format"]} if "memory_format" in kwargs else {}
         non_blocking = kwargs.get("non_blocking", bool(flags) and flags[0])
