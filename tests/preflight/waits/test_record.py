@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshkit.core import _torch
 from meshkit.core.to_device import tensor_on, to_device
 from meshkit.errors import MeshkitError
 from meshkit.mesh import Mesh
@@ -103,7 +104,7 @@ def launches() -> list[dict[str, int]]:
         (many[0] * 2).view(3, 1).t()  # a view launches nothing
         host * 2
         first = seen.take()
-        torch._foreach_mul_(many, 2.0)  # one, of five tensors
+        _torch.foreach_mul_(many, 2.0)  # one, of five tensors
         return [dict(first.launches), dict(seen.take().launches)]
 
 
