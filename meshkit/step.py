@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
 from meshkit.core.gradient import gradient_of
-from meshkit.core.host_copy import to_device
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
+from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, LossWatch, cross_entropy
@@ -155,10 +155,11 @@ class Run:
         batch: this rank's rows of the step, the same on ranks that differ only in tp, cp or pp; the first dim of every tensor
         is the row, and a rank may have none. microbatches: gradient accumulation, the number of parts of nearly equal size
         that the rows are processed in, the same on every rank; default: the strategy's, or 1. loss(model, part) is the
-        **sum** over the part's valid tokens; count(batch) is their number. The result does not depend on how the step's rows
-        are split over ranks and microbatches; a part without valid tokens is harmless. With cp > 1 the loss gets this rank's
-        tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
-        from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
+        **sum** over the part's valid tokens; count(batch) is their number, of the batch where it lies. The result does not
+        depend on how the step's rows are split over ranks and microbatches; a part without valid tokens is harmless. With
+        cp > 1 the loss gets this rank's tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each;
+        default: the model derives it from position_ids. step: the step's number, from which dropout on adapters draws its
+        masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
@@ -407,7 +408,8 @@ class Run:
 
     def _count(self, batch: Batch, count: Count) -> Tensor:
         """The valid tokens of the step. Ranks that differ in cp have the same rows: the first of them counts."""
-        counted = count({name: self._to_device(tensor) for name, tensor in batch.items()})
+        # Where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
+        counted = self._to_device(count(batch))
         return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
 
     def _to_device(self, value: Any) -> Any:
@@ -566,8 +568,7 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     # Norms in one kernel for all gradients; squared and added in fp64, so that the sum hardly depends on how they are
     # sharded.
-    norms = torch.stack([norm.double() for norm in _torch.foreach_norm(grads, dtype=dtype)])
-    return norms.square().sum()
+    return torch.stack(list(_torch.foreach_norm(grads, dtype=dtype))).double().square().sum()
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Custom operators: Python functions that autograd and torch.compile do not look into, whatever they send inside.
 
 `@custom_op("name", fake=...)` registers a function as `meshkit::name`; `fake` gives the shapes of the results, to tracing and
-to `estimate`. `body_of` finds the function again, for `observe` and others that want to see the messages inside.
+to `estimate`. `watching_bodies` is for `observe` and others that want to see the messages inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ def custom_op(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...,
     return register
 
 
-def body_of(name: str) -> Callable[..., Any] | None:
-    """The function behind `meshkit::name`, or None for another operator."""
-    return _bodies.get(name)
+def watching_bodies(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a dispatch mode's `__torch_dispatch__`: it sees the operators inside of meshkit's own, and not those themselves."""
+
+    @wraps(dispatch)
+    def watched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        body = _bodies.get(func.name().partition(".")[0])
+        if body is None:
+            return dispatch(mode, func, types, args, kwargs)
+        with mode:  # dispatch is off inside an operator
+            return body(*args, **(kwargs or {}))
+
+    return watched

@@ -41,21 +41,32 @@ def indexed_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
     A scalar is one chunk of slice(None).
     """
+    return ((rows, index_of_rows(tensor, rows)) for rows in row_chunks(tensor))
+
+
+def row_chunks(tensor: Tensor) -> Iterator[slice]:
+    """Rows of the local tensor, of at most CHUNK elements where one row has no more."""
+    local = local_tensor(tensor)
+    if not local.ndim:
+        yield slice(None)
+        return
+    count = local.shape[0]
+    step = max(1, CHUNK // max(1, local.shape[1:].numel()))
+    yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def index_of_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """The index in the full tensor of each element of these rows of this rank's shard, int64."""
     local, slices = local_tensor(tensor), local_slices(tensor)
     strides = torch.empty(tensor.shape, device="meta").stride()
     index = local.new_zeros((), dtype=torch.int64)  # of a tensor without values the indices have none either
     for region, stride in list(zip(slices, strides, strict=True))[1:]:  # all dims but the first
         index = index.unsqueeze(-1) + torch.arange(region.start, region.stop, device=local.device) * stride
     if not slices:
-        yield slice(None), index
-        return
-    rows = slices[0]
-    step = max(1, CHUNK // max(1, index.numel()))
-    for start in range(rows.start, rows.stop, step):
-        count = min(step, rows.stop - start)
-        row_index = torch.arange(start, start + count, device=local.device) * strides[0]
-        local_start = start - rows.start
-        yield slice(local_start, local_start + count), row_index.reshape(-1, *[1] * index.ndim) + index
+        return index
+    first = slices[0].start
+    row_index = torch.arange(first + rows.start, first + rows.stop, device=local.device) * strides[0]
+    return row_index.reshape(-1, *[1] * index.ndim) + index
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

@@ -17,6 +17,7 @@ from meshkit.core.noting import being_read
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import BlockCodes, product
 from meshkit.core.rng import keys_in_use, random_bits, stream_of, token_keys
+from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.plan import Init
 
@@ -216,4 +217,4 @@ def _lanes(x: Tensor, keys: Tensor, stream: int, own: Tensor | None) -> Tensor:
     lanes: Tensor = drawn.view(torch.int16) & (2**LANE_BITS - 1)
     if own is None or not columns:
         return lanes[..., :columns]
-    return lanes.index_select(-1, (own - first // LANES * LANES).to(keys.device))
+    return lanes.index_select(-1, to_device(own - first // LANES * LANES, keys.device))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core.double_backward import once_differentiable
+from meshkit.core.to_device import HOST
 from meshkit.loss.linear_logits import Head, LinearLogits, gathered_weight
 from meshkit.loss.vocab_parallel import IGNORED, find_labels, softmax_, wide_dtype
 
@@ -75,7 +76,7 @@ def chunks_of(labels_N: Tensor, size: int, axis: DeviceMesh | None) -> list[slic
     """
     # Elsewhere the host would have to wait for the device to know how many tokens are left. And where `axis` shards the
     # vocabulary every rank must send for the same tokens: with all of them that holds whatever the labels are.
-    if labels_N.device.type == "cpu" and axis is None:
+    if labels_N.device == HOST and axis is None:
         valid = (labels_N != IGNORED).nonzero().squeeze(-1)
         if len(valid) < len(labels_N):
             return list(valid.split(size)) if len(valid) else []

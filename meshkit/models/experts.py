@@ -8,6 +8,7 @@ Dims: N tokens, K experts that a token chooses, M rows (N * K here), C hidden_si
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.to_device import tensor_on
 from meshkit.errors import PlanError
 from meshkit.models.layers import GatedMLP
 from meshkit.models.router import Router, RouterConfig
@@ -147,7 +149,10 @@ def _loop(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, 
 def _grouped(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     # grouped_mm takes where each expert's rows end, in int32. An expert without rows ends where the one before it
     # does.
-    ends = torch.as_tensor(counts_E, device=x_MC.device).cumsum(0, dtype=torch.int32)
+    if isinstance(counts_E, Tensor):
+        ends = counts_E.cumsum(0, dtype=torch.int32)
+    else:
+        ends = tensor_on(list(accumulate(counts_E)), x_MC.device, dtype=torch.int32)
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
         out: Tensor = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)

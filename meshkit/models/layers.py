@@ -16,9 +16,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core import _torch
-from meshkit.core.host_copy import on_host
 from meshkit.core.masked_attention import document_ends, mask_table, masked_attention
 from meshkit.core.noting import being_read
+from meshkit.core.to_device import on_host
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 
@@ -211,7 +211,7 @@ def attention_mask(
     a query sees the keys of its own document that are not after it and, with `window`, less than `window` tokens before it;
     a document starts wherever a position of position_ids [B, T] is not the last one plus 1.
     Returns None where that is plain causal attention, which has the fastest kernels; else `MaskedRows`. Where documents begin
-    is read on the host: from the host's copy of position_ids if they came by `meshkit.core.host_copy`, as `forward_backward`
+    is read on the host: from the host's copy of position_ids if they came by `meshkit.core.to_device`, as `forward_backward`
     brings them, and else the host waits for the device, once. A model compiled as a whole has a break of its graph here.
     """
     rows, tokens = input_ids.shape

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.core.noting import being_read
+from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
 from meshkit.moe.routing import Routing, count_experts
@@ -109,7 +110,9 @@ class Router(nn.Module):
     def _choose(self, ranked_NE: Tensor) -> Tensor:
         """The best K experts [N, K]. Source: DeepSeek-V3 2024, section 2.1.2; its group limit as transformers has it."""
         if self.config.locality and self.near is not None:
-            ranked_NE = ranked_NE + self.config.locality * torch.tensor(self.near).to(ranked_NE)
+            ranked_NE = ranked_NE + self.config.locality * to_device(
+                torch.tensor(self.near, dtype=ranked_NE.dtype), ranked_NE.device
+            )
         if self.e_score_correction_bias is not None:
             ranked_NE = ranked_NE + self.e_score_correction_bias
         if self.config.groups > 1:

@@ -20,6 +20,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from meshkit.core import _torch
 from meshkit.strategy import States
 
 BLOCKS: dict[States, int] = {"8bit": 256, "4bit": 128, "fp8": 256}
@@ -79,8 +80,7 @@ class LowBitState:
             codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
         # The nearest level, by the midpoints between levels.
-        known = torch.tensor(levels(self.states, self.signed), device=values.device)
-        between = (known[1:] + known[:-1]) / 2
+        _, between = self._levels(values)
         scaled = values / self._spread(largest, columns)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
         if self.states == "4bit":
@@ -96,11 +96,23 @@ class LowBitState:
             return codes.view(torch.float8_e4m3fn).float() * spread
         if self.states == "4bit":
             codes = rearrange([codes >> 4, codes & 15], "nibble ... c -> ... (c nibble)")[..., :columns]
-        known = torch.tensor(levels(self.states, self.signed), device=codes.device)
+        known, _ = self._levels(codes)
         return known[codes.int()] * spread
+
+    def _levels(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(levels, midpoints between them) on the device of `like`."""
+        # Those without values, of an estimate, are not kept for runs.
+        make = _levels_on.__wrapped__ if _torch.is_fake(like) else _levels_on
+        return make(self.states, self.signed, like.device)
 
     def _spread(self, scale: Tensor, columns: int) -> Tensor:
         return scale.repeat_interleave(self.block, -1)[..., :columns]
+
+
+@cache
+def _levels_on(states: States, signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    known = torch.tensor(levels(states, signed), device=device)
+    return known, (known[1:] + known[:-1]) / 2
 
 
 def block_of(states: States, *, columns: int, row_parts: int) -> int | None:

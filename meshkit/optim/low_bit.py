@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshkit.core import _torch
-from meshkit.core.rng import indexed_parts, random_bits, stream_of
+from meshkit.core import _torch, rng
+from meshkit.core.rng import index_of_rows, random_bits, row_chunks, stream_of
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import PlanError
 from meshkit.optim._low_bit_state import SMALLEST_BLOCK, LowBitState, block_of
@@ -27,7 +29,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     params: as any optimizer takes them; give (name, parameter) pairs, for the draws of stochastic rounding.
     stochastic_rounding: bf16 parameters are rounded at random, by bits that depend on seed, name, step and the element's
     index alone. So replicas draw the same, every mesh trains the same model, and a resumed run needs no random state.
-    An update goes over a parameter in chunks of rows, so no fp32 copy of a full shard ever exists.
+    An update goes over rows in chunks, so no fp32 copy of a full shard ever exists, and over many small parameters at once:
+    see [Note: one update for rows of many parameters].
     Memory for each element: 2 moments of the table's bytes beside the parameter and its gradient.
     Wire: nothing.
     Raises: PlanError for parameters on meta, for stochastic rounding without bf16 parameters, and for rows that are cut
@@ -64,9 +67,13 @@ class LowBitAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         for group in self.param_groups:
+            alike: dict[Any, list[_Rows]] = {}
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._collect(param, alike)
+            for (codecs, step, *_), rows in alike.items():
+                for batch in _batches(rows):
+                    self._update(batch, dict(codecs), step, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,49 +83,47 @@ class LowBitAdamW(torch.optim.Optimizer):
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in saved.items()
             }
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _collect(self, param: Tensor, alike: dict[Any, list[_Rows]]) -> None:
+        """Count the step, and add the parameter's rows, in chunks, to those that one update may have together with them."""
         if not self.state[param]:  # forgotten by a load
             self.state[param] = self._zeros(param)
         state = self.state[param]
         state["step"] += 1
         step = float(state["step"])
-        beta1, beta2 = group["betas"]
-        lr = float(group["lr"])
+        values, grads = local_tensor(param), local_tensor(param.grad)  # type: ignore[arg-type]  # it has one
+        if not values.numel():
+            return
+        codecs = self._codecs[param]
+        moments = {key: local_tensor(state[key]) for key in state if key != "step"}
+        columns = values.shape[-1] if codecs else 1
         # The step is counted from 1 for the corrections of bias, and the stream is another at each step: with the
         # same bits an element would always be rounded the same way.
-        values, grads = local_tensor(param), local_tensor(param.grad)  # type: ignore[arg-type]  # it has one
         stream = stream_of(self.seed, self._names[param], int(step))
+        key = (tuple(codecs.items()), step, columns, values.dtype, grads.dtype, values.device)
         rounds = self.stochastic_rounding and param.dtype == torch.bfloat16
-        # Chunks of rows bound the fp32 copies. index: of each element in the full tensor, so draws do not depend on sharding.
-        for rows, index in indexed_parts(param):
+        for rows in row_chunks(param):
             chunk: Any = rows if param.ndim else ...
-            grad = grads[chunk].float()
-            mean = self._read(param, "exp_avg", chunk, grad.shape).lerp_(grad, 1 - beta1)
-            square = self._read(param, "exp_avg_sq", chunk, grad.shape).lerp_(grad * grad, 1 - beta2)
-            # Decoupled decay (Loshchilov and Hutter 2019), before the update as in torch.
-            new = values[chunk].float() * (1 - lr * group["weight_decay"])
-            width = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-            new.addcdiv_(mean, width, value=-lr / (1 - beta1**step))
-            values[chunk] = round_stochastically(new, random_bits(index, stream, 16)) if rounds else new.to(param.dtype)
-            self._write(param, "exp_avg", chunk, mean)
-            self._write(param, "exp_avg_sq", chunk, square)
+            parts = {name: moment[chunk] for name, moment in moments.items()}
+            random = partial(_random, param, rows, stream) if rounds else None
+            alike.setdefault(key, []).append(_Rows(values[chunk], grads[chunk], parts, columns, random))
 
-    def _read(self, param: Tensor, key: str, chunk: Any, shape: torch.Size) -> Tensor:
-        """Some rows of a moment as a new fp32 tensor."""
-        state, codec = self.state[param], self._codecs[param].get(key)
-        if codec is None:
-            # A copy: the caller updates it in place and `_write` puts it back.
-            return local_tensor(state[key])[chunk].clone()
-        codes, scale = (local_tensor(state[f"{key}_{what}"])[chunk] for what in ("codes", "scale"))
-        return codec.decode(codes, scale, shape[-1])
-
-    def _write(self, param: Tensor, key: str, chunk: Any, values: Tensor) -> None:
-        state, codec = self.state[param], self._codecs[param].get(key)
-        if codec is None:
-            local_tensor(state[key])[chunk] = values
-            return
-        for what, value in zip(("codes", "scale"), codec.encode(values), strict=True):
-            local_tensor(state[f"{key}_{what}"])[chunk] = value
+    def _update(self, batch: list[_Rows], codecs: dict[str, LowBitState], step: float, group: dict[str, Any]) -> None:
+        """AdamW of rows of one length, of any number of parameters, as those of one: by each operator once."""
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        grad = _joined([rows.grad for rows in batch], batch[0].columns).float()
+        mean = _read(batch, "exp_avg", codecs, grad.shape[-1]).lerp_(grad, 1 - beta1)
+        square = _read(batch, "exp_avg_sq", codecs, grad.shape[-1]).lerp_(grad * grad, 1 - beta2)
+        # Decoupled decay (Loshchilov and Hutter 2019), before the update as in torch.
+        new = _joined([rows.values for rows in batch], batch[0].columns).float() * (1 - lr * group["weight_decay"])
+        width = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        new.addcdiv_(mean, width, value=-lr / (1 - beta1**step))
+        random = [rows.random() for rows in batch if rows.random is not None]
+        if random:
+            new = round_stochastically(new, _joined(random, batch[0].columns))
+        _split_into([rows.values for rows in batch], new)
+        _write(batch, "exp_avg", codecs, mean)
+        _write(batch, "exp_avg_sq", codecs, square)
 
     def _codecs_of(self, param: Tensor) -> dict[str, LowBitState]:
         if param.is_meta:
@@ -150,6 +155,71 @@ class LowBitAdamW(torch.optim.Optimizer):
                 stored = local.new_zeros((*local.shape[:-1], columns(local.shape[-1])), dtype=dtype)
                 state[f"{key}_{what}"] = _placed(param, stored, (columns(param.shape[-1]),))
         return state
+
+
+# [Note: one update for rows of many parameters]
+# An update takes some sixty kernels, and a model has hundreds of parameters, most of them small. Rows of one length, of
+# parameters of one dtype and one kind of state, are therefore joined, at most CHUNK elements at a time, updated at once and
+# written back. Arithmetic is by element, and blocks end with their rows, so no bit depends on what is joined.
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a parameter, of its gradient and of its moments' tensors, as views. columns: their length, 1 where state
+    is fp32 and rows do not matter. random: draws 16 bits for each element, where values are rounded by them."""
+
+    values: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]
+    columns: int
+    random: Callable[[], Tensor] | None
+
+
+def _random(param: Tensor, rows: slice, stream: int) -> Tensor:
+    # By each element's index in the full tensor, so that draws do not depend on sharding.
+    return random_bits(index_of_rows(param, rows), stream, 16)
+
+
+def _batches(rows: list[_Rows]) -> Iterator[list[_Rows]]:
+    """In order, at most CHUNK elements in each but where one has more."""
+    batch, elements = list[_Rows](), 0
+    for each in rows:
+        if batch and elements + each.values.numel() > rng.CHUNK:
+            yield batch
+            batch, elements = [], 0
+        batch.append(each)
+        elements += each.values.numel()
+    if batch:
+        yield batch
+
+
+def _joined(tensors: list[Tensor], columns: int) -> Tensor:
+    """[R, columns], new memory."""
+    return torch.cat([tensor.reshape(-1, columns) for tensor in tensors])
+
+
+def _split_into(targets: list[Tensor], joined: Tensor) -> None:
+    pieces = joined.split([target.numel() // joined.shape[-1] for target in targets])
+    _torch.foreach_copy_(targets, [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)])
+
+
+def _read(batch: list[_Rows], key: str, codecs: dict[str, LowBitState], columns: int) -> Tensor:
+    """A moment of the batch as a new fp32 tensor, [R, columns]."""
+    codec = codecs.get(key)
+    if codec is None:
+        return _joined([rows.moments[key] for rows in batch], columns)
+    widths = {"codes": codec.code_columns(columns), "scale": codec.scale_columns(columns)}
+    codes, scale = (_joined([rows.moments[f"{key}_{what}"] for rows in batch], width) for what, width in widths.items())
+    return codec.decode(codes, scale, columns)
+
+
+def _write(batch: list[_Rows], key: str, codecs: dict[str, LowBitState], values: Tensor) -> None:
+    codec = codecs.get(key)
+    if codec is None:
+        _split_into([rows.moments[key] for rows in batch], values)
+        return
+    for what, value in zip(("codes", "scale"), codec.encode(values), strict=True):
+        _split_into([rows.moments[f"{key}_{what}"] for rows in batch], value)
 
 
 def _row_parts(param: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Preflight: explain, estimate, check, order, page and observe look at a run before it starts, and change nothing."""
+"""Preflight: explain, estimate, check, order, waits, page and observe look at a run before it starts, and change nothing."""
 
 from meshkit.preflight import check as check
 from meshkit.preflight import estimate as estimate
@@ -6,3 +6,4 @@ from meshkit.preflight import explain as explain
 from meshkit.preflight import observe as observe
 from meshkit.preflight import order as order
 from meshkit.preflight import page as page
+from meshkit.preflight import waits as waits

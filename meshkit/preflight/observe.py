@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
-from meshkit.core.custom_op import body_of
+from meshkit.core.custom_op import watching_bodies
 from meshkit.mesh import Mesh
 from meshkit.parallel.expert import in_expert_view
 from meshkit.preflight.explain import Message
@@ -46,12 +46,9 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self.axes, self.messages = axes, messages
 
+    @watching_bodies
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        body = body_of(name)
-        if body is not None:
-            with self:  # dispatch is off inside an operator: watch its body
-                return body(*args, **(kwargs or {}))
         # A functional collective calls the process group in C++, not the c10d operator, so none is counted twice.
         if name == "c10d::alltoall_base_":
             self._count_all_to_all(*args)

@@ -20,7 +20,8 @@ It owns files and clocks. Model, loss, gradients and the optimizer stay in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
-from meshkit.errors import PlanError, StepError
+from meshkit.core.to_device import HOST, copy_to_host
+from meshkit.errors import MeshkitError, PlanError, StepError
 from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
@@ -42,6 +44,8 @@ from .flags import RunFlags, StepFlags
 from .process import collecting_garbage, multiplying_fp32
 
 Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
+Line = tuple[int, dict[str, float], dict[str, Callable[[], Tensor]]]
+"""(step, its scalars, those that are still on their way to the host)"""
 
 
 def print0(*values: Any) -> None:
@@ -94,6 +98,8 @@ class Session:
         self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
         self._clock_stopped = False
         self.scalars: dict[str, float] = {}
+        self._arriving: dict[str, Callable[[], Tensor]] = {}  # of this step's line
+        self._unwritten: list[Line] = []
 
     def __enter__(self) -> Self:
         config = self._config
@@ -127,6 +133,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None or isinstance(error, MeshkitError):  # else the device may be lost
+            self._write_lines(waiting=0)
         self._files.__exit__(kind, error, trace)
         if self.stopped and error is None:
             received = self._signals.received or "a signal on another rank"
@@ -170,7 +178,7 @@ class Session:
     def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
         """The work of the step ends here: evaluation, pictures and files that follow are no part of its time.
 
-        Call it after what waits for the device, such as `log(loss=loss)`. tokens, flops_per_token: see `Meter.step`.
+        tokens, flops_per_token: see `Meter.step`.
         """
         self._clock_stopped = True
         self._measured.close()
@@ -178,9 +186,14 @@ class Session:
         self._pause.enter_context(self._meter.paused())
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Add numbers to this step's line; a tensor of one element is waited for."""
+        """Add numbers to this step's line. A tensor of one element on a device is on its way to the host until the line is
+        written, a step later; before that it is NaN in `scalars`."""
         for name, value in scalars.items():
-            self.scalars[name] = value.item() if isinstance(value, Tensor) else float(value)
+            if isinstance(value, Tensor) and value.device != HOST:
+                self._arriving[name] = copy_to_host(value.detach())
+                self.scalars[name] = math.nan
+            else:
+                self.scalars[name] = float(value)
 
     def evaluates(self, step: int) -> bool:
         """Whether the step is one of --eval-every, or the last."""
@@ -204,7 +217,8 @@ class Session:
         return record_trace(run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
 
     def _begin(self, step: int) -> None:
-        self._step, self._leaving, self._clock_stopped, self.scalars = step, None, False, {}
+        self._step, self._leaving, self._clock_stopped = step, None, False
+        self.scalars, self._arriving = {}, {}
         if self._scheduler is not None:
             self.scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
 
@@ -212,12 +226,21 @@ class Session:
         self.scalars["skipped_steps"] = self.guard.skipped
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())
-        self.logger.log(step, self.scalars)
-        # After the line is logged: a job that is killed while it saves has its numbers.
         saves = self.saves(step)
         self.stopped = bool(self._leaving) and step < self._total
+        self._unwritten.append((step, self.scalars, self._arriving))
+        # A line is written a step later, when its numbers have come: the host does not wait for the device to log. Before a
+        # checkpoint it does: a job that is killed while it saves has its numbers.
+        self._write_lines(waiting=0 if saves or self.stopped or step == self._total or not self._arriving else 1)
         if saves:
             self._save(step)
+
+    def _write_lines(self, *, waiting: int) -> None:
+        """All but the last `waiting`."""
+        while len(self._unwritten) > waiting:
+            step, scalars, arriving = self._unwritten.pop(0)
+            scalars.update({name: read().item() for name, read in arriving.items()})
+            self.logger.log(step, scalars)
 
     def _resume(self) -> int:
         """Load the newest checkpoint that the run, or all parts, have. Returns its step, or 0 without one."""

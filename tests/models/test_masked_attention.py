@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import meshkit as mk
-from meshkit.core import host_copy
+from meshkit.core import to_device as copies
 from meshkit.core import masked_attention as module
 from meshkit.core._torch import FakeTensorMode, TorchDispatchMode, tree_leaves
 from meshkit.core.attention_kernels import CUDA_FLASH, MATH
@@ -278,19 +278,19 @@ def test_documents_are_read_from_the_host_s_copy() -> None:
     """Stands in for a device: a tensor whose values would be wrong if they were read."""
     host = positions([5, 3])
     moved = torch.zeros_like(host)
-    setattr(moved, host_copy._HOST, (host, host._version, moved._version))
-    assert host_copy.on_host(moved) is host
+    setattr(moved, copies._COPIED, (host, host._version, moved._version))
+    assert copies.on_host(moved) is host
     mask = attention_mask(moved, moved, window=None)
     assert isinstance(mask, MaskedRows) and len(mask.table) == 2
     moved[:] = torch.arange(8)
-    assert host_copy.on_host(moved) is not host
+    assert copies.on_host(moved) is not host
     assert attention_mask(moved, moved, window=None) is None
 
 
 def test_a_tensor_that_stays_where_it_is_has_no_copy() -> None:
     here = torch.arange(3)
-    assert host_copy.to_device(here, torch.device("cpu")) is here
-    assert not hasattr(here, host_copy._HOST)
+    assert copies.to_device(here, torch.device("cpu")) is here
+    assert not hasattr(here, copies._COPIED)
 
 
 @pytest.mark.gpu

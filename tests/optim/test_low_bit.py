@@ -187,3 +187,25 @@ def test_an_update_in_chunks_is_one_update() -> None:
                 param.grad = torch.randn(65, 80, generator=torch.Generator().manual_seed(step)).bfloat16()
                 optimizer.step()
     assert torch.equal(params[0], params[1])
+
+
+@pytest.mark.parametrize("states", ["fp32", *FEW])
+@pytest.mark.parametrize("rounding", [False, True])
+def test_an_update_of_many_parameters_is_that_of_each_alone(states: States, rounding: bool) -> None:
+    """Bit for bit, also where a chunk ends inside of a parameter."""
+    torch.manual_seed(0)
+    shapes = [(64, 80), (80,), (96, 80), (3, 40, 80), (70, 64), (64,), (), (0, 80)]
+    together = {str(number): nn.Parameter(torch.randn(shape).bfloat16()) for number, shape in enumerate(shapes)}
+    alone = {name: nn.Parameter(param.detach().clone()) for name, param in together.items()}
+    options: dict[str, Any] = {"states": states, "stochastic_rounding": rounding}
+    optimizers = [LowBitAdamW(list(together.items()), **options)]
+    optimizers += [LowBitAdamW([named], **options) for named in alone.items()]
+    with mock.patch.object(rng, "CHUNK", 9000):
+        for _ in range(3):
+            for name, param in together.items():
+                param.grad = torch.randn(param.shape).bfloat16()
+                alone[name].grad = param.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    for name, param in together.items():
+        assert torch.equal(param, alone[name]), name

@@ -15,6 +15,7 @@ import torch
 
 import meshkit as mk
 from meshkit.errors import StepError
+from meshkit.preflight.waits import recording
 from meshkit.recipes import Session, StepFlags
 from tests.world import run_ranks
 
@@ -113,6 +114,40 @@ def test_a_signal_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(tmp
     assert first["stopped"] and last["stopped"] and not first["finished"]
     assert "a signal on another rank: saved step 3; start again to go on" in first["said"] and not last["said"]
     assert checkpoints(tmp_path) == [3] and [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+
+
+def train_recorded(out: str, flags: dict[str, Any]) -> list[list[str]]:
+    """As on a GPU: (where the host waits) in each step."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, _ = tiny_run(mesh)
+    config = StepFlags(**{"out": Path(out), "warmup_steps": 0, "lr": 1e-2, "lr_kind": "constant", **flags})
+    waits = []
+    with recording(run) as seen, contextlib.redirect_stdout(io.StringIO()):
+        optimizer = mk.adamw(run, lr=1e-2)
+        with Session(run, config, optimizer=optimizer) as session:
+            for step in session.steps():
+                waits.append([str(wait) for wait in seen.take().waits])
+                loss = run.forward_backward(batch_of(step), loss=squares, count=count)
+                norm = mk.clip_grad_norm(run, config.clip)
+                if session.guard.allows(run, norm, step=step):
+                    optimizer.step()
+                optimizer.zero_grad()
+                session.log(loss=loss, grad_norm=norm)
+                session.stop_clock(tokens=8)
+    return waits[2:]
+
+
+def test_to_log_the_host_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    flags = {"steps": 6, "eval_every": 10, "save_every": 10}
+    (waits,) = run_ranks(1, train_recorded, str(tmp_path / "recorded"), flags)
+    for step in waits:
+        assert len(step) == 1 and "faults/nan_guard.py" in step[0], step
+    run_ranks(1, train, str(tmp_path / "plain"), flags)
+    kept = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in lines(tmp_path / of)]
+        for of in ("recorded", "plain")
+    ]
+    assert len(kept[0]) == 6 and kept[0] == kept[1]
 
 
 def test_a_session_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from .recompute import ignore_profiler_marks as ignore_profiler_marks
 from .recompute import in_backward as in_backward
 from .recompute import selective_contexts as selective_contexts
 from .tensors import dump_memory_snapshot as dump_memory_snapshot
+from .tensors import foreach_copy_ as foreach_copy_
 from .tensors import foreach_mul_ as foreach_mul_
 from .tensors import foreach_norm as foreach_norm
 from .tensors import record_memory_history as record_memory_history

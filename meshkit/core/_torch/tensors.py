@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # Taken over as they are. Checked: 2.11, 2.15, for all of them.
 # - tree_flatten, tree_leaves, tree_map, tree_unflatten: nested containers of tensors. Replaced by: nothing yet.
-# - foreach_norm, foreach_mul_: many tensors in one kernel, as torch.nn.utils.get_total_norm has them. Replaced by: loops.
+# - foreach_copy_, foreach_mul_, foreach_norm: many tensors in one kernel, as torch.nn.utils.get_total_norm has them. Replaced
+#   by: loops.
+foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 

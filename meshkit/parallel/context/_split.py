@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core.collectives import join_dim
 from meshkit.core.sharding import even_part
+from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED
 from meshkit.mask import Mask
@@ -78,7 +79,7 @@ class Context:
         split: dict[str, Tensor | SplitMask] = {**whole}
         for name, tensor in tensors.items():
             flat = rearrange(tensor, "b t ... -> 1 (b t) ...") if stream else tensor
-            shard = flat.index_select(1, index.to(tensor.device))
+            shard = flat.index_select(1, to_device(index, tensor.device))
             # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
             shard[:, count:] = IGNORED if name.startswith("labels") else 0
             split[name] = shard
@@ -291,8 +292,7 @@ class SplitMask:
         q, k, v = traded.split([q_heads, k_heads, k_heads], dim=2)
         read = regroup(self.part, self.ulysses, heads, kv_heads)
         if read is not None:
-            index = torch.tensor(read, device=k.device)
-            k, v = k.index_select(2, index), v.index_select(2, index)
+            k, v = _heads(k, read), _heads(v, read)
         if sinks is not None:
             own = even_part(heads, self.ulysses, self.part)
             sinks = sinks[own.start : own.stop]
@@ -314,13 +314,17 @@ class SplitMask:
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """All ranks' padded tokens, rank after rank, as the rows of the batch."""
-        joined = gathered.index_select(1, self._places.to(gathered.device))
+        if self._places.device != gathered.device:  # once for all layers
+            self._places = to_device(self._places, gathered.device)
+        joined = gathered.index_select(1, self._places)
         return rearrange(joined, "1 (b t) ... -> b t ...", b=self.rows) if self.rows else joined
 
     def own(self, values: Tensor) -> Tensor:
         """Of all tokens [rows, tokens, ...] this rank's, where padding repeats token 0."""
         flat = rearrange(values, "b t ... -> 1 (b t) ...") if self.rows else values
-        return flat.index_select(1, self._index.to(values.device))
+        if self._index.device != values.device:
+            self._index = to_device(self._index, values.device)
+        return flat.index_select(1, self._index)
 
     @cached_property
     def table_of_all(self) -> Tensor:
@@ -375,6 +379,12 @@ class AllTokens:
         out: Tensor = context_attention(q, k, v, split.table_of_all, split.group, scale, softcap or 0.0, sinks)[0]
         out = rearrange(out, "1 (b t) ... -> b t ...", b=split.rows) if split.rows else out
         return out[..., :narrow]
+
+
+def _heads(x_BTKD: Tensor, read: list[int]) -> Tensor:
+    """Of views: an index would have to be copied to the device."""
+    heads = x_BTKD.unbind(2)
+    return torch.stack([heads[index] for index in read], dim=2)
 
 
 def equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,13 +32,18 @@ def kv_heads_read(part: int, parts: int, heads: int, kv_heads: int) -> range:
 
 def heads_of(part: int, parts: int, heads: int, kv_heads: int) -> list[int]:
     """Indices of a rank's heads among the H + 2K of the joined tensor; kv_heads=0 for a tensor of query heads only."""
+    return [head for run in head_runs(part, parts, heads, kv_heads) for head in run]
+
+
+def head_runs(part: int, parts: int, heads: int, kv_heads: int) -> list[range]:
+    """The same as runs of neighbours, of which views are enough: an index would have to be copied to the device."""
     # Query heads, then the keys that they read, then the values: the order in which the receiver splits them again.
     keys = kv_heads_read(part, parts, heads, kv_heads)
-    return [
-        *even_part(heads, parts, part),
-        *(heads + key for key in keys),
-        *(heads + kv_heads + key for key in keys),
+    runs = [
+        even_part(heads, parts, part),
+        *(range(start + keys.start, start + keys.stop) for start in (heads, heads + kv_heads)),
     ]
+    return [run for run in runs if run]
 
 
 def regroup(part: int, parts: int, heads: int, kv_heads: int) -> list[int] | None:
@@ -61,7 +66,7 @@ def to_heads(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: i
     """
     parts, this_part = layout.ulysses, ring.rank % layout.ulysses
     sent = [
-        x[:, :, heads_of(part, parts, heads, kv_heads)].reshape(-1) if parts > 1 else x.reshape(-1)
+        _joined([x[:, :, run.start : run.stop] for run in head_runs(part, parts, heads, kv_heads)], x)
         for part in range(parts)
     ]
     local_heads = len(heads_of(this_part, parts, heads, kv_heads))
@@ -84,9 +89,15 @@ def to_tokens(x: Tensor, layout: Layout, ring: RingGroup, heads: int, kv_heads: 
     total = torch.zeros(
         (x.shape[0], length, heads + 2 * kv_heads, x.shape[3]), dtype=accumulator_dtype(x.dtype), device=x.device
     )
-    for source, piece in zip(sources, _all_to_all(sent, shapes, layout, ring), strict=True):
-        total.index_add_(2, torch.tensor(source, dtype=torch.int64, device=x.device), piece.to(total.dtype))
+    for part, piece in enumerate(_all_to_all(sent, shapes, layout, ring)):
+        runs = head_runs(part, parts, heads, kv_heads)
+        for run, values in zip(runs, piece.split([len(run) for run in runs], dim=2) if runs else (), strict=True):
+            total[:, :, run.start : run.stop] += values
     return total.to(x.dtype)
+
+
+def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces, dim=2).reshape(-1) if pieces else like.new_empty(0)
 
 
 def _all_to_all(sent: list[Tensor], shapes: Sequence[tuple[int, ...]], layout: Layout, ring: RingGroup) -> list[Tensor]:

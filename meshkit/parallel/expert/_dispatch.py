@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
 from meshkit.core.sharding import chunk
+from meshkit.core.to_device import copy_to_host, tensor_on
 from meshkit.moe.aux_loss import report_dropped
 from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, take_rows
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
@@ -45,9 +46,10 @@ class OneRank:
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
-        counts = counts_E.tolist()
-        order_M = order_M[: sum(counts)]
-        rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        on_host = copy_to_host(counts_E)
+        rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])  # while the counts come to the host
+        counts = on_host().tolist()
+        order_M, rows_MC = _without_dropped(order_M, rows_MC, sum(counts))
         return combine(compute(rows_MC, counts), order_M, routing.weights_NK)
 
 
@@ -147,10 +149,11 @@ class AllToAll:
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
-        plan = self.plan(counts_E)
-        order_M = order_M[: sum(plan.local_counts)]
-        # Dropped pairs are last in the order, so cutting it off drops them.
+        counts = self.gather_counts(counts_E)
+        # What the device does while the counts come to the host.
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
+        plan = self.plan(counts)
+        order_M, rows_MC = _without_dropped(order_M, rows_MC, sum(plan.local_counts))
         return combine(self.send_and_compute(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
 
     def send_and_compute(
@@ -169,14 +172,23 @@ class AllToAll:
             out = scatter_sum_rows(out, plan.gathered(), self.etp)
         return exchange(out, plan.received(), plan.sent(), self.ep)
 
-    def plan(self, counts_E: Tensor) -> DispatchPlan:
-        """Wire: an all-gather of E counts. The only place where the host waits for the device."""
-        ep, etp = self.ep.size(), 1 if self.etp is None else self.etp.size()
-        counts = counts_E.new_empty(ep * etp, self.experts)
+    def gather_counts(self, counts_E: Tensor) -> Callable[[], Tensor]:
+        """Every rank's counts, [ep * etp, E], on their way to the host. Wire: an all-gather of E counts."""
+        counts = counts_E.new_empty(self.ep_etp.size(), self.experts)
         dist.all_gather_into_tensor(counts, counts_E.unsqueeze(0), group=self.ep_etp)
+        return copy_to_host(counts)
+
+    def plan(self, counts: Callable[[], Tensor]) -> DispatchPlan:
+        """counts: of `gather_counts`. The only place where the host waits for the device."""
+        etp = 1 if self.etp is None else self.etp.size()
         coordinate = divmod(dist.get_rank(self.ep_etp), etp)
-        by_rank = rearrange(counts, "(ep etp) e -> ep etp e", ep=ep)
+        by_rank = rearrange(counts(), "(ep etp) e -> ep etp e", etp=etp)
         return DispatchPlan(by_rank.tolist(), coordinate)
+
+
+def _without_dropped(order_M: Tensor, rows_MC: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Dropped pairs are last in the order, so cutting it off drops them."""
+    return (order_M, rows_MC) if kept == len(order_M) else (order_M[:kept], rows_MC[:kept])
 
 
 def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
@@ -193,9 +205,8 @@ def kept_pairs(routing: Routing, experts: int, capacity: Capacity | None) -> tup
 def _by_expert(runs: list[int], experts: int, device: torch.device) -> Tensor:
     """The order that sorts rows by expert. Rows come in runs of one expert each: `experts` runs from each source rank."""
     ids = torch.arange(experts, device=device).repeat(len(runs) // max(experts, 1))
-    # `output_size` and a non-blocking copy: without them the host would wait for the device to learn the sum.
-    lengths = torch.tensor(runs, dtype=torch.int64).to(device, non_blocking=True)
-    return ids.repeat_interleave(lengths, output_size=sum(runs)).argsort(stable=True)
+    # `output_size`: without it the host would wait for the device to learn the sum.
+    return ids.repeat_interleave(tensor_on(runs, device), output_size=sum(runs)).argsort(stable=True)
 
 
 # Expert capacity: which (token, choice) pairs an expert keeps if it has more than its limit.

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshkit.core.to_device import tensor_on
 from meshkit.moe.routing import Overlapped, Routing, combine, take_rows
 from meshkit.parallel.expert._dispatch import AllToAll, Compute, experts_of, kept_pairs
 from meshkit.parallel.expert._exchange import gather_rows
@@ -59,7 +60,7 @@ class HotExperts:
         # The same on every rank, since `recent` has counts summed over all ranks: the all-gather below needs all of them.
         hot = self.chosen
         order_M, counts_E = kept_pairs(routing, self.inner.experts, self.capacity)
-        plan = self.inner.plan(counts_E)
+        plan = self.inner.plan(self.inner.gather_counts(counts_E))
         counts = plan.local_counts
         order_M = order_M[: sum(counts)]
         rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
@@ -85,7 +86,7 @@ class HotExperts:
     ) -> Tensor:
         group = self.inner.ep
         shares = self._shares(hot)
-        local_hot = torch.tensor(shares[dist.get_rank(group)], dtype=torch.int64, device=rows.device)
+        local_hot = tensor_on(shares[dist.get_rank(group)], rows.device)
         sizes = [len(share) for share in shares]
         # An autograd-aware gather: its backward reduce-scatters the copies' gradients to the experts' own ranks.
         copies = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.core.patch_class import patch_class
+from meshkit.core.to_device import to_device
 from meshkit.moe.routing import Routing
 
 
@@ -34,7 +35,7 @@ def add_compute(module: nn.Module) -> None:
         # of zeros the experts, and other ranks wait for both.
         padded_MC = rows_MC if len(rows_MC) else F.pad(rows_MC, (0, 0, 0, 1))
         lengths = torch.tensor(counts if len(rows_MC) else [1], dtype=torch.int64)
-        ids_M = torch.arange(len(lengths)).repeat_interleave(lengths).to(rows_MC.device, non_blocking=True)
+        ids_M = to_device(torch.arange(len(lengths)).repeat_interleave(lengths), rows_MC.device)
         ones_M1 = padded_MC.new_ones(len(padded_MC), 1)
         out: Tensor = stand_in.forward(padded_MC, ids_M.unsqueeze(1), ones_M1)
         return out[: len(rows_MC)]

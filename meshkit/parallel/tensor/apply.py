@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.core.sharding import chunk
+from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.layout import Call, TensorLayout, number_of, readers, shares_of, tensor_layout
@@ -246,7 +247,7 @@ def _on_first_input(module: nn.Module, change: Any) -> None:
 def _gathered_shares(out: Tensor, own: Tensor | None, mesh: DeviceMesh) -> Tensor:
     """The features of all ranks, or those of them that are a rank's own."""
     features = gather_dim(out, FEATURES_DIM, mesh)
-    return features if own is None else features.index_select(FEATURES_DIM, own.to(features.device))
+    return features if own is None else features.index_select(FEATURES_DIM, to_device(own, features.device))
 
 
 def _on_first_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

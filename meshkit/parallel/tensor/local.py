@@ -21,6 +21,7 @@ from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.core.quantized_weight import codes_of
 from meshkit.core.sharding import chunk
+from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.parallel.tensor.layout import ParamLayout, TensorLayout
 from meshkit.plan.auto import join
@@ -221,7 +222,7 @@ def _view(layout: ParamLayout, mesh: DeviceMesh, refuse_unlike: Callable[[Tensor
         value = _torch.local_shard(param) if isinstance(param, DTensor) else param
         if layout.gradient == "sum":
             value = copy_to_axis(value, mesh)
-        return value if indices is None else value.index_select(layout.dim, indices.to(value.device))
+        return value if indices is None else value.index_select(layout.dim, to_device(indices, value.device))
 
     return view
 

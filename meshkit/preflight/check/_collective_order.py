@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
-from meshkit.core.custom_op import body_of
+from meshkit.core.custom_op import watching_bodies
 from meshkit.core.waiting import waiting
 from meshkit.errors import CheckError
 from meshkit.mesh import Mesh
@@ -77,12 +77,9 @@ class CollectiveOrder(TorchDispatchMode):
         self._next: Counter[str] = Counter()
         self._groups = {group.group_name: group for group in [mesh.group, *self._axes.groups]}
 
+    @watching_bodies
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        body = body_of(name)
-        if body is not None:
-            with self:  # dispatch is off inside an operator: watch its body
-                return body(*args, **(kwargs or {}))
         space, _, op = name.partition("::")
         if space in SPACES and op not in WAITS:
             self._call(NAMES.get(op, op), args)

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
-from meshkit.core.custom_op import body_of
+from meshkit.core.custom_op import watching_bodies
 from meshkit.core.host_accounting import is_on_host, lies_on_host
 from meshkit.core.sharding import local_tensor
 
@@ -300,13 +300,10 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.tracker = tracker
 
+    @watching_bodies
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_torch.wraps_tensors(kind) for kind in types):
             return NotImplemented  # a tensor made of tensors: those inside are counted when it gets to them
-        body = body_of(func.name().partition(".")[0])
-        if body is not None:
-            with self:  # dispatch is off inside of an operator of ours: look into it
-                return body(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.tracker.saw(out)
         return out

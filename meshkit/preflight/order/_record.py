@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +15,10 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
-from meshkit.core.custom_op import body_of
+from meshkit.core.custom_op import watching_bodies
 from meshkit.mesh import Mesh
 from meshkit.preflight._collectives import BETWEEN_TWO, NAMES, SAME_SIZE, SPACES, WAITS
+from meshkit.preflight._where import where
 from meshkit.preflight.observe import Axes
 from meshkit.preflight.order._calls import Call, Event, Group, HostWait, Part, Wait
 
@@ -41,9 +39,6 @@ _RETURN_WORKS = (
 )
 _MAKERS = (dist, distributed_c10d, device_mesh)  # DeviceMesh has names of its own for what makes groups
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
-_ROOT, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
-_NOT_A_PLACE = (__file__, f"{_ROOT}core/_torch/")
-_LINES = 3  # who asks, and for whom
 _READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
@@ -95,18 +90,15 @@ class _Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------------- operators
 
+    @watching_bodies
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        body = body_of(name)
-        if body is not None:
-            with self:  # dispatch is off inside an operator: watch its body
-                return body(*args, **(kwargs or {}))
         space, _, op = name.partition("::")
         if any(map(_torch.is_fake, tree_leaves((args, kwargs)))):  # of a forward that is only read
             return func(*args, **(kwargs or {}))
         if space not in SPACES:
             if name in _READ_VALUES and not self._on_host:
-                self.events.append(HostWait(_where()))
+                self.events.append(HostWait(where()))
             return func(*args, **(kwargs or {}))
         if op == "wait_tensor":
             self._wait(self._results.get(args[0].data_ptr()))
@@ -131,10 +123,10 @@ class _Recorder(TorchDispatchMode):
             if self._batch is not None:
                 self._batch.append((part, group))
             else:
-                self.events.append(Call("p2p", known, parts=(part,), batched=False, where=_where()))
+                self.events.append(Call("p2p", known, parts=(part,), batched=False, where=where()))
             return
         size, dtype = (tensor.numel(), str(tensor.dtype)) if op in SAME_SIZE and not self._on_host else (None, "")
-        self.events.append(Call(op, known, size, dtype, on_host=bool(self._on_host), where=_where()))
+        self.events.append(Call(op, known, size, dtype, on_host=bool(self._on_host), where=where()))
 
     def _group(self, group: dist.ProcessGroup) -> Group:
         name = group.group_name
@@ -168,7 +160,7 @@ class _Recorder(TorchDispatchMode):
                 works = function(ops)
                 if self._batch:
                     group = self._group(self._batch[0][1])
-                    self.events.append(Call("p2p", group, parts=tuple(part for part, _ in self._batch), where=_where()))
+                    self.events.append(Call("p2p", group, parts=tuple(part for part, _ in self._batch), where=where()))
                     self._works |= {id(work): (len(self.events) - 1, work) for work in works}
             finally:
                 self._batch = None
@@ -206,13 +198,13 @@ class _Recorder(TorchDispatchMode):
                 self._split(world, [wanted])
             group = function(ranks, timeout, backend, *args, **kwargs)
             if not splits and isinstance(group, dist.ProcessGroup):  # its members meet
-                self.events.append(Call("make the group", self._group(group), on_host=True, where=_where()))
+                self.events.append(Call("make the group", self._group(group), on_host=True, where=where()))
             return group
 
         return new_group
 
     def _split(self, parent: dist.ProcessGroup, ranks: Sequence[Sequence[int]]) -> None:
-        self.events.append(Call(f"split into {list(ranks)}", self._group(parent), on_host=True, where=_where()))
+        self.events.append(Call(f"split into {list(ranks)}", self._group(parent), on_host=True, where=where()))
 
     def with_wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -231,21 +223,7 @@ class _Recorder(TorchDispatchMode):
         @wraps(function)
         def read(tensor: Tensor) -> Any:
             if not self._on_host:
-                self.events.append(HostWait(_where()))
+                self.events.append(HostWait(where()))
             return function(tensor)
 
         return read
-
-
-def _where() -> str:
-    """The innermost lines of meshkit's own, else one of the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    own, of_user = list[str](), ""
-    while frame is not None and len(own) < _LINES:
-        path, line = frame.f_code.co_filename, frame.f_lineno
-        if path.startswith(_ROOT) and not path.startswith(_NOT_A_PLACE):
-            own.append(f"{path.removeprefix(_ROOT)}:{line}")
-        if not of_user and not path.startswith((_ROOT, _TORCH)) and "contextlib" not in path:
-            of_user = f"{path.rpartition('/')[2]}:{line}"
-        frame = frame.f_back
-    return " < ".join(own) or of_user

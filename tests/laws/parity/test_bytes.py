@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -155,8 +155,8 @@ class Noting(AllToAll):
 
     plans: list[DispatchPlan] = field(default_factory=list)
 
-    def plan(self, counts_E: Tensor) -> DispatchPlan:
-        self.plans.append(super().plan(counts_E))
+    def plan(self, counts: Callable[[], Tensor]) -> DispatchPlan:
+        self.plans.append(super().plan(counts))
         return self.plans[-1]
 
 

@@ -1,0 +1,47 @@
+"""Law 10 as data: where the host waits in a step of two layers, and how many operators it launches, by cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshkit.strategy import States
+from tests.laws.gate.cell import Cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """waits: how often in a step, by the file that asks. launches: of forward and backward. clip: of norm and clipping.
+    copied_beside: bytes that go to the device with the batch: the count of its labels, indices, row counts of experts."""
+
+    waits: dict[str, int] = field(default_factory=dict)
+    launches: int
+    clip: int
+    copied_beside: int = 8
+
+
+DISPATCH, LOOP, CP = "parallel/expert/_dispatch.py", "models/experts.py", "parallel/context/_split.py"
+
+PINNED: list[tuple[Cell, Pinned]] = [
+    (Cell(mesh="dp_shard=2", precision="fp32"), Pinned(launches=299, clip=13)),
+    (Cell(mesh="dp_shard=2 tp=2", precision="fp32", sizes="uneven"), Pinned(launches=492, clip=20, copied_beside=1544)),
+    (Cell(mesh="pp=2", precision="fp32", microbatches=2), Pinned(launches=502, clip=12)),
+    (Cell(mesh="dp_shard=2", precision="fp32", model="tied", recompute="full"), Pinned(launches=376, clip=13)),
+    # The ranks of cp compare their batches on the host, over gloo.
+    (
+        Cell(mesh="cp=2", precision="fp32", model="qwen", context="ulysses"),
+        Pinned(waits={CP: 1}, launches=463, clip=13),
+    ),
+    # Torch's grouped product needs no counts on the host where all experts are here; a loop over them does.
+    (Cell(mesh="dp_shard=2", precision="fp32", model="moe"), Pinned(launches=394, clip=13)),
+    (Cell(mesh="dp_shard=2", precision="fp64", model="moe"), Pinned(waits={LOOP: 1}, launches=501, clip=11)),
+    (
+        Cell(mesh="dp_shard=2 ep=2", precision="fp32", model="moe"),
+        Pinned(waits={DISPATCH: 1}, launches=405, clip=20, copied_beside=88),
+    ),
+    (
+        Cell(mesh="tp=2", precision="fp32", model="mla"),
+        Pinned(waits={DISPATCH: 1}, launches=653, clip=26, copied_beside=40),
+    ),
+]
+UPDATE: dict[States, int] = {"fp32": 2, "8bit": 58, "4bit": 74, "fp8": 58}
+"""Launches of an optimizer's step, however many parameters there are."""
