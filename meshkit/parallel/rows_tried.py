@@ -107,7 +107,8 @@ def _run(
     for number, (begin, end) in enumerate(((0, ROWS), (0, ROWS), (0, half), (half, ROWS))):
         args, kwargs = _torch.tree_map(partial(part, begin=begin, end=end), given)
         # Of its own, for a forward may keep state.
-        copy = copied(valued, {id(each): _own(each) for each in (*valued.parameters(), *valued.buffers())}, {})
+        tensors: dict[int, Any] = {id(each): _own(each) for each in (*valued.parameters(), *valued.buffers())}
+        copy = copied(valued, tensors, {})
         with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped():
             torch.manual_seed(number)
             try:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import meshkit as mk
-from meshkit.core import to_device as copies
 from meshkit.core import masked_attention as module
+from meshkit.core import to_device as copies
 from meshkit.core._torch import FakeTensorMode, TorchDispatchMode, tree_leaves
 from meshkit.core.attention_kernels import CUDA_FLASH, MATH
 from meshkit.core.custom_op import body_of
