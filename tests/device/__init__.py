@@ -40,7 +40,7 @@ def _compile(library: Path) -> None:
     include = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     unfinished = library.with_suffix(".part")
     command = [
-        *(COMPILER, "-O0", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(unfinished)),
+        *(COMPILER, "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(unfinished)),
         *("-DTORCH_EXTENSION_NAME=late", "-DUSE_DISTRIBUTED", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *(f"-I{path}" for path in include),
         *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
@@ -66,6 +66,9 @@ def load() -> Any:
 
 
 def _group(late: Any) -> Any:
+    # torch asks every backend for it, and has it in Python alone.
+    late.Group._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
+
     def group(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return late.Group(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 

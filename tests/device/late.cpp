@@ -55,12 +55,6 @@ struct Item {
   std::string name;
 };
 
-struct Lane {
-  std::deque<Item> queue;
-  int64_t queued = 0, done = 0;
-  Clock clock;
-};
-
 struct Access {
   const char *from, *to;
   int lane;
@@ -75,6 +69,13 @@ struct Block {
   int owner; // lane it was allocated on; -1 for pinned host memory
   std::set<int> recorded;
   std::vector<Access> accesses;
+};
+
+struct Lane {
+  std::deque<Item> queue;
+  int64_t queued = 0, done = 0;
+  Clock clock;
+  std::vector<Block> freed, reused; // memory that was allocated here: see `overwrite`
 };
 
 struct Freed {
@@ -247,6 +248,7 @@ void perhaps_run() {
 }
 
 void take_freed();
+void overwrite(int which);
 
 int64_t enqueue(
     int which, const std::string& name, const std::vector<Range>& reads, const std::vector<Range>& writes,
@@ -256,6 +258,7 @@ int64_t enqueue(
   Lane& lane = lanes[which];
   join(lane.clock, host);
   if (lane.clock.size() <= static_cast<size_t>(which)) lane.clock.resize(which + 1, 0);
+  overwrite(which);
   int64_t at = lane.clock[which] = ++lane.queued;
   for (auto& range : reads) touch(range, which, at, false, name);
   for (auto& range : writes) touch(range, which, at, true, name);
@@ -268,7 +271,8 @@ int64_t enqueue(
   return at;
 }
 
-// Memory goes back to the stream it came from: what that stream queues next may overwrite it.
+// Memory goes back to the stream it came from: what that stream allocates next may be it, and what it queues then may
+// overwrite it. So it is overwritten with the first operation after the next allocation.
 void take_freed() {
   std::vector<char*> taken;
   {
@@ -280,28 +284,34 @@ void take_freed() {
     if (it == blocks.end()) continue;
     Block block = std::move(it->second);
     blocks.erase(it);
-    if (block.owner >= 0) {
-      Lane& lane = lanes[block.owner];
-      join(lane.clock, host);
-      for (auto& access : block.accesses) {
-        if (access.lane == block.owner || block.recorded.count(access.lane)) continue;
-        if (at_lane(lane.clock, access.lane) >= access.at) continue;
-        std::ostringstream text;
-        text << "memory of stream " << block.owner << " is freed while " << access.name << " on stream " << access.lane
-             << " may still " << (access.writes ? "write" : "read") << " it (" << block.bytes << " bytes)";
-        report(text.str());
-      }
-      if (block.recorded.empty()) {
-        if (lane.clock.size() <= static_cast<size_t>(block.owner)) lane.clock.resize(block.owner + 1, 0);
-        lane.clock[block.owner] = ++lane.queued;
-        auto bytes = block.bytes;
-        lane.queue.push_back({++serial, lane.clock, [address, bytes] { std::memset(address, 0xFF, bytes); }, nullptr, "free"});
-        if (eager >= 1.0) run_until(block.owner, lane.queued, true);
-      }
+    // What `record_stream` was called on waits for the streams that it names, so nobody can see when it is used again.
+    if (block.owner >= 0 && block.recorded.empty()) {
+      lanes[block.owner].freed.push_back(std::move(block));
+    } else {
+      graveyard.push_back({std::move(block), ++serial});
     }
-    graveyard.push_back({std::move(block), ++serial});
   }
   if (graveyard.size() > 4096) bury();
+}
+
+void overwrite(int which) {
+  Lane& lane = lanes[which];
+  auto reused = std::move(lane.reused);
+  lane.reused.clear();
+  for (auto& block : reused) {
+    for (auto& access : block.accesses) {
+      if (access.lane == which || at_lane(lane.clock, access.lane) >= access.at) continue;
+      std::ostringstream text;
+      text << "memory of stream " << which << " was freed while " << access.name << " on stream " << access.lane << " may still "
+           << (access.writes ? "write" : "read") << " it (" << block.bytes << " bytes)";
+      report(text.str());
+    }
+    lane.clock[which] = ++lane.queued;
+    auto* address = block.address;
+    auto bytes = block.bytes;
+    lane.queue.push_back({++serial, lane.clock, [address, bytes] { std::memset(address, 0xFF, bytes); }, nullptr, "free"});
+    graveyard.push_back({std::move(block), ++serial});
+  }
 }
 
 // -------------------------------------------------------------------------------------------------------------------- memory
@@ -319,6 +329,11 @@ c10::DataPtr take(size_t bytes, int owner, c10::Device device) {
   std::memset(address, 0xFF, std::max<size_t>(bytes, 64)); // NaN, or -1
   auto* start = static_cast<char*>(address);
   blocks[start] = Block{start, bytes, owner, {}, {}};
+  if (owner >= 0) {
+    auto& lane = lanes[owner];
+    for (auto& block : lane.freed) lane.reused.push_back(std::move(block));
+    lane.freed.clear();
+  }
   return {address, address, give_back, device};
 }
 
@@ -894,6 +909,10 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (auto* block = block_of(static_cast<const char*>(self.storage().data()))) block->recorded.insert(lane_of(stream));
 }
 
+bool compatible(const at::Tensor&, const at::Tensor&) { // `param.data = param.data.to(device)`, as between CPU and CUDA
+  return true;
+}
+
 int64_t sdp_choice(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool, std::optional<double>,
     bool) {
@@ -1150,6 +1169,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("_has_compatible_shallow_copy_type", &compatible);
   m.impl("record_stream", &record_stream);
   m.impl("_fused_sdp_choice", &sdp_choice);
 }
