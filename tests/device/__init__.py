@@ -87,7 +87,7 @@ def _module(late: Any) -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": accelerator.device_count,
+        "device_count": lambda: late.DEVICES,
         "current_device": accelerator.current_device_index,
         "set_device": accelerator.set_device_index,
         "current_stream": accelerator.current_stream,

@@ -24,6 +24,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -977,7 +978,24 @@ struct Group final : c10d::Backend {
     gloo_->setTimeout(timeout);
   }
 
-  // Starts `start` on copies of the inputs and of what the outputs are before, and queues the copy out.
+  // Runs what was queued elsewhere before this moment, and of this group what writes these ranges: no more, since what is
+  // before in the group may wait for another rank, which may wait for what is started now.
+  void finish_for(const std::vector<Range>& ranges) {
+    Clock before = lanes[lane_].clock;
+    for (size_t other = 0; other < before.size(); ++other)
+      if (static_cast<int>(other) != lane_) run_until(static_cast<int>(other), before[other], false);
+    int64_t last = 0;
+    for (auto& range : ranges) {
+      Block* block = range.from == range.to ? nullptr : block_of(range.from);
+      if (!block) continue;
+      for (auto& access : block->accesses)
+        if (access.lane == lane_ && access.writes && access.from < range.to && range.from < access.to)
+          last = std::max(last, access.at);
+    }
+    run_until(lane_, last, false);
+  }
+
+  // Starts `start` on copies of the inputs, and queues the copy to the outputs.
   Started launch(
       c10d::OpType type, const std::string& name, const Tensors& inputs, const Tensors& outputs,
       const std::function<Started(Tensors&, Tensors&)>& start, double scale = 1.0) {
@@ -991,23 +1009,21 @@ struct Group final : c10d::Backend {
     std::vector<Range> reads, writes;
     for (auto& each : inputs) reads.push_back(range_of(each));
     for (auto& each : outputs) writes.push_back(range_of(each));
+    if (!inputs.empty()) finish_for(reads); // gloo reads at once
     auto ins = std::make_shared<Tensors>(), outs = std::make_shared<Tensors>();
-    int64_t at = enqueue(lane_, name, reads, {}, [=] {}); // what comes before has to be over: gloo reads at once
-    run_until(lane_, at, false);
+    const bool in_place = &inputs == &outputs;
     Started work;
     std::vector<at::Tensor> targets;
     {
       Plain plain;
-      for (auto& each : inputs) ins->push_back(on_host(each).contiguous().clone());
-      for (auto& each : outputs) {
-        targets.push_back(on_host(each));
-        outs->push_back(targets.back().clone(at::MemoryFormat::Contiguous));
-      }
+      for (auto& each : inputs) ins->push_back(on_host(each).clone(at::MemoryFormat::Contiguous));
+      for (auto& each : outputs) targets.push_back(on_host(each));
+      for (size_t i = 0; i < targets.size(); ++i)
+        outs->push_back(in_place ? (*ins)[i] : at::empty_like(targets[i], at::MemoryFormat::Contiguous));
       work = start(*ins, *outs);
     }
-    auto over = std::make_shared<bool>(false);
     enqueue(
-        lane_, name, {}, writes,
+        lane_, name, reads, writes,
         [=] {
           if (work) work->wait();
           for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(scale == 1.0 ? (*outs)[i] : (*outs)[i] * scale);
@@ -1182,6 +1198,7 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sdp_choice)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  m.attr("DEVICES") = DEVICES;
   m.def("configure", [](double by_chance, uint64_t seed) {
     Guard lock(mutex);
     eager = by_chance;

@@ -132,7 +132,7 @@ class HostTier:
         return self.space.arena.peak_bytes
 
     def describe(self) -> str:
-        pinned = "pinned " if self.streams.device.type == "cuda" else ""
+        pinned = "" if self.streams.device.type == "cpu" else "pinned "
         return f"{pinned}host memory, {self.space.arena.total_bytes / 2**20:,.1f} MiB taken"
 
 
