@@ -37,4 +37,6 @@ def difference(value: Tensor | None, expected: Tensor) -> float:
 
 
 def same_bits(value: Tensor, expected: Tensor) -> bool:
-    return value.shape == expected.shape and torch.equal(local_tensor(value).to(expected.device), expected.detach()[local_slices(value)])
+    return value.shape == expected.shape and torch.equal(
+        local_tensor(value).to(expected.device), expected.detach()[local_slices(value)]
+    )

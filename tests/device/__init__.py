@@ -1,4 +1,4 @@
-"""The device `late` (see late.cpp): an accelerator on the host, built once from this folder, loaded into this process by `load`."""
+"""The device `late` (see late.cpp), an accelerator on the host: built once from this folder, loaded by `load`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def _compile(library: Path) -> None:
     unfinished = library.with_suffix(".part")
     command = [
         *(COMPILER, "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(unfinished)),
-        *("-DTORCH_EXTENSION_NAME=late", "-DUSE_DISTRIBUTED", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
+        *(
+            "-DTORCH_EXTENSION_NAME=late",
+            "-DUSE_DISTRIBUTED",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ),
         *(f"-I{path}" for path in include),
         *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
     ]

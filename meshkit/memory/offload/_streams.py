@@ -123,7 +123,8 @@ class AcceleratorStreams:
     def slab(self, nbytes: int) -> Tensor:
         """On CUDA registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
         if self.device.type != "cuda":
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            return memory.narrow(0, -memory.data_ptr() % mmap.PAGESIZE, nbytes)
         slab = pages(nbytes)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
