@@ -333,7 +333,7 @@ c10::DataPtr take(size_t bytes, int owner, c10::Device device) {
   if (owner >= 0) {
     auto& lane = lanes[owner];
     // It may be memory that kernels of this stream, which are queued, still use: who else writes it has to wait for them.
-    blocks[start].accesses.push_back({start, start + bytes, owner, lane.queued, true, "what had this memory before"});
+    blocks[start].accesses.push_back({start, start + bytes, owner, lane.queued, true, "(what had this memory before)"});
     for (auto& block : lane.freed) lane.reused.push_back(std::move(block));
     lane.freed.clear();
   }
@@ -878,12 +878,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   bool pageable = crosses && !(block && block->owner < 0);
   bool staged = pageable && late(self);
   auto from = staged ? source.clone() : on_host(source), to = on_host(self);
-  std::vector<at::Tensor> kept; // pinned memory of torch's own allocator outlives the copies that use it; so does this
-  if (crosses && !pageable) kept.push_back(on_cpu);
   std::vector<Range> reads, writes{range_of(self)};
   if (!staged) reads.push_back(range_of(source));
   const char* name = !crosses ? "copy_" : late(self) ? "copy_ to the device" : "copy_ to the host";
-  enqueue(lane, name, reads, writes, [from, to, kept] { to.copy_(from); });
+  enqueue(lane, name, reads, writes, [from, to] { to.copy_(from); });
   if (crosses && (!non_blocking || (pageable && late(source)))) host_waits_for(lanes[lane].clock);
   return self;
 }

@@ -86,13 +86,6 @@ MISTAKES = [
         cell=HOST,
     ),
     Mistake(
-        name="a fetch does not wait for the store",
-        file=HOST_TIER,
-        old="(self._left, streams.mark())",
-        new="(streams.mark(),)",
-        cell=HOST,
-    ),
-    Mistake(
         name="a fetch does not wait for the memory it writes",
         file=HOST_TIER,
         old="(self._left, streams.mark())",
