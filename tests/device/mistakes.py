@@ -135,20 +135,6 @@ MISTAKES = [
         cell=DISK,
     ),
     Mistake(
-        name="staging memory is free while its copy reads it",
-        file=DISK_TIER,
-        old=" and self._last.query():",
-        new=":",
-        cell=DISK,
-    ),
-    Mistake(
-        name="what is forwarded does not wait for its store",
-        file=DISK_TIER,
-        old="target, (after, ready))",
-        new="target, (ready,))",
-        cell=DISK,
-    ),
-    Mistake(
         name="a gradient leaves before it is computed",
         file=COPIES,
         old="self._stream.wait_stream(torch.accelerator.current_stream(self._device))",
