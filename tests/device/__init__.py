@@ -63,7 +63,7 @@ def load() -> Any:
     late = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(late)
     torch.utils.rename_privateuse1_backend("late")
-    torch._register_device_module("late", _module(late))  # type: ignore[attr-defined]
+    torch.late = sys.modules["torch.late"] = _module(late)  # type: ignore[attr-defined]  # where torch looks for it
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("late", _group(late), devices=["late"])
     return late
