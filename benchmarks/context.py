@@ -32,9 +32,9 @@ from rows import environment, spread
 from torch import Tensor
 
 import meshkit as mk
+from meshkit.core.attention_kernels import Backward, Forward
 from meshkit.faults import run_main
 from meshkit.parallel.context import Shape, choose
-from meshkit.parallel.context._kernels import Backward, Forward
 from meshkit.parallel.context._layout import plan
 
 RESULTS = Path(__file__).parent / "results" / "context.jsonl"

@@ -12,8 +12,12 @@
 set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
+# Rows of uneven lengths leave holes between blocks of one size; segments that grow do not.
+export PYTORCH_ALLOC_CONF=expandable_segments:True
+
+# Each rank runs on the cores, and with the memory, of its GPU's socket (NUMA node).
 srun torchrun \
-    --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 \
+    --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 --numa-binding node \
     --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \
     examples/llama_pretrain.py \
     --model llama3-8b --mesh "dp_replicate=-1 dp_shard=8" --precision bf16 --compile --recompute selective \

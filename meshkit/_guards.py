@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from meshkit.parallel.rows import RowsGuard
+from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.parallel.tensor.guard import Guard
 from meshkit.resolve import Resolved
 
 
-def guards_of(resolved: Resolved) -> list[Guard | RowsGuard]:
-    found: list[Guard | RowsGuard] = []
+def guards_of(resolved: Resolved) -> list[Guard | RowsGuard | StateGuard]:
+    found: list[Guard | RowsGuard | StateGuard] = []
     program, spec, blocks = resolved.program, resolved.spec, resolved.blocks
     if resolved.layout is not None:
         found.append(Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=blocks))
+    closed = dict.fromkeys(resolved.experts, "experts")
     if spec.pp * spec.dp_replicate * spec.dp_shard > 1:
-        closed = dict.fromkeys(resolved.experts, "experts")
         found.append(RowsGuard(program, resolved.rows, blocks=blocks, closed=closed))
+    if resolved.cut is not None:
+        found.append(StateGuard(program, closed=closed, repeated=resolved.repeated))
     return found
+
+
+def state_of(
+    model: nn.Module, resolved: Resolved, guards: Sequence[Guard | RowsGuard | StateGuard]
+) -> StateGuard | StateWatch:
+    """What looks at the state that the model writes: of stages the guard that reads, else what sees it written."""
+    guard = next((each for each in guards if isinstance(each, StateGuard)), None)
+    closed = dict.fromkeys(resolved.experts, "experts")
+    return guard or StateWatch(model, resolved.program, closed=closed, repeated=resolved.repeated)

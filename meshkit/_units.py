@@ -13,7 +13,7 @@ from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
 from meshkit.mesh import Mesh
 from meshkit.parallel.agreement import Agreement
-from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units
+from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, prefetch_gathers
 from meshkit.parallel.pipeline import split_linears
 from meshkit.resolve import Resolved
 from meshkit.strategy import Budget
@@ -47,7 +47,7 @@ def keep_less(model: nn.Module, resolved: Resolved, blocks: list[str], mesh: Mes
 def shard_units(
     model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
 ) -> None:
-    """ZeRO: experts over their own ranks, then the rest."""
+    """ZeRO: experts over their own ranks, then the rest; with experts, blocks are gathered ahead of the host's waits."""
     zero, precision = resolved.zero, resolved.memory.precision
     keep_gathered = kept_units(blocks, units, resolved.head)
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
@@ -69,6 +69,10 @@ def shard_units(
         zero=zero,
         precision=precision,
     )
+    # With pp parameters are gathered once a step, before the host waits for anything.
+    if experts and resolved.cut is None:
+        inside = [[names[name] for name in experts if name.startswith(f"{block}.")] for block in blocks]
+        prefetch_gathers([[names[block], *others] for block, others in zip(blocks, inside, strict=True)])
 
 
 def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> Agreement | None:
@@ -76,6 +80,5 @@ def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -
     group = mesh.tokens.get_group()
     if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
         return None
-    repeated = {name for name in blocks if resolved.treatments[name].recompute.mode != "none"}
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts, repeated=repeated)
+    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts)

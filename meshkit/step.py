@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
-from meshkit.core.code import code_of
+from meshkit.core.code import code_of, is_ours
 from meshkit.core.gradient import gradient_of
+from meshkit.core.host_copy import to_device
 from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
 from meshkit.loss import IGNORED, LossWatch, cross_entropy
+from meshkit.loss.linear_logits import LinearLogits
 from meshkit.mask import Mask
+from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
@@ -35,6 +38,8 @@ from meshkit.parallel.data import after_inference, before_microbatch, normalises
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
+from meshkit.parallel.rows_tried import mixes_in_loss
+from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
 from meshkit.program import model_line, without_values
 from meshkit.resolve import Resolved
@@ -58,13 +63,30 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
             "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
             f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
         )
-    output = model(batch["input_ids"], **extra)
-    return cross_entropy(getattr(output, "logits", output), batch["labels"])
+    ids = _named(batch, "input_ids")
+    output = model(ids, **extra)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor | LinearLogits):
+        raise PlanError(
+            f"next_token_loss: {type(model).__name__} returns a {type(output).__name__}, and the loss of forward_backward "
+            "takes logits [B, T, V], plain or as `.logits`. Return those, or give it a loss of your own: "
+            "forward_backward(batch, loss=, count=), where loss(model, part) is a sum and count(batch) what it is over."
+        )
+    return cross_entropy(logits, _named(batch, "labels"))
 
 
 def count_labels(batch: Batch) -> Tensor:
     """The number of labels that are not ignored."""
-    return (batch["labels"] != IGNORED).sum()
+    return (_named(batch, "labels") != IGNORED).sum()
+
+
+def _named(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise DataError(
+            f"forward_backward: the batch has {', '.join(sorted(batch)) or 'nothing'}, and no {name!r}. Give input_ids and "
+            "labels, both [B, T], or a loss and a count of your own: forward_backward(batch, loss=, count=)."
+        )
+    return batch[name]
 
 
 @dataclass(eq=False)
@@ -85,6 +107,7 @@ class Run:
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
+    state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
     @property
@@ -137,19 +160,26 @@ class Run:
         tokens, by `split_batch`. mask: the attention mask, one for all rows or one for each; default: the model derives it
         from position_ids. step: the step's number, from which dropout on adapters draws its masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
-        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already.
+        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
         Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
         one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
+                "{'input_ids': ..., 'labels': ...}."
+            )
         tokens = self._count(batch, count).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
-        watch = self._watch(loss, count)
+        watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
-        self._refuse_batch_norm()
+        self._refuse_batch_norm(microbatches)
+        if self.state is not None:
+            self.state.begin_step(self.model, microbatches)
         if self.agreement is not None:
             self.agreement.begin_step()
         whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
@@ -165,17 +195,18 @@ class Run:
             with self._explained():
                 total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
-            for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
-                before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
-                with using_keys(part.get(KEYS)):
-                    with collect() as collected, self._forward():
-                        part_loss = loss(self.model, part)
-                    # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that
-                    # of the step's mean, however its tokens are split.
-                    with self._explained():
-                        ((part_loss + collected.total()) * weight / tokens).backward()
-                total += part_loss.detach() * weight
-                reports.append((collected, weight))
+            with shared_scales(self.model):
+                for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
+                    before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
+                    with using_keys(part.get(KEYS)):
+                        with collect() as collected, self._forward():
+                            part_loss = loss(self.model, part)
+                        # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up
+                        # to that of the step's mean, however its tokens are split.
+                        with self._explained():
+                            ((part_loss + collected.total()) * weight / tokens).backward()
+                    total += part_loss.detach() * weight
+                    reports.append((collected, weight))
         summed, means = self._sum_of_step(total, means)
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
@@ -194,9 +225,16 @@ class Run:
             self.watched.add(_codes(loss, count))
         return summed / tokens
 
-    def _watch(self, loss: Loss, count: Count) -> LossWatch | None:
+    def _watch(
+        self, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
+    ) -> LossWatch | None:
         """In the first step of a loss with a count."""
-        return None if _codes(loss, count) in self.watched else LossWatch(loss, count, self.mesh.device)
+        if _codes(loss, count) in self.watched:
+            return None
+        parts = microbatches * self.mesh.data_ranks
+        tried = parts > 1 and mask is None and not is_ours(loss)
+        mixes = tried and mixes_in_loss(self.resolved.program.model, loss, batch) is True
+        return LossWatch(loss, count, self.mesh.device, mixes=mixes)
 
     def _sum_of_step(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """Both over all ranks, and in the same message how many of them have not used some parameter."""
@@ -211,7 +249,9 @@ class Run:
     @contextmanager
     def _forward(self) -> Iterator[None]:
         """Around each forward of a training step with its loss. Raises: PlanError for what only a running model shows."""
-        with self._explained(), self.agreement.forward() if self.agreement is not None else nullcontext():
+        watch = self.state.forward() if isinstance(self.state, StateWatch) else nullcontext()
+        # Data ranks agree first: then all of them refuse what they write.
+        with self._explained(), watch, self.agreement.forward() if self.agreement is not None else nullcontext():
             yield
 
     @contextmanager
@@ -258,12 +298,14 @@ class Run:
         """Whether it was raised inside of the model's forward, and not in a loss."""
         return any(module is self.model for module in _called_modules(error))
 
-    def _refuse_batch_norm(self) -> None:
+    def _refuse_batch_norm(self, microbatches: int) -> None:
         """`resolve` refuses it too, but a model may be put into training mode later."""
+        ranks = self.mesh.tokens.size() > 1
         for name, module in self._batch_norms:
-            if self.mesh.tokens.size() > 1 and normalises_by_rows(module):
+            if (ranks and normalises_by_rows(module)) or (microbatches > 1 and normalises_by_rows(module, synced=True)):
+                some = "rank" if ranks and microbatches == 1 else "microbatch" if not ranks else "rank and microbatch"
                 raise PlanError(
-                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one rank. "
+                    f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one {some}. "
                     f"Call run.model.get_submodule({name!r}).eval() before the step."
                 )
 
@@ -332,21 +374,20 @@ class Run:
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """(microbatch with this rank's tokens on its device, weight of its loss) for each microbatch.
 
-        A microbatch without rows becomes a row of zeros with weight 0, see [Note: microbatches without rows].
+        A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows].
         """
         # [Note: microbatches without rows]
         # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
-        # backwards, and many models cannot run on no rows. So it runs a row of zeros, whose loss has the weight 0: gradients
-        # are zeros.
+        # backwards, and many models cannot run on no rows. So it runs the rank's first row again, and its loss has the weight
+        # 0: gradients are zeros. Not a row of zeros, of which a model may make NaN (x / x.norm()), and NaN times 0 is. A rank
+        # that has no row at all runs random features and ids of 0.
         _refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
             rows = min((tensor.shape[0] for tensor in part.values()), default=0)
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
-                part = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in part.items()}
-                if "attention_mask" in part:  # attention to nothing would be NaN, and NaN times 0 is
-                    part["attention_mask"].fill_(1)
+                part = {name: _spare_row(name, tensor) for name, tensor in batch.items()}
                 if not isinstance(mask, Mask | None):
                     ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.
@@ -370,7 +411,7 @@ class Run:
         return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.mesh.device, non_blocking=True) if isinstance(value, Tensor) else value
+        return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
 
     def _sum_over_tokens(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
@@ -388,6 +429,20 @@ def _called_modules(error: BaseException) -> list[Any]:
 def _runs_backward(error: BaseException) -> bool:
     """Whether autograd raised it, or what it ran."""
     return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
+
+
+def _spare_row(name: str, tensor: Tensor) -> Tensor:
+    """Of a microbatch without rows."""
+    if name == "position_ids":  # no token sees another, which sends the least over cp
+        return tensor.new_zeros((1, *tensor.shape[1:]))
+    if len(tensor):
+        return tensor[:1]
+    if name == "attention_mask":  # attention to nothing would be NaN
+        return tensor.new_ones((1, *tensor.shape[1:]))
+    row = tensor.new_zeros((1, *tensor.shape[1:]))
+    if row.is_floating_point():
+        row.normal_(generator=torch.Generator(row.device).manual_seed(0))
+    return row
 
 
 def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:

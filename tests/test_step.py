@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 
 import numpy as np
@@ -47,6 +48,43 @@ def own_loss() -> tuple[float, float]:
 
 def test_a_users_loss_is_normalised_over_the_whole_step_with_a_rank_that_has_no_rows() -> None:
     for errors in pool(4).run(own_loss):
+        assert max(errors) <= TOL_FP64
+
+
+class Directions(nn.Module):
+    """NaN for a row of zeros, of which there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x / x.norm(dim=-1, keepdim=True))
+
+
+def directions(rows: int) -> tuple[float, float]:
+    """Of three rows on two ranks one runs out of rows in the second microbatch, of one row it has none at all."""
+    torch.manual_seed(0)
+    one, model = Directions().double(), Directions().double()
+    model.load_state_dict(one.state_dict())
+    x = torch.randn(rows, 8, dtype=torch.float64)
+    expected = one(x).square().sum() / rows
+    expected.backward()
+    run = mk.parallelize(model, mesh := mesh_for("dp_shard=2"))
+    loss = run.forward_backward(
+        {"x": x.tensor_split(2)[mesh.data_rank]},
+        microbatches=2,
+        loss=lambda model, batch: model(batch["x"]).square().sum(),
+        count=lambda batch: torch.tensor(len(batch["x"])),
+    )
+    gradients = dict(one.named_parameters())
+    worst = max(difference(p.grad, gradients[name].grad) for name, p in run.named_parameters())
+    return abs(loss.item() - expected.item()), worst
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_microbatch_without_rows_is_harmless_where_the_model_makes_nan_of_zeros(rows: int) -> None:
+    for errors in pool(2).run(directions, rows):
         assert max(errors) <= TOL_FP64
 
 
@@ -189,6 +227,49 @@ def uneven_batch() -> None:
 def test_a_batch_whose_tensors_disagree_is_refused() -> None:
     with pytest.raises(RankError, match="different numbers of rows: {'input_ids': 2, 'labels': 3}"):
         run_ranks(1, uneven_batch)
+
+
+class Returns(nn.Module):
+    """A model whose output is in something else than `.logits`."""
+
+    def __init__(self, made: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.table, self.made = nn.Embedding(5, 5), made
+
+    def forward(self, ids: torch.Tensor) -> object:
+        return self.made(self.table(ids))
+
+
+def refusals_of_a_step() -> list[str]:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    cases: list[tuple[Callable[[torch.Tensor], object], object]] = [
+        (lambda x: (x, x), {"input_ids": ids, "labels": ids}),
+        (lambda x: {"scores": x}, {"input_ids": ids, "labels": ids}),
+        (lambda x: None, {"input_ids": ids, "labels": ids}),
+        (lambda x: x, {"input_ids": ids}),
+        (lambda x: x, {"labels": ids}),
+        (lambda x: x, ids),
+    ]
+    said = []
+    for made, batch in cases:
+        with pytest.raises(mk.MeshkitError) as error:
+            mk.parallelize(Returns(made), mesh_for("dp_shard=2")).forward_backward(batch)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def test_a_step_says_what_its_loss_and_its_batch_lack() -> None:
+    for said in pool(2).run(refusals_of_a_step):
+        for text, kind in zip(said[:3], ("tuple", "dict", "NoneType"), strict=True):
+            assert text.startswith(
+                f"next_token_loss: Returns returns a {kind}, and the loss of forward_backward takes logits"
+            )
+            assert "forward_backward(batch, loss=, count=)" in text
+        assert said[3].startswith(
+            "forward_backward: the batch has input_ids, and no 'labels'. Give input_ids and labels"
+        )
+        assert said[4].startswith("forward_backward: the batch has labels, and no 'input_ids'.")
+        assert said[5].startswith("forward_backward(batch=a Tensor): give a dict of tensors")
 
 
 def sampled(text: str) -> tuple[list[int], list[int], float]:

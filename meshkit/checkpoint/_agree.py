@@ -20,7 +20,9 @@ def host_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
 
     Its messages, from whichever thread, never queue behind or between the collectives of training.
     """
-    return _torch.copy_group(mesh.group, backend="gloo", timeout=timeout)
+    (group,) = _torch.split(mesh.group, [[mesh.ranks]], backend="gloo", timeout=timeout)
+    assert group is not None  # this rank is one of the mesh's
+    return group
 
 
 def gather_results(group: dist.ProcessGroup, action: str, act: Callable[[], T]) -> list[T]:

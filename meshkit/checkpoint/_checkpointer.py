@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
 from meshkit.checkpoint._load import checked_file, choose_step, open_checked, restore
-from meshkit.checkpoint._save import HostCopies, WriteJob, collect, write
+from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
 from meshkit.checkpoint._snapshot import CONFIG, STATE, read_state
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
@@ -119,6 +119,8 @@ class Checkpointer:
         self.wait()
         group = self._group(run)
         action = f"save(step={step})"
+        if self.asynchronous:
+            wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
         # Everything that may refuse comes before the thread starts: an error belongs to the save that caused it, and
         # on every rank.
         snapshot, parts = on_each_rank(

@@ -67,6 +67,19 @@ def collect(
     return snapshot, parts_to_write({**tensors, **rng_tensors(run.mesh.rank, run.mesh.device)})
 
 
+# [Note: pinning between idle devices]
+# The driver may finish all that is queued on a device before it pins memory. A collective that is queued there ends only
+# when its other ranks have queued theirs, and a rank that pins does not get to queue what they wait for: a deadlock. The
+# first save pins in the middle of training. So each rank waits for its own device before the collectives of a save on the
+# host: all devices are idle then, and no rank leaves the save, to queue more, before all have pinned.
+
+
+def wait_for_device(device: torch.device) -> None:
+    """The host waits for what is queued. A step's numbers are on the host by then, so that this is short."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class HostCopies:
     """Copies of parts in host memory, which the background thread writes while training goes on.
 

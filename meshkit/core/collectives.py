@@ -10,7 +10,9 @@
 | `join_dim`: all-gather           | keep local slice                 | its mirror             |
 
 Each takes a 1-D DeviceMesh. They are out of place and built on PyTorch's functional collectives, so that recompute and
-torch.compile see plain operators. On an axis of size 1 each is the identity and sends nothing.
+torch.compile see plain operators. On an axis of size 1 each is the identity and sends nothing. The backward of each is the
+forward of its mirror, and of what the mirror takes and gives the same holds: so a backward that is to be differentiated again
+(create_graph=True) goes through the mirror's node, and `reduce_from_axis` and `copy_to_axis` are each other's.
 
 [Note: collectives work on dim 0] NCCL and gloo join and split along the first dim, and read memory as it lies. So `dim` is
 moved to the front and made contiguous, which is a copy unless it is there already. `movedim` and no einops pattern, since
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
+from meshkit.core.double_backward import is_differentiated_again
 from meshkit.core.noting import noted
 from meshkit.errors import PlanError
 
@@ -64,7 +67,10 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
 def local_slice(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     """This rank's slice of `dim`, a view; all slices are of equal size. No communication."""
     if tensor.shape[dim] % axis.size():
-        raise PlanError(f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks.")
+        raise PlanError(
+            f"dim {dim} of a tensor {tuple(tensor.shape)} cannot be split evenly over {axis.size()} ranks. Pad the sequence "
+            f"to a multiple of {axis.size()}, or use sequence=False."
+        )
     size = tensor.shape[dim] // axis.size()
     return tensor.narrow(dim, axis.get_local_rank() * size, size)
 
@@ -79,7 +85,7 @@ class _CopyToAxis(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Autograd runs this after the backwards of all readers, weight gradients included, so there is nothing left to
         # compute while the message travels: it is waited for at once.
-        return all_reduce(grad, ctx.axis), None
+        return (_ReduceFromAxis.apply if is_differentiated_again() else all_reduce)(grad, ctx.axis), None
 
 
 class _ReduceFromAxis(torch.autograd.Function):
@@ -87,11 +93,12 @@ class _ReduceFromAxis(torch.autograd.Function):
     # sum, so each already has the full gradient of it.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
+        ctx.axis = axis
         return all_reduce(tensor, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _CopyToAxis.apply(grad, ctx.axis) if is_differentiated_again() else grad, None
 
 
 class _GatherDim(torch.autograd.Function):
@@ -102,7 +109,8 @@ class _GatherDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
+        moved = _ScatterSumDim.apply if is_differentiated_again() else reduce_scatter
+        return moved(grad, ctx.dim, ctx.axis), None, None
 
 
 class _ScatterSumDim(torch.autograd.Function):
@@ -113,7 +121,8 @@ class _ScatterSumDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.axis), None, None
+        moved = _GatherDim.apply if is_differentiated_again() else all_gather
+        return moved(grad, ctx.dim, ctx.axis), None, None
 
 
 class _SplitDim(torch.autograd.Function):
@@ -124,7 +133,8 @@ class _SplitDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.axis), None, None
+        moved = _JoinDim.apply if is_differentiated_again() else all_gather
+        return moved(grad, ctx.dim, ctx.axis), None, None
 
 
 class _JoinDim(torch.autograd.Function):
@@ -135,6 +145,8 @@ class _JoinDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if is_differentiated_again():
+            return _SplitDim.apply(grad, ctx.dim, ctx.axis), None, None
         return local_slice(grad, ctx.dim, ctx.axis).contiguous(), None, None
 
 

@@ -3,7 +3,7 @@
 from ._cross_entropy import IGNORED as IGNORED
 from ._cross_entropy import cross_entropy as cross_entropy
 from ._cross_entropy import vocabulary_part as vocabulary_part
-from ._mean import LossWatch as LossWatch
+from ._watch import LossWatch as LossWatch
 from ._token_log_probs import TokenLogProbs as TokenLogProbs
 from ._token_log_probs import log_sum_squares as log_sum_squares
 from ._token_log_probs import token_log_probs as token_log_probs

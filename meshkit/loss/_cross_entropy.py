@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshkit.core.double_backward import once_differentiable
 from meshkit.core.sharding import local_slices
 from meshkit.errors import PlanError
 from meshkit.loss.chunked import chunked_cross_entropy
@@ -72,6 +73,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return losses.masked_fill(~local_labels.valid, 0).sum()
 
     @staticmethod
+    @once_differentiable(
+        "cross-entropy of logits that are split over the vocabulary keeps probabilities without their graph.",
+        "Use labels and F.cross_entropy on logits.full_tensor()",
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, *local_labels = ctx.saved_tensors
         grads = probabilities * grad

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshkit.core.double_backward import once_differentiable
 from meshkit.errors import PlanError
 from meshkit.loss._cross_entropy import refuse_other_labels, vocabulary_part
 from meshkit.loss.chunked import Gradients, chunks_of, slices_of
@@ -125,7 +125,10 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable(
+        "token log-probabilities are computed again in backward, chunk by chunk.",
+        "Compute the loss of logits by F.cross_entropy",
+    )
     def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         settings = ctx.settings

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshkit.core.double_backward import once_differentiable
 from meshkit.loss.linear_logits import Head, LinearLogits, gathered_weight
 from meshkit.loss.vocab_parallel import IGNORED, find_labels, softmax_, wide_dtype
 
@@ -60,7 +60,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable(
+        "the chunked cross-entropy computes gradients in forward.", "Compute the loss of logits by F.cross_entropy"
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a graph that is retained may run this again.
         return (*(None if value is None else value * grad for value in ctx.saved_tensors), None, None)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.strategy import Fp8
 
@@ -42,7 +47,8 @@ def fp8_linears(module: nn.Module, *, linears: Iterable[str], policy: Fp8) -> No
 
     Forward and both products of backward, with scales from the largest absolute value of each tensor (tensorwise) or row
     (rowwise) of that moment. With tp a rank scales its own part, so numbers differ a little between meshes.
-    Wire: with gather, FSDP gathers the layers' weights in one byte an element, and all-reduces one maximum for each.
+    Wire: with gather, FSDP gathers the layers' weights in one byte an element. Their maxima are all-reduced: inside of
+    `shared_scales`, as in a run's step, all in one message; elsewhere one for each weight and gather.
     Source: torchao.float8; Micikevicius et al. 2022.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -55,6 +61,44 @@ def fp8_linears(module: nn.Module, *, linears: Iterable[str], policy: Fp8) -> No
         object.__setattr__(config, "emulate", policy.emulate)
     wanted = set(linears)
     convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in wanted)
+
+
+@contextmanager
+def shared_scales(module: nn.Module) -> Iterator[None]:
+    """Inside, gathers of fp8 weights use scales that are computed once, here. Nothing may write the weights inside.
+
+    Wire: one all-reduce of a maximum for each weight over the shards, in one message; none without such weights.
+    Source: torchao's precompute_float8_dynamic_scale_for_fsdp, whose scales are stale after the next optimizer step where
+    nobody calls it again, and which takes no rank without rows of a weight.
+    """
+    weights = [
+        child.weight for child in module.modules() if isinstance(child, nn.Linear) and isinstance(child.weight, DTensor)
+    ]
+    # By attribute: torchao is not imported where nobody uses it.
+    shards: list[Any] = [_torch.shard_object(weight) for weight in weights]
+    shards = [shard for shard in shards if hasattr(shard, "_precomputed_scale")]
+    if not shards:
+        yield
+        return
+    from torchao.float8.float8_utils import amax_to_scale
+
+    filled = [index for index, shard in enumerate(shards) if shard.numel()]
+    maxima = torch.zeros(len(shards), dtype=shards[0].dtype, device=shards[0].device)
+    with torch.no_grad():
+        if filled:
+            norms = _torch.foreach_norm([shards[index]._tensor for index in filled], torch.inf)
+            by_index = dict(zip(filled, norms, strict=True))  # a rank may have no rows of a weight
+            maxima = torch.stack([by_index.get(index, maxima[index]) for index in range(len(shards))])
+        mesh = weights[0].device_mesh
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+        scales = amax_to_scale(maxima, shards[0]._dtype)
+    for shard, scale in zip(shards, scales.unbind(), strict=True):
+        shard._precomputed_scale = scale
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard._precomputed_scale = None
 
 
 def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list[str]:

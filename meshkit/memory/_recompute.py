@@ -137,6 +137,24 @@ def refuse_treatments(treated: Mapping[str, Treatment], modules: Mapping[str, nn
             feed_forwards(modules[name], name)
 
 
+def repeated(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The modules of which some forward runs again in backward -> why a write there is wrong, and what to change."""
+    found = dict[str, str]()
+    for name, treatment in treated.items():
+        mode = treatment.recompute.mode
+        if mode == "activation":
+            inside = {id(child) for child in feed_forwards(modules[name], name)}
+            names = [each for each, module in modules.items() if id(module) in inside]
+        else:
+            names = [name] if mode != "none" else []
+        why = (
+            f"recompute={mode!r} runs the forward of {name!r} again in backward, so it is written twice. Leave recompute "
+            f"away for this block (Strategy(overrides={{{name!r}: BlockOverride(recompute='none')}}), without a Budget)."
+        )
+        found |= dict.fromkeys(names, why)
+    return found
+
+
 def treat(block: nn.Module, treatment: Treatment, *, compiled: bool = False) -> None:
     """Apply recompute and regather to the block, in place; offload is applied by `offload_activations`.
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
 from meshkit.errors import MeshError
+from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, make_groups
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.mesh.use_once import use_once
 from meshkit.mesh.world import start_world
@@ -43,8 +44,8 @@ class Mesh:
     spec: MeshSpec
     ranks: tuple[int, ...]
     """ranks of the world, increasing; their index here is their rank of the mesh"""
-    members: dist.ProcessGroup | None
-    """see `group`; None on a rank outside"""
+    members: MeshGroups | None
+    """its process groups; None on a rank outside"""
     dense: DeviceMesh
     data: DeviceMesh  # what fully_shard shards over: (dp_replicate, dp_shard*cp), or 1-D without replicas
     tokens: DeviceMesh  # 1-D: every rank that holds different tokens
@@ -84,33 +85,29 @@ class Mesh:
         """All ranks of the mesh."""
         self.require_here("mesh.group")
         assert self.members is not None
-        return self.members
+        return self.members.all
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Those of more than one rank that this rank is in, in the order in which they were first used."""
-        built = [self.__dict__[view] for view in ("expert", "expert_ranks") if view in self.__dict__]
-        views = [self.dense, *([self.shard] if self.data.mesh_dim_names else []), self.tokens, *built]
-        groups = [self.group, *(group for view in views for group in view.get_all_groups())]
-        return list({group.group_name: group for group in groups if group.size() > 1}.values())
+        self.require_here("mesh.groups")
+        assert self.members is not None
+        return [group for group in (self.members.all, *self.members.by_axes.values()) if group.size() > 1]
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The expert view, built on first use: a collective of all ranks. `init_mesh(ranks=...)` builds it at once."""
-        mesh = _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks)
-        _take_timeout(mesh, self.members)
-        if self.here:
-            use_once(mesh.get_all_groups(), self.device)
-        return mesh
+        """The expert view. Where ep and etp are 1, which makes it the dense one with dp_shard x cp x tp as edp, the first use
+        may make a group: a collective of all ranks of the mesh."""
+        self.require_here("mesh.expert")
+        assert self.members is not None
+        use_once(self.members.make([(axis,) for axis in EXPERT_AXES]), self.device)
+        return _device_mesh(self.device_type, self.spec, EXPERT_AXES, self.ranks, self.members)
 
     @cached_property
     def expert_ranks(self) -> DeviceMesh:
-        """1-D, ep x etp: the ranks that share the experts of one copy. A collective on first use, as `expert`."""
-        mesh = _combine(self.expert, ("ep", "etp"), self.spec, self.ranks)
-        _take_timeout(mesh, self.members)
-        if self.here:
-            use_once(mesh.get_all_groups(), self.device)
-        return mesh
+        """1-D, ep x etp: the ranks that share the experts of one copy."""
+        self.require_here("mesh.expert_ranks")
+        return _combine(self.expert, EXPERTS, self.members)
 
     @property
     def expert_data(self) -> DeviceMesh:
@@ -194,14 +191,16 @@ def init_mesh(
     timeout: how long any collective of any axis may take, after which a waiting rank raises. Default: 10 minutes for a new
     world; the world's own for one that was started before.
     Collective: every rank of the world must call it with the same arguments, ranks outside of `ranks` too.
-    Wire: a number over each of its groups, see [Note: each group is used when it is made]; with `ranks`, an all-gather of
-    the arguments.
+    Wire: names over the mesh, and a number over each of its groups, see [Note: each group is used when it is made]; with
+    `ranks`, an all-gather of the arguments.
 
     Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
     different meshes.
     """
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
+    if not isinstance(spec, MeshSpec | str | None):
+        raise MeshError(f"init_mesh(spec={spec!r}): give a text, as 'dp_shard=2 tp=2', a MeshSpec, or sizes by name.")
     wanted = (
         spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
     )
@@ -217,47 +216,37 @@ def init_mesh(
         _refuse_different_calls(wanted, part)
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
-    members = _torch.world() if len(part) == world else _group_of_part(part, timeout)
-    dense = _device_mesh(device_type, resolved, DENSE_AXES, part)
-    shard = _combine(dense, ("dp_shard", "cp"), resolved, part)
+    groups = make_groups(resolved, part, timeout)
+    dense = _device_mesh(device_type, resolved, DENSE_AXES, part, groups)
+    shard = _combine(dense, SHARD, groups)
     data = shard
-    if resolved.dp_replicate > 1 and members is not None:
+    if resolved.dp_replicate > 1 and groups is not None:
         data = dense["dp_replicate", "dp_shard"]
         # HSDP takes two axes. The ranks of cp hold the same parameters, so shards go over them too: a flattened axis, which
         # slicing cannot join with another.
         if resolved.cp > 1:
             data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
-    tokens = _combine(dense, ("dp_replicate", "dp_shard", "cp"), resolved, part) if resolved.dp_replicate > 1 else shard
-    for view in (dense, data, tokens):
-        _take_timeout(view, members)
-    mesh = Mesh(spec=resolved, ranks=tuple(part), members=members, dense=dense, data=data, tokens=tokens)
+    tokens = _combine(dense, TOKENS, groups) if resolved.dp_replicate > 1 else shard
+    mesh = Mesh(spec=resolved, ranks=tuple(part), members=groups, dense=dense, data=data, tokens=tokens)
     use_once([_torch.world()], mesh.device)
     if mesh.here:
         use_once(mesh.groups, mesh.device)
-    if len(part) < world:
-        # Now: making groups takes all ranks of the world, and those outside do not call the mesh's properties later.
-        _ = mesh.expert_ranks
     return mesh
 
 
-def _device_mesh(device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int]) -> DeviceMesh:
-    """The mesh of these axes over `ranks`. A collective of the whole world, whatever the ranks."""
+def _device_mesh(
+    device_type: str, spec: MeshSpec, axes: tuple[str, ...], ranks: Sequence[int], groups: MeshGroups | None
+) -> DeviceMesh:
+    """The mesh of these axes over `ranks`, with these groups; None on a rank outside."""
     # On the CPU by name: under `with torch.device("meta")` the grid would have no values.
     grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").reshape(tuple(spec.sizes(axes).values()))
-    return DeviceMesh(device_type, grid, mesh_dim_names=axes)
-
-
-def _group_of_part(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The process group of these ranks; None on ranks outside. A collective of the whole world."""
-    group = dist.new_group(list(ranks), timeout=timeout or _torch.timeout_of(_torch.world()))
-    # Outside of it torch returns a constant for "no member", not a group.
-    return group if isinstance(group, dist.ProcessGroup) else None
+    return _torch.mesh_of_groups(device_type, grid, axes, [groups.of(axis) for axis in axes] if groups else [])
 
 
 def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
     """Raises: MeshError where ranks ask for different meshes.
 
-    All ranks make all groups together, so without this a rank that asks for another mesh would leave the others waiting.
+    Ranks make groups together, so without this a rank that asks for another mesh would leave the others waiting.
     """
     calls: list[tuple[MeshSpec, list[int]]] = [(spec, list(ranks))] * dist.get_world_size()
     dist.all_gather_object(calls, (spec, list(ranks)))
@@ -294,25 +283,15 @@ def _ranges(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) != 1 else 'rank'} {shown}"
 
 
-def _take_timeout(mesh: DeviceMesh, members: dist.ProcessGroup | None) -> None:
-    """Give the mesh's groups the timeout of `members`; DeviceMesh gives them the backend's default."""
-    if members is None:
-        return
-    for group in mesh.get_all_groups():
-        _torch.set_timeout(group, _torch.timeout_of(members))
-
-
-def _combine(view: DeviceMesh, axes: tuple[str, ...], spec: MeshSpec, ranks: Sequence[int]) -> DeviceMesh:
-    """One axis out of several; no new group when at most one of them is larger than 1. On ranks outside, the view itself."""
-    large = tuple(axis for axis in axes if getattr(spec, axis) > 1)
-    # Every rank of the world takes part in making a group, in the same order: one that left would stop the others here.
-    if dist.get_rank() not in ranks:
-        if len(large) > 1:
-            _torch.join_flattening([[ranks[index] for index in group] for group in spec.groups(*large)])
+def _combine(view: DeviceMesh, axes: tuple[str, ...], groups: MeshGroups | None) -> DeviceMesh:
+    """One axis out of several of a view; one of its own where at most one of them is larger than 1. On ranks outside, the
+    view itself."""
+    if groups is None:
         return view
+    large = tuple(axis for axis in axes if getattr(groups.spec, axis) > 1)
     if len(large) <= 1:
         return view[large[0] if large else axes[0]]
-    return _torch.flatten_mesh(view[large], "_".join(large))
+    return _torch.flatten_mesh(view[large], "_".join(large), groups.of(*axes))
 
 
 def _default_device_type() -> str:

@@ -17,6 +17,13 @@ from meshkit.errors import MeshError
 # several times in every layer. `pp` is first in both views, since a pipeline stage is the same ranks in both.
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+# What other libraries call an axis.
+_ELSEWHERE = {
+    "dp": "Parameters are sharded over dp_shard (ZeRO, FSDP) and copied over dp_replicate (DDP). ",
+    "fsdp": "Parameters are sharded over dp_shard. ",
+    "ddp": "Parameters are copied over dp_replicate. ",
+    "sp": "Sequence parallelism lies on tp: Strategy(sequence=True). ",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": {word!r} is not axis=size. Write, for example, "dp_shard=2 tp=2".')
             if axis not in names:
                 near = difflib.get_close_matches(axis, names, n=1)
-                hint = f"Did you mean {near[0]!r}? " if near else ""
+                hint = f"Did you mean {near[0]!r}? " if near else _ELSEWHERE.get(axis, "")
                 raise MeshError(f'mesh "{text}": there is no axis {axis!r}. {hint}The axes are {", ".join(names)}.')
             if axis in sizes:
                 raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
@@ -129,7 +136,7 @@ class MeshSpec:
         others = [name for name in view if name not in axes]
         # For axis tp: "(pp dp_replicate dp_shard cp tp) -> (pp dp_replicate dp_shard cp) (tp)".
         pattern = f"({' '.join(view)}) -> ({' '.join(others)}) ({' '.join(axes)})"
-        return sorted(rearrange(torch.arange(prod(sizes.values())), pattern, **sizes).tolist())
+        return sorted(rearrange(torch.arange(prod(sizes.values()), device="cpu"), pattern, **sizes).tolist())
 
     def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
         """One line per axis: its groups of ranks and whether they stay inside a node.

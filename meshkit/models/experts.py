@@ -22,6 +22,7 @@ from meshkit.models.router import Router, RouterConfig
 from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, take_rows
 
 Kernel = Literal["grouped", "loop"]
+ONE_KERNEL_FROM = (9, 0)  # compute capability of torch's grouped_mm on CUDA; below it loops
 COMPILES_IN_BF16_ONLY = (
     torch.__version__ < "2.15"
 )  # grouped_mm on 2.11: its shape function refuses what its kernel takes
@@ -109,7 +110,8 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
     """The faster kernel that can compute experts of `sizes` features, and why.
 
     Measured on a CPU, forward and backward: grouped takes 0.8 to 1.0 of the loop's time for 64 experts, and 0.9 to 1.1 for 8.
-    On CUDA the loop waits for the counts and grouped does not.
+    On CUDA the loop waits for the counts, and grouped does not where it is one kernel: bf16, from compute capability 9.0 on.
+    Elsewhere there torch loops over the experts itself, and reads back where their rows end.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return KernelChoice("loop", f"torch's grouped_mm takes no {dtype}")
@@ -120,7 +122,19 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
         return KernelChoice(
             "loop", f"torch's grouped_mm needs rows of a multiple of 16 bytes, but has {tuple(sizes)} {dtype}"
         )
-    return KernelChoice("grouped", f"torch's grouped_mm is one kernel for all experts on {device.type}")
+    if device.type != "cuda":
+        return KernelChoice("grouped", f"torch's grouped_mm is one call for all experts on {device.type}")
+    if dtype != torch.bfloat16:
+        return KernelChoice("loop", f"torch's grouped_mm is one kernel on cuda in bf16 alone, and a loop in {dtype}")
+    # On a machine without a GPU a plan for GPUs passes: there is nothing to ask.
+    if torch.version.cuda and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < ONE_KERNEL_FROM:
+            had = ".".join(map(str, capability))
+            return KernelChoice(
+                "loop", f"torch's grouped_mm is one kernel from compute capability 9.0 on, and this is {had}"
+            )
+    return KernelChoice("grouped", "torch's grouped_mm is one kernel for all experts on cuda")
 
 
 def _loop(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

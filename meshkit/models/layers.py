@@ -6,18 +6,18 @@ RMSNorm is torch's: `nn.RMSNorm` computes its statistics in fp32 for lower preci
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from meshkit.core import _torch
+from meshkit.core.host_copy import on_host
+from meshkit.core.masked_attention import document_ends, mask_table, masked_attention
 from meshkit.core.noting import being_read
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
@@ -167,53 +167,35 @@ class SplitAttention(Protocol):
     def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor: ...
 
 
-class Documents:
-    """Document mask: causal attention inside of packed documents. Each is computed alone, so no pairs across them are.
+class MaskedRows:
+    """A `Mask` of known values, as the operator takes it: one launch for packed documents on CUDA, tiles for others.
 
-    documents_BT: the document number of each token. Inside a compiled block it is a dense mask, since other lengths would be
-    another graph.
+    table, ends: see `meshkit.core.masked_attention`. joined: whether the mask is of all rows end to end, or of each row.
     """
 
-    def __init__(self, documents_BT: Tensor, window: int | None) -> None:
-        self.documents_BT, self.window = documents_BT, window
-
-    @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Lengths of the documents, rows end to end."""
-        batch, tokens = self.documents_BT.shape
-        rows = torch.arange(batch, device=self.documents_BT.device) * (
-            tokens + 1
-        )  # no document goes on into the next row
-        numbers = rearrange(self.documents_BT + rearrange(rows, "b -> b 1"), "b t -> (b t)")
-        _, counts = numbers.unique_consecutive(return_counts=True)
-        lengths: list[int] = counts.tolist()
-        return lengths
-
-    def dense(self) -> Tensor:
-        """Who sees whom as a bool tensor [B, 1, T, T]."""
-        batch, tokens = self.documents_BT.shape
-        return _dense_mask(_visibility(self.documents_BT, self.window), batch, tokens, self.documents_BT.device)
+    def __init__(self, mask: Mask, rows: int, tokens: int, device: torch.device) -> None:
+        self.joined = mask.tokens != tokens
+        self.table = mask_table(mask)
+        _torch.any_length(self.table)  # of a compiled block: other documents, the same graph
+        self.ends = document_ends(mask, 1 if self.joined else rows, device)
 
     def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
         """[B, T, H, D of v]"""
-        if torch.compiler.is_compiling():
-            return attention(q_BTHD, k_BTKD, v_BTKD, self.dense())
-        q, k, v = (
-            rearrange(heads, "b t h d -> 1 (b t) h d").split(self.lengths, dim=1) for heads in (q_BTHD, k_BTKD, v_BTKD)
-        )
-        # Lengths are read back to the host, which a CPU run does not feel; on CUDA a BlockMask is used instead.
-        outs = [attention(*document, self._within(document[0].shape[1])) for document in zip(q, k, v, strict=True)]
-        return rearrange(torch.cat(outs, dim=1), "1 (b t) h d -> b t h d", b=len(q_BTHD))
-
-    def _within(self, length: int) -> Tensor | None:
-        """The dense window mask of a document of this length; None where plain causal attention is the same."""
-        if self.window is None or self.window >= length:
-            return None
-        return _dense_mask(_visibility(None, self.window), 1, length, self.documents_BT.device)
+        rows, (size, of_v) = len(q_BTHD), (q_BTHD.shape[-1], v_BTKD.shape[-1])
+        # Kernels take one size of heads, on CUDA a multiple of 8. Zeros add nothing to scores, and are cut off again.
+        width = max(size, of_v)
+        width += -width % 8 if q_BTHD.is_cuda else 0
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_BTHD, k_BTKD, v_BTKD))
+        if self.joined:
+            q, k, v = (rearrange(x, "b t h d -> 1 (b t) h d") for x in (q, k, v))
+        out: Tensor = masked_attention(q, k, v, self.table, self.ends, size**-0.5)[0]
+        if self.joined:
+            out = rearrange(out, "1 (b t) h d -> b t h d", b=rows)
+        return out[..., :of_v]
 
 
-# None is plain causal; a bool tensor [B, 1, T, S] is dense; a BlockMask is FlexAttention's.
-KernelMask = Tensor | BlockMask | Documents | SplitAttention | None
+# None is plain causal; a bool tensor [B, 1, T, S] is dense.
+KernelMask = Tensor | MaskedRows | SplitAttention | None
 
 
 def attention_mask(
@@ -228,93 +210,57 @@ def attention_mask(
     input_ids: [B, T]. mask: a `meshkit.Mask` of T tokens for every row, or of B*T, rows end to end; `window` cuts it. None:
     a query sees the keys of its own document that are not after it and, with `window`, less than `window` tokens before it;
     a document starts wherever a position of position_ids [B, T] is not the last one plus 1.
-    Returns None where that is plain causal attention, which has the fastest kernels; else a BlockMask on CUDA, and elsewhere
-    `Documents` or, of a description or a window alone, a dense bool tensor. On CUDA nothing is read back, so position_ids
-    always lead to a BlockMask there.
+    Returns None where that is plain causal attention, which has the fastest kernels; else `MaskedRows`. Where documents begin
+    is read on the host: from the host's copy of position_ids if they came by `meshkit.core.host_copy`, as `forward_backward`
+    brings them, and else the host waits for the device, once. A model compiled as a whole has a break of its graph here.
     """
-    batch, tokens = input_ids.shape
-    if position_ids is not None and being_read():
-        position_ids = None  # where documents begin is a matter of values, and attention is the same head by head
-    if mask is not None:
-        windowed = mask.windowed(window)
-        return _of_description(windowed, batch, tokens, input_ids.device) if isinstance(windowed, Mask) else windowed
-    # A window that no query reaches the end of is plain causal attention, for which kernels need no mask.
-    if window is not None and window >= tokens:
-        window = None
-    documents_BT = None
-    if position_ids is not None and input_ids.numel():
-        starts = F.pad(position_ids.expand_as(input_ids).diff(dim=1) != 1, (1, 0))
-        # Reading the answer would stall CUDA and cannot be traced by torch.compile.
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or bool(starts.any()):
-            documents_BT = starts.cumsum(dim=1)
-    if not input_ids.numel() or (documents_BT is None and window is None):
+    rows, tokens = input_ids.shape
+    if being_read():
+        # Where documents begin is a matter of values, and attention is the same head by head.
+        return _to_be_read(input_ids, window, mask)
+    if mask is None and position_ids is None and (window is None or window >= tokens):
         return None
-    if documents_BT is not None and not input_ids.is_cuda:
-        return Documents(documents_BT, window)
-    sees = _visibility(documents_BT, window)
-    if input_ids.is_cuda:
-        blocks: BlockMask = _fused(create_block_mask)(
-            # Without documents one mask serves all rows: FlexAttention broadcasts it over a batch of None.
-            sees,
-            batch if documents_BT is not None else None,
-            None,
-            tokens,
-            tokens,
-            device=input_ids.device,
-        )
-        return blocks
-    return _dense_mask(sees, batch, tokens, input_ids.device)
+    if isinstance(mask, Mask | None):
+        shown: MaskedRows | None = _masked_rows(rows, tokens, input_ids.device, position_ids, window, mask)
+        return shown
+    return mask.windowed(window)
 
 
-def _of_description(mask: Mask, batch: int, tokens: int, device: torch.device) -> KernelMask:
-    """The mask of a description (`Mask`) as kernels take it: one sequence for every row, or all rows end to end."""
-    mask.refuse_misfit(batch, tokens)
-    if mask.is_causal and mask.tokens == tokens:
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # torch types no such decorators
+def _masked_rows(
+    rows: int, tokens: int, device: torch.device, position_ids: Tensor | None, window: int | None, mask: Mask | None
+) -> MaskedRows | None:
+    if mask is None and position_ids is not None and rows * tokens:
+        positions = on_host(position_ids).expand(rows, tokens)
+        if bool((positions.diff(dim=1) != 1).any()):
+            mask = Mask.from_positions(positions)
+    mask = (Mask.causal(tokens) if mask is None else mask).windowed(window)
+    mask.refuse_misfit(rows, tokens)
+    return None if _is_plain(mask, tokens) or not rows * tokens else MaskedRows(mask, rows, tokens, device)
+
+
+def _is_plain(mask: Mask, tokens: int) -> bool:
+    """Whether each row is plain causal attention."""
+    # A window of all tokens cuts nothing, and what shows the same pairs is equal afterwards.
+    return mask.tokens == tokens and mask.windowed(tokens or None) == Mask.causal(tokens, window=tokens or None)
+
+
+def _to_be_read(
+    input_ids: Tensor, window: int | None, mask: Mask | SplitAttention | None
+) -> Tensor | SplitAttention | None:
+    """The mask of a program without values: a dense one, of operators whose rules are known."""
+    rows, tokens = input_ids.shape
+    if not isinstance(mask, Mask | None):
+        return mask.windowed(window)
+    mask = (Mask.causal(tokens) if mask is None else mask).windowed(window)
+    mask.refuse_misfit(rows, tokens)
+    if _is_plain(mask, tokens) or not input_ids.numel():
         return None
-    row_tokens = 0 if mask.tokens == tokens else tokens
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask.shows(query + batch * row_tokens, key + batch * row_tokens)
-
-    if device.type == "cuda":
-        blocks: BlockMask = _fused(create_block_mask)(sees, batch, None, tokens, tokens, device=device)
-        return blocks
-    return _dense_mask(sees, batch, tokens, device)
-
-
-Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def _visibility(documents_BT: Tensor | None, window: int | None) -> Visibility:
-    """The visibility rule as FlexAttention's mask_mod: (batch, head, query, key) -> visible."""
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = query >= key
-        if window is not None:
-            visible = visible & (query - key < window)
-        if documents_BT is not None:
-            visible = visible & (documents_BT[batch, query] == documents_BT[batch, key])
-        return visible
-
-    return sees
-
-
-def _dense_mask(sees: Visibility, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """The rule as a bool tensor [B, 1, T, T]."""
-    token = torch.arange(tokens, device=device)
-    batch_B111 = rearrange(torch.arange(batch, device=device), "b -> b 1 1 1")
-    visible = sees(batch_B111, batch_B111, rearrange(token, "t -> t 1"), token)
-    return visible.expand(batch, 1, tokens, tokens)
-
-
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of FlexAttention, compiled: in eager mode it would materialise all pairs of tokens."""
-    return function if torch.compiler.is_compiling() else _compiled(function)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    token = torch.arange(tokens, device=input_ids.device)
+    if mask.tokens == tokens:
+        return mask.shows(rearrange(token, "t -> t 1"), token).expand(rows, 1, tokens, tokens)
+    first_B111 = rearrange(torch.arange(rows, device=input_ids.device) * tokens, "b -> b 1 1 1")
+    return mask.shows(first_B111 + rearrange(token, "t -> t 1"), first_B111 + token)
 
 
 def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) -> Tensor:
@@ -323,21 +269,18 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
     Returns [B, T, H, D]. Numbers of heads are those of the arguments, so a rank may hold any of them. Heads of v may be
     smaller than D, and those that are returned are then as small.
     """
-    if isinstance(mask, Documents):
+    if isinstance(mask, MaskedRows):
         return mask.attend(q_BTHD, k_BSKD, v_BSKD)
-    if mask is not None and not isinstance(mask, Tensor | BlockMask):
+    if mask is not None and not isinstance(mask, Tensor):
         # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
         size = v_BSKD.shape[-1]
         return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, k_BSKD.shape[-1] - size)))[..., :size]
     # [Note: views where a token is drawn]
     # A pattern takes 2 us longer than the view that it names (benchmarks/einops_cost.py). That is nothing in a training step,
     # and 2 % of a forward of one token a row, of which generation runs thousands: attention has views.
-    # SDPA and FlexAttention take heads before tokens, and read strides.
+    # SDPA takes heads before tokens, and reads strides.
     q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
-    if isinstance(mask, BlockMask):
-        shown: Tensor = _fused(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return shown.transpose(1, 2)
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # CUDA's fp32 kernel takes no grouped heads (GQA): without this, SDPA would fall back to materialising all scores.
         k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +91,7 @@ class Router(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Routing:
         # bf16 logits would tie or swap experts of nearly equal scores.
-        wide = torch.promote_types(x_BTC.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTC.to(wide), self.weight.to(wide))
+        logits_BTE = _logits(x_BTC, self.weight)
         logits_NE = rearrange(logits_BTE, "b t e -> (b t) e")
         scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
@@ -145,6 +144,42 @@ class Router(nn.Module):
         if wanted.z:
             losses["z"] = wanted.z * z_loss(logits_NE)
         report(self, counts_BE.sum(0), losses)
+
+
+def _logits(x_BTC: Tensor, weight_EC: Tensor) -> Tensor:
+    """x weight' in fp32 at least."""
+    wide = torch.promote_types(x_BTC.dtype, torch.float32)
+    if x_BTC.dtype == wide or being_read():
+        return F.linear(x_BTC.to(wide), weight_EC.to(wide))
+    logits: Tensor = _WideProduct.apply(x_BTC, weight_EC)
+    return logits
+
+
+class _WideProduct(torch.autograd.Function):
+    """The product of a 16-bit x with fp32 results, bit for bit as in fp32, of which backward keeps x as it is.
+
+    F.linear(x.float(), ...) would keep an fp32 copy of x in each layer, twice the bytes of x, which others keep anyway.
+    """
+
+    # [Note: fp32 from 16 bits]
+    # Products of two 16-bit factors are exact in fp32, so that on CUDA tensor cores that add up in fp32 do what fp32 does. In
+    # backward the gradient of the logits is fp32, and products are as torch.backends.cuda.matmul.fp32_precision says, which
+    # recipes set by --fp32-precision.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and weight.dtype == x.dtype:
+            flat = rearrange(x, "b t c -> (b t) c")
+            return rearrange(torch.mm(flat, weight.t(), out_dtype=torch.float32), "(b t) e -> b t e", b=len(x))
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = (grad @ weight.float()).to(x.dtype)
+        dweight = rearrange(grad, "b t e -> e (b t)") @ rearrange(x.float(), "b t c -> (b t) c")
+        return dx, dweight.to(weight.dtype)
 
 
 def _of_all_tokens(counts_RE: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshkit.core.model_state import copies_of
+from meshkit.mesh.world import cores_of_rank
 from meshkit.optim.fused import ShardedAdamW
 from meshkit.optim.host_offload import OffloadedAdamW
 from meshkit.optim.low_bit import LowBitAdamW
@@ -26,7 +27,7 @@ def adamw(
     """AdamW with decay on matrices only: tensors of one dim (norms, biases) are not decayed.
 
     Of a run, as its `MemoryPolicy(optimizer=...)` says: fused, on the host, or with moments of few bits; of a plain
-    module, fused.
+    module, fused. An update on the host of a run on devices uses the rank's share of the cores.
     Raises: PlanError for parameters on meta, and for what `LowBitAdamW` cannot hold.
     """
     policy = model.resolved.memory.optimizer if isinstance(model, Run) else OptimizerPolicy()
@@ -50,6 +51,8 @@ def adamw(
             resident=offload.resident,
             delayed=offload.delayed,
             stream=streams,
+            # On a CPU the process computes all with its threads, of which its launcher decides.
+            threads=cores_of_rank() if isinstance(model, Run) and model.mesh.device.type != "cpu" else None,
         )
     if policy.states != "fp32" or policy.stochastic_rounding:
         copies = copies_of(model.model) if isinstance(model, Run) else {}

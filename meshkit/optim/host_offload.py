@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from meshkit.core import _torch
 from meshkit.core.gradient import set_gradient_reader
 from meshkit.core.host_accounting import estimate_under_way, made_on_host
+from meshkit.core.host_threads import using_threads
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError, StepError
 from meshkit.optim._host_copies import Carrier, host_tensors
@@ -56,6 +57,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     params: parameters on their final device, sharded or not, in groups as for any optimizer. resident: the share of elements
     whose state stays on the device. stream: copy gradients to the host during backward; False: when they are first read,
     after the last backward of the step (for a pipeline, whose stages still exchange gradients of tied weights).
+    threads: of the host for an update, and for that alone; None is as many as the process uses, which is one under torchrun.
     delayed: `step()` n returns at once, and a thread computes its update while forward and backward of step n+1 run, with
     the parameters of step n-1; `step()` n+1 applies it. So theta_n = AdamW(theta_{n-1}, g_n), where g_n is the gradient at
     theta_{n-2}, and g_1, g_2 those at theta_0. `finish()` applies a pending update. A checkpoint calls it, so a run that goes
@@ -81,10 +83,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         resident: float = 0.0,
         delayed: bool = False,
         stream: bool = True,
+        threads: int | None = None,
     ) -> None:
         OptimizerOffload(resident=resident, delayed=delayed)  # refuses what does not go together
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.delayed = delayed
+        self.delayed, self.threads = delayed, threads
         self._complete = True
         self._retired = False
         self._moving = False  # copies of gradients may be under way
@@ -239,10 +242,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _update(self, options: Options, chunk: list[ParamBuffers], which: int) -> None:
         masters = [buffers.master for buffers in chunk if buffers.master is not None]
-        _fused_adamw(self, options, chunk, masters, [buffers.gradients[which] for buffers in chunk])
-        for buffers, master in zip(chunk, masters, strict=True):
-            if narrow(buffers.param):
-                self._rounded(buffers, which).copy_(master)
+        with using_threads(self.threads):
+            _fused_adamw(self, options, chunk, masters, [buffers.gradients[which] for buffers in chunk])
+            for buffers, master in zip(chunk, masters, strict=True):
+                if narrow(buffers.param):
+                    self._rounded(buffers, which).copy_(master)
 
     def _update_resident(self, options: Options, resident: list[ParamBuffers]) -> None:
         updated = [buffers for buffers in resident if buffers.param.grad is not None]

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
-from meshkit.core._torch import tree_leaves
 from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
+from meshkit.parallel.snapshot import Snapshot
 
 FORWARDS_READ = 2  # state that a first forward makes is carried into the second
 OTHERS = timedelta(seconds=20)  # for the other ranks to leave the path of all earlier steps too
@@ -52,7 +51,7 @@ class Agreement:
     """Watches the forwards of a model under FSDP on this rank.
 
     group: the ranks with different rows. watch_units: False where blocks are compiled, which take no hooks between them.
-    experts: units that FSDP shards over other ranks than the rest. repeated: blocks whose forward runs again in backward.
+    experts: units that FSDP shards over other ranks than the rest.
     Wire: once, a broadcast of a name; over the store as the note says; and in the first two forwards one comparison at the
     end of each.
     """
@@ -64,7 +63,6 @@ class Agreement:
         *,
         watch_units: bool,
         experts: Sequence[str],
-        repeated: set[str],
     ) -> None:
         self._model, self._rank, self._size = model, dist.get_rank(group), group.size()
         name = [uuid.uuid4().hex]
@@ -78,7 +76,6 @@ class Agreement:
         self._unit = self._reduced = _START
         self._known: dict[str, set[str]] = {}
         self._ran, self._filled = set[str](), set[str]()
-        self._repeated = repeated
         self.look: Callable[[], None] = lambda: None  # may raise where nobody will come any more
         if watch_units:
             for unit, module in model.named_modules():
@@ -97,7 +94,7 @@ class Agreement:
         """
         self._unit, self._watching = _START, True
         reading = self._forwards < FORWARDS_READ
-        before = _Snapshot(self._model) if reading else None
+        before = Snapshot(self._model) if reading else None
         mode = before.reads if before is not None and before.reads.tensors else nullcontext()
         try:
             with mode:
@@ -219,19 +216,13 @@ class Agreement:
                 if time.monotonic() >= until:
                     return False
 
-    def _compare_state(self, before: _Snapshot) -> None:
+    def _compare_state(self, before: Snapshot) -> None:
         written = before.written()
         told = {name: _fingerprint(tensor) for name, tensor in written.items()}
         made = before.made()
         self._agree(json.dumps([made, told], sort_keys=True), _other_state, True)
         if made:
             raise PlanError(_made_in_forward(made[0]))
-        for name in written:
-            if any(name.startswith(f"{block}.") for block in self._repeated):
-                raise PlanError(
-                    f"the forward writes {name!r}, and recompute runs the forward of its block twice, so it is written "
-                    "twice. Leave recompute away for this block (Strategy(overrides=...)), or do not write it in forward."
-                )
 
 
 def _other_state(first: str, mine: str) -> str:
@@ -258,78 +249,3 @@ def _fingerprint(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous()
     content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
     return hashlib.blake2b(f"{tuple(data.shape)}{data.dtype}".encode() + content, digest_size=8).hexdigest()
-
-
-class _Reads(TorchFunctionMode):
-    """Notes which of some tensors a function is given. tensors: by id."""
-
-    def __init__(self, tensors: dict[int, str]) -> None:
-        super().__init__()
-        self.tensors, self.names = tensors, set[str]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and (name := self.tensors.get(id(leaf))):
-                self.names.add(name)
-        return func(*args, **(kwargs or {}))
-
-
-class _Snapshot:
-    """A model's buffers, plain tensors and names of parameters before a forward, to see what it writes.
-
-    Plain tensors are those that modules hold as attributes. One that is read and replaced is carried from step to step. What
-    a forward leaves behind for the loss, or for a log, is replaced too, and not read.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._parameters = _parameter_slots(model)
-        self.buffers = _versions(dict(model.named_buffers()))
-        self._state = _versions(_plain_tensors(model))
-        self.reads = _Reads({id(tensor): name for name, (tensor, _) in self._state.items()})
-
-    def written(self) -> dict[str, Tensor]:
-        """Buffers and state that are not what they were."""
-        buffers, state = dict(self._model.named_buffers()), _plain_tensors(self._model)
-        changed = {name: tensor for name, tensor in buffers.items() if _changed(tensor, self.buffers.get(name))}
-        for name, (tensor, version) in self._state.items():
-            now = state.get(name)
-            if tensor._version != version or (now is not tensor and name in self.reads.names and now is not None):
-                changed[name] = tensor if now is None else now
-        return changed
-
-    def made(self) -> list[str]:
-        return sorted(_parameter_slots(self._model) - self._parameters)
-
-
-def _parameter_slots(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-def _versions(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    return {name: (tensor, tensor._version) for name, tensor in tensors.items()}
-
-
-def _changed(tensor: Tensor, before: tuple[Tensor, int] | None) -> bool:
-    return before is None or before[0] is not tensor or before[1] != tensor._version
-
-
-def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Attributes of modules that are tensors, and neither parameters nor buffers, nor other names of those."""
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
-    for prefix, module in model.named_modules():
-        for key, value in vars(module).items():
-            inside = (
-                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-            )
-            if key in _TABLES:
-                continue
-            for index, item in enumerate(inside):
-                if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and id(item) not in registered:
-                    where = f"{prefix}.{key}" if prefix else key
-                    found[where if item is value else f"{where}[{index}]"] = item
-    return found
-
-
-_TABLES = frozenset(vars(nn.Module()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import NoneType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
+from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
 from meshkit.parallel.writes import swapped
@@ -86,11 +88,12 @@ def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list
     return separate
 
 
-def normalises_by_rows(module: nn.Module) -> bool:
-    """Whether its next forward normalises by this rank's rows alone, as BatchNorm in training mode does."""
+def normalises_by_rows(module: nn.Module, *, synced: bool = False) -> bool:
+    """Whether its next forward normalises by this rank's rows alone, as BatchNorm in training mode does; or with synced, by
+    those of all ranks, which is one microbatch."""
     return (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and not isinstance(module, nn.SyncBatchNorm)
+        and (synced or not isinstance(module, nn.SyncBatchNorm))
         and (module.training or module.running_mean is None)
     )
 
@@ -262,6 +265,7 @@ def fully_shard(
         assert isinstance(unit, FSDPModule)
         _torch.keep_class_name(unit)
         _torch.before_gathers(unit, refuse)
+        _torch.before_unit_backwards(unit, _refuse_twice)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
@@ -269,6 +273,14 @@ def fully_shard(
                 True
             )  # a divide factor alone selects PREMUL_SUM, which gloo has not
     return module
+
+
+def _refuse_twice() -> None:
+    if is_differentiated_again():
+        raise not_twice(
+            "FSDP frees gathered parameters after a first backward, and a second one would read them.",
+            "Use a mesh of tp alone, without a Precision",
+        )
 
 
 def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable[str]) -> list[str]:
@@ -327,6 +339,25 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
 
     block.register_forward_pre_hook(lambda module, args: inner.unshard())
     block.register_forward_hook(after)
+
+
+def prefetch_gathers(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Gather the units of a block while the block before it runs, in backward those of the block after it, in place.
+
+    units: of each block in order, itself first; those that are no FSDP units do not count.
+    Wire: the same gathers, each a block earlier. Parameters of two blocks are gathered at a time.
+    """
+    # [Note: gathers and a host that waits]
+    # FSDP queues the gather of a block when the host comes to it, which hides it as long as the host runs ahead of the
+    # device. In a block with routed experts the host waits for the counts of rows: the next block's gather would be queued
+    # after that, with nothing left to hide it behind. Asked for ahead, it is queued when the block begins.
+    sharded: list[list[FSDPModule]] = [
+        [unit for unit in of_block if isinstance(unit, FSDPModule)] for of_block in units
+    ]
+    for before, after in pairwise(sharded):
+        if before and after:
+            before[0].set_modules_to_forward_prefetch(after)
+            after[0].set_modules_to_backward_prefetch(before)
 
 
 def kept_units(blocks: Sequence[str], units: Sequence[str], head: str | None = None) -> set[str]:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
-from meshkit.parallel.writes import refuse_writes
+from meshkit.parallel.rows_tried import mixes_rows
+from meshkit.parallel.writes import refuse_backwards, refuse_writes
 from meshkit.program import (
+    CLOSED,
     CLOSED_BY_VALUE,
     Example,
     Fold,
@@ -41,16 +43,18 @@ _MOST = 8  # tensors of an output that are looked at one by one
 
 
 def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> bool:
-    """Whether the forward could be read. Nothing is refused of a model that cannot be followed, as one that sorts tokens by
-    its own experts.
+    """Whether the forward could be read. One that cannot be followed, as it sorts tokens by its own experts, is tried on
+    values.
 
     closed: modules whose inside is not read, as in `trace`.
-    Raises: PlanError for a forward that is shown to mix rows or to write parameters, with the operation and its line.
+    Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward, with its line.
     """
-    if (found := _read(program, _of(example, len(_PARTS[0])), closed)) is None:
+    if (found := read_forward(program, of_rows(example, len(_PARTS[0])), closed)) is None:
+        _try(program, example)
         return False
     read, again = found
     refuse_writes(read, program.model)
+    refuse_backwards(read, program.model, blocks)
     try:
         if any("c10d" in operation.name for operation in read.operations):
             return True  # it asks the other ranks by itself
@@ -62,18 +66,34 @@ def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[st
                 raise
             _prove(program, example, Fold(), closed, again)  # a model may not be told from one of fewer blocks
     except Unproved as error:
-        if not error.wrong:
-            return True
-        raise PlanError(
-            f"{type(program.model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a "
-            f"part: {error} Compute it of each row, as the loss does of each token, or use a mesh without dp and pp."
-        ) from error
+        if error.wrong:
+            raise _mixed(program.model, str(error)) from error
+        _try(program, example)
     except PlanError:
-        pass
+        _try(program, example)
+    else:
+        if any(operation.name in (CLOSED, CLOSED_BY_VALUE) for operation in read.operations):
+            _try(program, example)
     return True
 
 
-def _read(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
+def _try(program: Program, example: Example) -> None:
+    if mixes_rows(program.model, example):
+        raise _mixed(
+            program.model,
+            "on random values, what it returns of four rows of eight is not what it returns of the four alone. It reads "
+            "whole numbers that depend on all rows, or makes sizes of them (x[x > 0], nonzero).",
+        )
+
+
+def _mixed(model: nn.Module, why: str) -> PlanError:
+    return PlanError(
+        f"{type(model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a part: {why} "
+        "Compute it of each row, as the loss does of each token, or use a mesh without dp and pp."
+    )
+
+
+def read_forward(program: Program, example: Example, closed: Mapping[str, str]) -> tuple[Trace, Read] | None:
     """The trace, and what reads another; None of a model that cannot be read."""
     read: Trace | None = None
     try:
@@ -132,7 +152,7 @@ def _bits(number: float) -> int:
 
 def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str], again: Read) -> None:
     def read(rows: int) -> Trace:
-        given = _of(example, rows)
+        given = of_rows(example, rows)
         model = without_values(program.model, emptied=folded.left_out)
         present = dict(model.named_modules())
         inside = {name: operation for name, operation in closed.items() if name in present}
@@ -172,7 +192,7 @@ def _holds(proved: Callable[[int], None], number: int) -> bool:
     return True
 
 
-def _of(example: Example, rows: int) -> Example:
+def of_rows(example: Example, rows: int) -> Example:
     """The same of so many rows."""
     first = next((leaf for leaf in _torch.tree_leaves((example.args, dict(example.kwargs))) if _has_rows(leaf)), None)
 

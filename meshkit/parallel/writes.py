@@ -1,4 +1,4 @@
-"""What a model does to the memory of its parameters: writes in forward, tensors that share it, or stand in their place.
+"""What a model does to its parameters beside computing: writes in forward, shared memory, stand-ins, backwards of its own.
 
 On a mesh a parameter is a part of itself in memory of its own, gathered for a forward and freed: neither would be seen.
 """
@@ -31,6 +31,22 @@ def refuse_writes(read: Trace, model: nn.Module) -> None:
                     + ("of the rows of one rank, not of the batch. " if frequent else "no dense tensor. ")
                     + f"Use {option}=False."
                 )
+
+
+def refuse_backwards(read: Trace, model: nn.Module, units: Collection[str], *, staged: bool = False) -> None:
+    """Raises: PlanError for a forward that runs a backward through what FSDP units return, or stages.
+
+    units: FSDP units, the blocks among them. staged: on pp; a backward inside of one block is right there too.
+    """
+    for name, where in read.differentiated.items():
+        inside = any(name.startswith(f"{unit}.") for unit in units)
+        if name in units or (staged and not inside):
+            raise PlanError(
+                f"{type(model).__name__} at {where}: its forward runs a backward of its own (torch.autograd.grad) through "
+                f"{name!r}, as for forces of an energy. On dp and cp FSDP would free parameters and reduce gradients in the "
+                "middle of the forward, and on pp the rest of the graph is on other ranks. Use a mesh of tp alone, or run "
+                "that backward inside of one block."
+            )
 
 
 def refuse_swapped(read: Trace, model: nn.Module, units: Collection[str]) -> None:

@@ -172,7 +172,7 @@ class _Pointers:
             return self._copies[id(value)]
         if type(value) in (list, dict, OrderedDict, set, deque) and len(value) <= _LONGEST:
             # Before what it holds: it may hold itself.
-            made = self._remember(value, copy.copy(value))
+            made = self._remember(value, value.copy())
             made.clear()
             if isinstance(value, dict):
                 made.update({self.to_copies(key): self.to_copies(each) for key, each in value.items()})
@@ -282,4 +282,4 @@ _TABLES = frozenset(vars(nn.Module()))
 
 def _owned(name: str, value: Any) -> Any:
     """Copies the tables that nn.Module keeps of a module, which are written to; whatever else hangs on it is only read."""
-    return copy.copy(value) if name in _TABLES and isinstance(value, dict | set) else value
+    return value.copy() if name in _TABLES and isinstance(value, dict | set) else value

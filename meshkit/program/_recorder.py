@@ -57,7 +57,10 @@ class Recorder(TorchDispatchMode):
         self._result: Any = None
         self._output: Any = None
         self._kept: dict[str, TensorRef] = {}
+        self._assigned: dict[str, int] = {}
         self._asked = False
+        self._differentiated: dict[str, str] = {}
+        self._left: list[tuple[str, Any]] = []  # modules, and the nodes of the graph that made what they returned
 
     def anew(self) -> Recorder:
         """One for another call of the same model."""
@@ -102,7 +105,10 @@ class Recorder(TorchDispatchMode):
     def trace(self) -> Trace:
         storages = tuple(_storage(source, tensor) for source, tensor in zip(self._sources, self._alive, strict=True))
         operations, calls = tuple(self._operations), tuple(self._calls)
-        return Trace(operations, calls, storages, self._inputs, self._result, self._kept, self._asked)
+        kept, assigned, differentiated = self._kept, self._assigned, self._differentiated
+        return Trace(
+            operations, calls, storages, self._inputs, self._result, kept, assigned, self._asked, differentiated
+        )
 
     def keep(self, left: Mapping[str, Any]) -> None:
         """What modules keep, by name. See `Trace.kept`."""
@@ -116,6 +122,10 @@ class Recorder(TorchDispatchMode):
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                     self._see(leaf)
                     self._kept[name if len(leaves) == 1 else f"{name}[{number}]"] = self._ref(leaf, "constant")
+
+    def note_assigned(self, buffers: Mapping[str, Tensor]) -> None:
+        """Buffers that the call has put in the place of others. See `Trace.assigned`."""
+        self._assigned = {name: self.name_storage(tensor, "constant") for name, tensor in buffers.items()}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -162,6 +172,7 @@ class Recorder(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._see(output)  # what the module itself changes in backward is its own
         call = self._calls[self._stack.pop()]
+        self._left += [(call.name, node) for leaf in _leaves(output) if (node := _node(leaf)) is not None]
         error = sys.exc_info()[1]
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
@@ -275,6 +286,21 @@ class Recorder(TorchDispatchMode):
                 found += [each] if each.requires_grad else []
         return found
 
+    def look_at_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """A backward that the forward runs."""
+        if self._paused:
+            return
+        self._paused = True
+        try:
+            run, ends = _torch.nodes_run(roots, inputs)
+        finally:
+            self._paused = False
+        running = self._calls[self._call()].name if self._stack else ""
+        for name, node in self._left:
+            # What the running module was given may be what another one returned: then nothing of that one runs.
+            if node in run or (node in ends and (not running or name.startswith(f"{running}."))):
+                self._differentiated.setdefault(name, model_line())
+
     def look(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
         """A hook on a tensor's gradient."""
         before, self._paused = self._paused, True
@@ -351,6 +377,10 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
     elif type(tree) is not dict or tree:
         yield from _torch.tree_leaves(tree)
+
+
+def _node(leaf: Any) -> Any:
+    return _torch.graph_node(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
 @contextmanager

@@ -104,8 +104,12 @@ class Trace:
     """the logits, where the output has such, else all of it: what a loss reads"""
     kept: Mapping[str, TensorRef] = field(default_factory=dict)
     """tensors with gradients that a loss may read beside the output: what modules keep of this call, and objects have"""
+    assigned: Mapping[str, int] = field(default_factory=dict)
+    """buffers that are another tensor after the call -> its storage"""
     asked: bool = False
     """whether it asked for a value, was told that there is none, and went on (`except Exception`)"""
+    differentiated: Mapping[str, str] = field(default_factory=dict)
+    """modules through whose output the forward itself runs a backward (torch.autograd.grad) -> FILE:LINE of that"""
 
     @property
     def output(self) -> Any:

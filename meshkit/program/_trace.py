@@ -143,12 +143,15 @@ def _recorded(
         recorder.name_inputs(key, value)
     recorder.leave_out(copy)
     memory = {name: _torch.storage_key(param) for name, param in copy.named_parameters()}
-    had = state(copy)
-    with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run():
+    had, buffers = state(copy), dict(copy.named_buffers())
+    watched = _torch.before_backwards(recorder.look_at_backward)
+    with recorder.watching(copy), fake, recorder, Unfused(recorder), checkpoints_run(), watched:
         copy(*args, **kwargs)
     recorder.keep(
         {cell.label: cell.value for cell in cells(copy) if not same(had.get(cell.key, NEW), view_of(cell.value))}
     )
+    now = dict(copy.named_buffers())
+    recorder.note_assigned({name: now[name] for name in buffers if name in now and now[name] is not buffers[name]})
     for name, param in copy.named_parameters():
         if memory.get(name) not in (None, _torch.storage_key(param)):
             raise Rewritten(copy, f"gives its parameter {name!r} other data in forward")

@@ -381,11 +381,11 @@ def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
         return None
     # One line along the dim tells which they are, if any.
     a, b = (each[tuple(slice(None) if other == dim else 0 for other in range(each.ndim))] for each in (full, local))
-    first = {number: index for index, number in reversed(list(enumerate(a.tolist())))}
-    found = [first.get(number, -1) for number in b.tolist()]
-    if -1 in found:
+    numbers, places = a.sort(stable=True)  # so that the first of equal ones is found
+    at = torch.searchsorted(numbers, b.contiguous()).clamp(max=len(numbers) - 1)
+    if not torch.equal(numbers[at], b):
         return None
-    indices = torch.tensor(found, dtype=torch.int64)
+    indices = places[at]
     return indices if torch.equal(full.index_select(dim, indices), local) else None
 
 

@@ -53,6 +53,10 @@ class RunFlags:
     """number of checkpoints to keep; older ones are deleted"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
+    gc_every: int = 100
+    """collect Python's garbage in every so many steps, in the same ones on all ranks, and never else; 0: when Python does"""
+    fp32_precision: Literal["ieee", "tf32"] = "ieee"
+    """of fp32 products on CUDA, such as a router's in backward: whole, or by TF32 with 10 bits of each factor"""
     seed: int = 0
 
 

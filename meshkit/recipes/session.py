@@ -39,6 +39,7 @@ from meshkit.parallel.pipeline import record_trace
 from meshkit.step import Run
 
 from .flags import RunFlags, StepFlags
+from .process import collecting_garbage, multiplying_fp32
 
 Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
 
@@ -111,6 +112,8 @@ class Session:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)
             files.enter_context(self._signals)
+            files.enter_context(multiplying_fp32(config.fp32_precision))
+            self._collect = files.enter_context(collecting_garbage(config.gc_every))
             progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=is_main))
             self.logger = files.enter_context(
                 Logger(config.out, start_step=self.start, enabled=is_main and self._writes, also=[progress.update])
@@ -158,6 +161,7 @@ class Session:
                     if stragglers.slow is not None:
                         print0(stragglers.slow)
                 self._end(step)
+                self._collect(step)
             self._end_profiled_step()
             if self.stopped:
                 return
@@ -247,6 +251,8 @@ class Session:
 
 def _refuse(config: RunFlags) -> None:
     """Before the first step, not at the first evaluation or checkpoint."""
+    if config.gc_every < 0:
+        raise PlanError(f"--gc-every {config.gc_every}: give at least 1, or 0 to let Python collect when it does.")
     for flag in ("eval_every", "save_every"):
         if getattr(config, flag) < 1:
             raise PlanError(

@@ -13,8 +13,10 @@ from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, shard_units
 from meshkit.parallel.pipeline import Cut
-from meshkit.parallel.writes import refuse_swapped
-from meshkit.program import Program, example_of, pointed_at
+from meshkit.parallel.rows import of_rows, read_forward
+from meshkit.parallel.state_writes import refuse_state_writes, state_writes
+from meshkit.parallel.writes import refuse_backwards, refuse_swapped
+from meshkit.program import Program, Trace, example_of, pointed_at
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
@@ -91,12 +93,12 @@ def refuse_complex(program: Program) -> None:
             )
 
 
-def refuse_batch_norm(program: Program, spec: MeshSpec) -> None:
+def refuse_batch_norm(program: Program, spec: MeshSpec, microbatches: int) -> None:
     """In training, BatchNorm normalises by the rows that it is given: here those of one rank and one microbatch."""
-    if spec.dp_replicate * spec.dp_shard * spec.cp * spec.pp == 1:
+    if spec.dp_replicate * spec.dp_shard * spec.cp * spec.pp * microbatches == 1:
         return
     for name, module in program.modules.items():
-        if normalises_by_rows(module):
+        if normalises_by_rows(module, synced=microbatches > 1):
             raise PlanError(
                 f"parallelize: {name!r} is a {type(module).__name__} in training mode, which normalises by the rows of one "
                 "rank and microbatch instead of all. Use nn.GroupNorm or nn.LayerNorm, freeze it by .eval() if it has "
@@ -117,20 +119,39 @@ def refuse_units(resolved: Resolved) -> None:
             local = {name: param for name, param in local.items() if name not in resolved.whole}
             units = [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)]
             refuse_unshardable(local, units)
-            _refuse_swapped(resolved, shard_units(local, units))
+            _refuse_in_units(resolved, shard_units(local, units))
+    if spec.pp > 1 and (read := _read(resolved)) is not None:
+        refuse_backwards(read, program.model, resolved.blocks, staged=True)
 
 
-def _refuse_swapped(resolved: Resolved, units: Sequence[str]) -> None:
+def _refuse_in_units(resolved: Resolved, units: Sequence[str]) -> None:
     """Of a model that can be read; the other's units look for themselves when they run."""
+    if (read := _read(resolved)) is not None:
+        refuse_swapped(read, resolved.program.model, units)
+        refuse_backwards(read, resolved.program.model, units)
+
+
+def _read(resolved: Resolved) -> Trace | None:
     program = resolved.program
     example = resolved.example or program.example or example_of(program.model)
     if example is None:
-        return
+        return None
     try:
-        read = program.read(example, dict.fromkeys(resolved.experts, "experts"))
+        return program.read(example, dict.fromkeys(resolved.experts, "experts"))
     except PlanError:
-        return
-    refuse_swapped(read, program.model, units)
+        return None
+
+
+def refuse_writes_of_state(resolved: Resolved) -> None:
+    """Where the program has been read. Else the first step shows it: see `StateGuard` and `StateWatch`."""
+    program, spec, closed = resolved.program, resolved.spec, dict.fromkeys(resolved.experts, "experts")
+    if resolved.rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+        found = read_forward(program, of_rows(resolved.rows, 2), closed)
+        read = None if found is None else found[0]
+    else:
+        read = None if resolved.example is None else program.read(resolved.example, {})
+    if read is not None:
+        refuse_state_writes(state_writes(read), resolved.repeated, resolved.strategy.microbatches or 1)
 
 
 def _short(spec: MeshSpec) -> str:

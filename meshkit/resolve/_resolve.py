@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from meshkit.core.uncollected import uncollected
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
@@ -40,12 +41,14 @@ from meshkit.resolve._refusals import (
     refuse_units,
     refuse_without_blocks,
     refuse_without_pp,
+    refuse_writes_of_state,
 )
 from meshkit.resolve._resolved import Resolved
 from meshkit.resolve._treatments import choose, treat_blocks
 from meshkit.strategy import Strategy
 
 
+@uncollected()
 def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type: str = "cpu") -> Resolved:
     """Decide everything about the model on the mesh; changes nothing. Pure: the same on every rank.
 
@@ -64,7 +67,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     refuse_pointers(program, spec)
     refuse_complex(program)
     refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
-    refuse_batch_norm(program, spec)
+    refuse_batch_norm(program, spec, strategy.microbatches or 1)
     refuse_backend(strategy.compile)
     refuse_dropout(program, strategy.memory, compiled=bool(strategy.compile))
     strategy.memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
@@ -138,6 +141,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         rows=rows,
     )
     refuse_units(resolved)
+    refuse_writes_of_state(resolved)
     return resolved
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from meshkit.errors import PlanError
-from meshkit.memory import Treatment
+from meshkit.memory import Treatment, repeated
 from meshkit.memory.budget.choose import Choice
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import Doors, Reader
@@ -84,6 +84,18 @@ class Resolved:
             return False
         size, ranks = shape[layout.placement.dim], self.spec.tp
         return -(-size // ranks) * (ranks - 1) >= size
+
+    @cached_property
+    def repeated(self) -> dict[str, str]:
+        """The modules whose forward runs more than once for a microbatch -> by what, and what to change."""
+        found = repeated(self.treatments, self.program.modules)
+        if (chunks := self.memory.mlp_chunks) > 1:
+            why = (
+                f"mlp_chunks={chunks} runs this feed-forward on {chunks} parts of the tokens, so it is written each time. "
+                "Leave it out of the plan's `mlps`."
+            )
+            found = dict.fromkeys(self.mlps, why) | found
+        return found
 
     def regathers(self, pp_rank: int) -> bool:
         """Whether tensor-parallel regions of that rank of pp keep sharded inputs, all of them or those of some block."""

@@ -81,7 +81,8 @@ class Strategy:
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
-                raise PlanError(f"Strategy({name}={value!r}): give {wanted}.")
+                given = repr(value) if isinstance(value, _SHORT) else f"a {type(value).__name__}"
+                raise PlanError(f"Strategy({name}={given}): give {wanted}.{_EXAMPLES.get(name, '')}")
         if self.unproved not in get_args(IfUnproved):
             raise PlanError(f"Strategy(unproved={self.unproved!r}): choose one of {', '.join(get_args(IfUnproved))}.")
         overrides = frozen_table(self.overrides, BlockOverride, where="Strategy", argument="overrides")
@@ -104,7 +105,7 @@ class Strategy:
         for name in choices:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
-                hint = f"Did you mean {near[0]!r}? " if near else ""
+                hint = _in_policies(name) or (f"Did you mean {near[0]!r}? " if near else "")
                 raise PlanError(f"there is no choice {name!r}. {hint}A strategy has {', '.join(names)}.")
         # None is a recipe's flag that was not given; no choice means anything else by it.
         given = {name: choice for name, choice in choices.items() if choice is not None}
@@ -156,6 +157,23 @@ class Strategy:
     def write(self, path: str | Path) -> None:
         """Raises: PlanError as `to_toml` does."""
         Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+_SHORT = (str, int, float, types.NoneType)  # the text of what else there is may be pages long
+_EXAMPLES = {
+    "mesh": " For example, 'dp_shard=2 tp=2'.",
+    "plan": " For example, Plan(tensor={'layers.*.up': column(), 'layers.*.down': row()}).",
+    "memory": " For example, MemoryPolicy(recompute='full').",
+}
+_POLICIES = {"memory": MemoryPolicy, "context": ContextPolicy, "experts": ExpertPolicy, "pipeline": PipelinePolicy}
+
+
+def _in_policies(name: str) -> str:
+    """Where a choice of a policy belongs that was given beside it."""
+    for choice, policy in _POLICIES.items():
+        if name in {each.name for each in dataclasses.fields(policy)}:
+            return f"It is one of a policy's: {choice}={policy.__name__}({name}=...). "
+    return ""
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from meshkit.checkpoint import Checkpointer, _dcp
+from meshkit.checkpoint import Checkpointer, _checkpointer, _dcp
 from meshkit.errors import CheckpointError
 from tests.checkpoint.training import build, refusal, saved_run
 from tests.world import pool
@@ -37,6 +38,34 @@ def test_the_newest_k_are_kept(tmp_path: Path, asynchronous: bool) -> None:
     expected = [[1], [1, 2], [2, 3], [3, 4]]
     assert pool(2).run(saves_with_keep, str(tmp_path), 2, asynchronous) == [expected] * 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def order_of_a_save(folder: str) -> list[str]:
+    """What a save does, as far as other ranks and devices are concerned."""
+    training, seen = build("dp_shard=2"), list[str]()
+    training.train(1)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    module = "meshkit.checkpoint._checkpointer"
+    with (
+        mock.patch(f"{module}.wait_for_device", noted("device", lambda device: None)),
+        mock.patch(f"{module}.gather_results", noted("all ranks", _checkpointer.gather_results)),
+        mock.patch.object(_checkpointer.HostCopies, "copy", noted("pin", _checkpointer.HostCopies.copy)),
+        Checkpointer(folder) as checkpointer,
+    ):
+        checkpointer.save(1, training.run, training.optimizer, **training.holders)
+    return seen
+
+
+def test_memory_is_pinned_when_all_ranks_have_waited_for_their_devices(tmp_path: Path) -> None:
+    for seen in pool(2).run(order_of_a_save, str(tmp_path)):
+        assert seen == ["device", "all ranks", "pin"]
 
 
 def test_keep_none_keeps_all(tmp_path: Path) -> None:

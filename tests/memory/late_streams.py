@@ -58,7 +58,7 @@ class LateStreams:
         self._out: deque[_Copy] = deque()
         self._in: deque[_Copy] = deque()
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         return pages(nbytes)
 
     def store(self, source: Tensor, target: Tensor) -> Event:

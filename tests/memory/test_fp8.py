@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.core import _torch
+from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.sharding import full_tensor
 from meshkit.memory import chosen_linears, plan_fp8
 from meshkit.strategy import OptimizerOffload, OptimizerPolicy
@@ -80,6 +83,47 @@ def test_a_checkpoint_goes_on_and_knows_nothing_of_fp8(tmp_path: Path, gather: b
         resume, str(tmp_path), replace(cell, memory=mk.MemoryPolicy(precision=mk.strategy.Precision()))
     )[0]
     assert all(torch.equal(plain[name], saved[name]) and torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def scales_of_steps(cell: Cell, shared: bool) -> tuple[list[Tensor], list[int]]:
+    """(parameters after two steps; bytes of each all-reduce of maxima in the second step)."""
+    run = start(cell)
+    optimizer = mk.adamw(run, lr=1e-2)
+    seen: list[int] = []
+    reduced = torch.ops.c10d.allreduce_.default
+
+    class Maxima(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            name = func.name()
+            if name.startswith("_c10d_functional::all_reduce") and args[1] == "max":
+                seen.append(args[0].nbytes)
+            elif func is reduced and args[0][0].numel() == 14:  # no other message has so many
+                seen.append(args[0][0].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    without = mock.patch("meshkit.step.shared_scales", lambda model: nullcontext())
+    with nullcontext() if shared else without:
+        for batch in batches(cell)[:2]:
+            seen.clear()
+            with Maxima():
+                run.forward_backward(own_rows(batch, run.mesh), microbatches=2)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [_torch.shard_object(param) for param in run.parameters()]  # type: ignore[arg-type]  # all are DTensors
+    assert all(getattr(weight, "_precomputed_scale", None) is None for weight in weights)  # stale after the step
+    return [getattr(weight, "_tensor", weight).detach().clone() for weight in weights], list(seen)
+
+
+@needs_torchao
+def test_the_scales_of_all_weights_of_a_step_are_one_all_reduce() -> None:
+    """Bit for bit the same parameters as with one for each weight and gather. 14 layers are in fp8."""
+    cell = fp8("dp_shard=2", gather=True)
+    for (mine, shared), (theirs, apart) in zip(
+        pool(2).run(scales_of_steps, cell, True), pool(2).run(scales_of_steps, cell, False), strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+        assert shared == [14 * 4]
+        assert len(apart) > 2 * 14 and set(apart) == {4}
 
 
 def test_layers_in_blocks_whose_dims_are_multiples_of_16_are_chosen() -> None:

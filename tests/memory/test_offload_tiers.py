@@ -118,6 +118,46 @@ def test_reserve_is_taken_before_the_first_step(tmp_path: Path) -> None:
     assert DiskTier(CpuStreams(), tmp_path, staging=1, reserve=1 << 20).files.arena.total_bytes == 1 << 20
 
 
+class Pinning(CpuStreams):
+    """Notes which slabs are to be pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slabs: list[tuple[int, bool]] = []
+
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
+        self.slabs.append((nbytes, pinned))
+        return super().slab(nbytes)
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_nothing_is_pinned_after_the_first_step(to: str, tmp_path: Path) -> None:
+    """Of two blocks; rows of the second step are longer, and their gradients those of a model without offload."""
+    streams = Pinning()
+    tier = (
+        HostTier(streams, slab_bytes=PAGE)
+        if to == "host"
+        else DiskTier(streams, tmp_path, staging=1 << 20, slab_bytes=PAGE)
+    )
+    tier.seal()  # a step in which nothing was offloaded
+    for size, in_first_step in ((3000, True), (60_000, False)):
+        source, target = bytes_of(size, 1), torch.zeros(size, dtype=torch.uint8)
+        stored = tier.store(source)
+        if isinstance(tier, DiskTier):
+            wait([stored.written])
+            tier.tidy()
+        assert stored.fetch(target)
+        stored.arrive()
+        assert torch.equal(source, target)
+        stored.release()
+        assert streams.slabs and {pinned for _, pinned in streams.slabs} == {in_first_step}
+        streams.slabs.clear()
+        tier.seal()
+    if isinstance(tier, HostTier):
+        streams.device = torch.device("cuda")
+        assert "after the first step are not pinned: give reserve=61440" in tier.describe()
+
+
 def test_without_o_direct_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshkit.memory.offload._disk._takes_direct", lambda folder: False)
     tier = DiskTier(CpuStreams(), tmp_path, staging=1 << 20)

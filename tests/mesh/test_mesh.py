@@ -60,6 +60,8 @@ def test_describe_says_links_without_ranks() -> None:
         ("tp=3", "tp=3 needs a multiple of 3 ranks, but the world has 8"),
         ("dp_shard=2 tp=2", "uses 4 of the 8 ranks"),
         ("tpp=2", "there is no axis 'tpp'. Did you mean 'tp'"),
+        ("dp=2", "there is no axis 'dp'. Parameters are sharded over dp_shard .*copied over dp_replicate"),
+        ("sp=2", "there is no axis 'sp'. Sequence parallelism lies on tp"),
         ("tp", "'tp' is not axis=size"),
         ("tp=two", "the size of 'tp' is 'two', not a whole number"),
         ("tp=0", "tp=0: an axis size is a whole number of at least 1"),
@@ -72,6 +74,11 @@ def test_describe_says_links_without_ranks() -> None:
 def test_impossible_meshes_are_refused_with_the_arithmetic(text: str, match: str) -> None:
     with pytest.raises(mk.errors.MeshError, match=match):
         MeshSpec.parse(text).resolve(8)
+
+
+def test_a_mesh_that_is_neither_text_nor_spec_is_refused() -> None:
+    with pytest.raises(mk.errors.MeshError, match=r"init_mesh\(spec={'tp': 2}\): give a text, as 'dp_shard=2 tp=2'"):
+        mk.init_mesh({"tp": 2})  # type: ignore[arg-type]
 
 
 def groups_of(text: str) -> dict[str, list[int]]:

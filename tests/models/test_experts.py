@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from meshkit.errors import PlanError
 from meshkit.models import Experts, MoE, Router, RouterConfig
+from meshkit.models import router as router_module
 from meshkit.models.experts import expert_kernel
 from meshkit.moe.routing import Routing, combine, sort_by_expert, take_rows
 
@@ -158,8 +159,8 @@ def test_rows_are_combined_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("dtype", "sizes", "kernel", "why"),
     [
-        (torch.float32, (24, 16), "grouped", "one kernel for all experts on cpu"),
-        (torch.bfloat16, (24, 16), "grouped", "one kernel for all experts on cpu"),
+        (torch.float32, (24, 16), "grouped", "one call for all experts on cpu"),
+        (torch.bfloat16, (24, 16), "grouped", "one call for all experts on cpu"),
         (torch.float64, (24, 16), "loop", "takes no torch.float64"),
         (torch.float32, (24, 18), "loop", r"needs rows of a multiple of 16 bytes, but has \(24, 18\) torch.float32"),
         (torch.bfloat16, (20, 16), "loop", r"needs rows of a multiple of 16 bytes, but has \(20, 16\) torch.bfloat16"),
@@ -179,6 +180,27 @@ def test_a_kernel_is_chosen_for_a_reason_and_an_impossible_one_refused(
             module.compute(x, [1] * EXPERTS)
     else:
         assert why in chosen.why
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kernel", "why"),
+    [
+        (torch.bfloat16, (9, 0), "grouped", "one kernel for all experts on cuda"),
+        (torch.bfloat16, (10, 0), "grouped", "one kernel for all experts on cuda"),
+        (torch.bfloat16, (8, 0), "loop", "one kernel from compute capability 9.0 on, and this is 8.0"),
+        (torch.float32, (9, 0), "loop", "one kernel on cuda in bf16 alone, and a loop in torch.float32"),
+        (torch.float16, (10, 0), "loop", "one kernel on cuda in bf16 alone, and a loop in torch.float16"),
+        (torch.bfloat16, None, "grouped", "one kernel for all experts on cuda"),
+    ],
+)
+def test_on_cuda_grouped_is_chosen_where_it_is_one_kernel(dtype, capability, kernel, why, monkeypatch) -> None:
+    """As far as a machine without a GPU can tell; None is one without."""
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = expert_kernel(dtype, torch.device("cuda"), (64, 32))
+    assert chosen.kernel == kernel
+    assert why in chosen.why
 
 
 # ---------------------------------------------------------------------------------------------------------- router
@@ -304,3 +326,29 @@ def test_a_mixture_adds_the_experts_that_every_token_visits() -> None:
 def test_a_router_that_cannot_be_is_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         RouterConfig(**{"experts": 12, "chosen": 4, **values})
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_a_router_s_product_in_16_bits_is_that_of_fp32_and_keeps_no_wide_copy(weight_dtype: torch.dtype) -> None:
+    """Bit for bit, with gradients, also of gradients; backward keeps the router's input itself."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(7, 64, dtype=weight_dtype, requires_grad=True)
+    results, kept = [], list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for product in (router_module._logits, lambda x, weight: F.linear(x.float(), weight.float())):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = product(x, weight)
+        if product is router_module._logits:
+            assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), weight.data_ptr()}
+        first = torch.autograd.grad(logits.sin().sum(), (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum(grad.float().square().sum() for grad in first), (x, weight))
+        results.append([logits, *first, *second])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - theirs).float().norm() <= TOL_BF16 * theirs.float().norm()
+    assert torch.equal(results[0][0], results[1][0])

@@ -10,13 +10,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import flex_attention
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from meshkit.errors import PlanError
+from meshkit.mask import Band, Mask
 from meshkit.models import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from meshkit.models import layers as layers_module
-from meshkit.models.layers import Documents, apply_rope, attention, attention_mask, rope_frequencies, rope_tables
+from meshkit.models.layers import MaskedRows, apply_rope, attention, attention_mask, rope_frequencies, rope_tables
 
 TOL_FP32_ROUNDING = 4e-7  # a few units in the last place
 TOL_FP64 = 1e-12
@@ -117,9 +116,19 @@ def test_a_query_sees_its_own_document_backwards_within_the_window(case: tuple[T
     mask = attention_mask(torch.zeros_like(positions), positions, window=window)
     expected = spelled_out(positions, window)
     if mask is None:
-        mask = torch.ones_like(expected).tril()
-    mask = mask.dense() if isinstance(mask, Documents) else mask
-    assert torch.equal(mask, expected)
+        assert torch.equal(expected, torch.ones_like(expected).tril())
+        return
+    assert isinstance(mask, MaskedRows)
+    bands = tuple(Band(*row) for row in mask.table.tolist())
+    rows, tokens = positions.shape
+    if not mask.joined:
+        found = Mask(tokens, bands).dense().expand(rows, 1, tokens, tokens)
+    else:
+        whole = Mask(rows * tokens, bands).dense()
+        blocks = [slice(row * tokens, (row + 1) * tokens) for row in range(rows)]
+        found = torch.stack([whole[block, block] for block in blocks])[:, None]
+        assert whole.sum() == found.sum()  # and nothing across rows
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -172,24 +181,6 @@ def test_interleaved_pairs_turn_as_halved_ones_do() -> None:
         for pair, interleaved in (((q, k), True), (halved, False))
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=TOL_FP64)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on purpose: CPU has no kernel
-@pytest.mark.parametrize("window", [None, 40])
-def test_the_block_mask_of_cuda_shows_what_the_dense_mask_shows(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FlexAttention's own code on the CPU, uncompiled, fed with the rule that CUDA is given; 2 blocks of 128 tokens."""
-    monkeypatch.setattr(layers_module, "_compiled", lambda function: function)
-    tokens = 200
-    positions = torch.stack([torch.arange(tokens) % 70, torch.arange(tokens) % 131])
-    ids = torch.zeros_like(positions)
-    dense = attention_mask(ids, positions, window=window)
-    documents = (positions == 0).cumsum(dim=1)
-    sees = layers_module._visibility(documents, window)
-    blocks = flex_attention.create_block_mask(sees, 2, None, tokens, tokens, device="cpu")
-    q, k, v = torch.randn(2, tokens, 4, 16), torch.randn(2, tokens, 2, 16), torch.randn(2, tokens, 2, 16)
-    torch.testing.assert_close(attention(q, k, v, blocks), attention(q, k, v, dense), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

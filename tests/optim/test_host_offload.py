@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import meshkit as mk
 from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.sharding import full_tensor, local_tensor
-from meshkit.optim import OffloadedAdamW, choose_resident, place_tensors, resident_share
+from meshkit.mesh.world import cores_of_rank
+from meshkit.optim import OffloadedAdamW, choose_resident, host_offload, place_tensors, resident_share
 from meshkit.step import grad_norm
 from meshkit.strategy import OptimizerOffload, OptimizerPolicy
 from tests.depth import thin
@@ -240,6 +241,44 @@ def test_masters_follow_values_given_after_the_optimizer_was_built() -> None:
                 optimizer.step()
         for a, b in zip(early.parameters(), late.parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_an_update_uses_its_threads_and_leaves_everybody_else_s(delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the same parameters; what this thread uses is as before, in a step and after it."""
+    used: list[int] = []
+    update = host_offload.adamw
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        used.append(torch.get_num_threads())
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(host_offload, "adamw", watched)
+    before, results = torch.get_num_threads(), []
+    for threads in (None, before + 2):
+        used.clear()
+        model = net()
+        optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, delayed=delayed, threads=threads)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            assert torch.get_num_threads() == before
+        optimizer.finish()
+        assert set(used) == {threads or before}
+        assert torch.get_num_threads() == before
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("cores", "ranks", "share"), [(64, "8", 8), (2, "4", 1), (7, None, 7)])
+def test_a_rank_s_share_of_the_cores(
+    cores: int, ranks: str | None, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert cores_of_rank() == share
 
 
 def test_a_state_dict_goes_back_and_forth_between_host_and_device() -> None:

@@ -133,6 +133,11 @@ def test_what_is_no_data_cannot_be_written() -> None:
     [
         (lambda: Strategy(microbatches=0), "microbatches=0"),
         (lambda: Strategy(memory="full"), r"Strategy\(memory='full'\): give MemoryPolicy"),  # type: ignore[arg-type]
+        (lambda: Strategy(plan={"up": 1}), r"Strategy\(plan=a dict\): give Plan or None. For example, Plan\(tensor="),  # type: ignore[arg-type]
+        (
+            lambda: Strategy.of(None, {"recompute": "full"}),
+            r"no choice 'recompute'. It is one of a policy's: memory=MemoryPolicy\(recompute=...\)",
+        ),
         (lambda: Strategy(zero=True), r"Strategy\(zero=True\): give int or None"),
         (lambda: Strategy(sequence="no"), r"Strategy\(sequence='no'\): give bool"),  # type: ignore[arg-type]
         (lambda: Strategy(overrides={"a": "full"}), "which is no BlockOverride. Give a BlockOverride"),  # type: ignore[dict-item]

@@ -17,6 +17,7 @@ from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync
 from meshkit.algos.dataflow._exchange import DataRanks, Exchange, merge, share
 from meshkit.algos.dataflow._guard import Guard
 from meshkit.algos.dataflow._program import Row, program
+from meshkit.core import _torch
 from meshkit.errors import DataError, PlanError
 from meshkit.mesh import Mesh
 
@@ -67,13 +68,11 @@ class Flow:
         self.seconds: dict[str, float] = {}
         """of each row of the last step on this rank; `wait` is the time until other ranks came"""
         rows = self.program(range(2))  # checks the graph
-        ends = {frozenset(self._ranks_of(row)) for row in rows}
-        # All ranks make all groups, in one order; one that is not in a group gets a placeholder that it never uses.
-        self._groups: dict[frozenset[int], Any] = {
-            # gloo: samples are on the host, and a barrier must not wait for work that is queued on the device.
-            ranks: dist.new_group(sorted(ranks), backend="gloo", timeout=timeout)
-            for ranks in sorted(ends, key=sorted)
-        }
+        ends = sorted({frozenset(self._ranks_of(row)) for row in rows}, key=sorted)
+        # gloo: samples are on the host, and a barrier must not wait for work that is queued on the device. None where this
+        # rank is not in the group, which it never uses then.
+        groups = _torch.split(_torch.world(), [[sorted(ranks)] for ranks in ends], backend="gloo", timeout=timeout)
+        self._groups: dict[frozenset[int], Any] = dict(zip(ends, groups, strict=True))
         self._guard = Guard(f"flow-{next(_numbers)}", timeout=timeout)
 
     @property

@@ -4,6 +4,8 @@ A file for each subject. Each function says which private name it stands for, wh
 and what replaces it once the older one is dropped: "nothing yet" means that torch 2.15 has no public way.
 """
 
+from .autograd import before_backwards as before_backwards
+from .autograd import nodes_run as nodes_run
 from .autograd import reduction_of as reduction_of
 from .autograd import saved_factor as saved_factor
 from .autograd import sums_rows as sums_rows
@@ -19,11 +21,13 @@ from .dtensor import dtensor_like as dtensor_like
 from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
+from .dtensor import shard_object as shard_object
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
 from .fsdp import before_gathers as before_gathers
 from .fsdp import before_reductions as before_reductions
+from .fsdp import before_unit_backwards as before_unit_backwards
 from .fsdp import keep_class_name as keep_class_name
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
@@ -31,16 +35,17 @@ from .fsdp import own_memory as own_memory
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks
 from .groups import concatenate_meshes as concatenate_meshes
-from .groups import copy_group as copy_group
 from .groups import flatten_mesh as flatten_mesh
 from .groups import group_of_call as group_of_call
 from .groups import is_fake_group as is_fake_group
-from .groups import join_flattening as join_flattening
+from .groups import mesh_of_groups as mesh_of_groups
+from .groups import Partition as Partition
 from .groups import process_group as process_group
 from .groups import says_peer_is_lost as says_peer_is_lost
 from .groups import set_timeout as set_timeout
+from .groups import split as split
+from .groups import splits as splits
 from .groups import start_fake_world as start_fake_world
-from .groups import pair_groups as pair_groups
 from .groups import timeout_of as timeout_of
 from .groups import world as world
 from .groups import world_store as world_store
@@ -59,6 +64,7 @@ from .tensors import tree_leaves as tree_leaves
 from .tensors import tree_map as tree_map
 from .tensors import tree_unflatten as tree_unflatten
 from .tracing import allow_recompiles as allow_recompiles
+from .tracing import any_length as any_length
 from .tracing import DataDependentOutputException as DataDependentOutputException
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
 from .tracing import fake_like as fake_like

@@ -1,11 +1,14 @@
-"""Nodes of an autograd graph: what a loss was reduced by, and the numbers that it was multiplied and divided by."""
+"""Autograd: nodes of a graph (what reduced a loss, its factors, what a backward runs), and who starts a backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .tracing import without_modes
 
@@ -49,3 +52,49 @@ def sums_rows(node: Any) -> bool:
     dims, sizes = getattr(node, "_saved_dim", None), getattr(node, "_saved_self_sym_sizes", ())
     # A negative dim is saved as an unsigned number of 64 bits, and an empty list stands for all.
     return not dims or any(dim in (0, 2**64 - len(sizes)) for dim in dims)
+
+
+@contextmanager
+def before_backwards(act: Callable[[Sequence[Tensor], Sequence[Any]], None]) -> Iterator[None]:
+    """Inside, `act(roots, inputs)` is called before each backward that Python starts. inputs: as of torch.autograd.grad.
+
+    Private: torch.autograd._engine_run_backward, looked up in that module by `grad` and `backward`. Checked: 2.11, 2.15.
+    Replaced by: nothing yet.
+    """
+    module: Any = torch.autograd
+    run = module._engine_run_backward
+
+    def seen(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+        act([each for each in outputs if isinstance(each, Tensor)], inputs or ())
+        return run(outputs, grads, keep, create, inputs, *args, **kwargs)
+
+    module._engine_run_backward = seen
+    try:
+        yield
+    finally:
+        module._engine_run_backward = run
+
+
+def nodes_run(roots: Sequence[Tensor], inputs: Sequence[Any] = ()) -> tuple[set[Any], set[Any]]:
+    """(the nodes of the graph that a backward runs, those of its inputs). inputs: none are all leaves."""
+    with torch._C.DisableTorchFunction():
+        begin = [get_gradient_edge(root).node for root in roots if root.requires_grad]
+        ends = [each[0] if isinstance(each, GradientEdge) else get_gradient_edge(each).node for each in inputs]
+    readers: dict[Any, list[Any]] = {node: [] for node in begin}
+    left = list(readers)
+    for node in left:  # it grows
+        for other, _ in () if node in ends else node.next_functions:
+            if other is not None:
+                if other not in readers:
+                    left.append(other)
+                readers.setdefault(other, []).append(node)
+    if not ends:
+        return set(readers), set()
+    reached = {node for node in ends if node in readers}
+    found, left = set(reached), list(reached)
+    for node in left:
+        for reader in readers[node]:
+            if reader not in found:
+                found.add(reader)
+                left.append(reader)
+    return found - reached, reached

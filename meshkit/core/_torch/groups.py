@@ -1,36 +1,53 @@
-"""Meshes and process groups: flattening, copies, timeouts, a world that sends nothing, a lost peer's error."""
+"""Meshes and process groups: splitting, flattening, timeouts, a world that sends nothing, a lost peer's error."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis made of all axes of `mesh`. Keep the returned object: each call makes a new group.
+def mesh_of_groups(
+    device_type: str, ranks: Tensor, names: tuple[str, ...], groups: Sequence[ProcessGroup]
+) -> DeviceMesh:
+    """A DeviceMesh whose axes have these groups, in order; none on a rank outside of it. Makes no group.
 
+    Private: DeviceMesh._init_process_groups. Checked: 2.11 (read, not run), 2.15. Replaced by: DeviceMesh.from_group, once it
+    takes ranks outside.
+    """
+    with _groups_given(groups):
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str, group: ProcessGroup | None = None) -> DeviceMesh:
+    """One axis made of all axes of `mesh`. What was flattened by this name before comes back.
+
+    group: of its ranks; None makes new ones, which takes all ranks of the world.
     Private: DeviceMesh._flatten. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
-    return mesh._flatten(name)
+    with nullcontext() if group is None else _groups_given([group]):
+        return mesh._flatten(name)
 
 
-def join_flattening(groups: list[list[int]]) -> None:
-    """Take part in `flatten_mesh` on a rank outside of the mesh: every rank of the world makes every group.
-
-    Private: that flattening is one `new_group` a group; a rank outside cannot slice or flatten the mesh itself. Checked:
-    2.11, 2.15. Replaced by: nothing yet.
-    """
-    for ranks in groups:
-        dist.new_group(ranks)
+@contextmanager
+def _groups_given(groups: Sequence[ProcessGroup]) -> Iterator[None]:
+    """Inside, a new DeviceMesh makes no groups and has these."""
+    original = DeviceMesh.__dict__["_init_process_groups"]
+    DeviceMesh._init_process_groups = staticmethod(lambda *args, **kwargs: [group.group_name for group in groups])  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        DeviceMesh._init_process_groups = original  # type: ignore[method-assign]  # put back
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -41,55 +58,85 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
-def copy_group(group: ProcessGroup, *, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-    """Another group of the ranks of `group`, made by those alone. Wire: a broadcast of its name over `group`.
+Partition = Sequence[Sequence[int]]
+"""groups of ranks of the world that have no rank in common"""
 
-    Private: distributed_c10d._process_group_name. Checked: 2.11, 2.15. Replaced by: a name as an argument of `new_group`.
-    See [Note: names of process groups].
+# [Note: groups are split from the group of who makes them]
+# Where the default group is bound to a device (always with torch 2.15's nccl), a group is an ncclCommSplit of its parent, in
+# which all ranks of the parent take part, those that come into no group too. `new_group` splits the world, so that a mesh on
+# a part of the world, or two ranks of a pipeline, would need ranks that know nothing of them; and it is one call for each
+# group of an axis, of which `split_group` makes all at once. So groups are made by `split` alone: one call for each
+# partition, the same on all ranks of the parent, which are just those that make it. A parent that cannot be split (a lazy
+# communicator, a fake world) has no part in making a group: there each group is made by its members.
+
+
+def split(
+    parent: ProcessGroup, partitions: Sequence[Partition], *, timeout: timedelta, backend: str | None = None
+) -> list[ProcessGroup | None]:
+    """This rank's group of each partition, None where it is in none. Every rank of `parent` calls, with the same.
+
+    backend: if not the parent's, with which the groups have no communicator in common then.
+    Wire: a broadcast of names over `parent`; a split of its communicator for each partition.
+    Private: distributed_c10d._process_group_name. Checked: 2.11, 2.15. Replaced by: a name as an argument of `split_group`
+    and `new_group`. See [Note: names of process groups].
     """
-    (name,) = _names(group, 1)
-    return _named_group(name, dist.get_process_group_ranks(group), timeout=timeout, backend=backend)
+    ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank()
+    of_parent = {each: index for index, each in enumerate(ranks)}
+    by_split = backend is None and splits(parent)
+    groups: list[ProcessGroup | None] = []
+    group: Any
+    for name, partition in zip(_names(parent, len(partitions)), partitions, strict=True):
+        own = next((each for each in partition if rank in each), None)
+        with _named(f"{name}/{own[0] if own else -1}"):
+            if by_split:
+                indices = [[of_parent[each] for each in group] for group in partition]
+                group = dist.split_group(parent, indices, timeout=timeout)
+            else:
+                group = own and dist.new_group(
+                    list(own), timeout=timeout, backend=backend, use_local_synchronization=True
+                )
+        # For "no member" torch has a constant, which is not a group.
+        groups.append(group if isinstance(group, ProcessGroup) else None)
+    return groups
 
 
-def pair_groups(
-    group: ProcessGroup, ways: Sequence[tuple[int, int]], *, timeout: timedelta
-) -> dict[tuple[int, int], ProcessGroup]:
-    """A group of its own for each pair of ranks of `group` that has this rank; every rank calls, with the same pairs.
+def splits(parent: ProcessGroup) -> bool:
+    """Whether torch makes groups of ranks of `parent` by splitting it.
 
-    Wire: a broadcast of their names over `group`. Private: as `copy_group`.
+    Private: bound_device_id, supports_splitting. Checked: 2.11 (read, not run), 2.15. Replaced by: nothing yet.
     """
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
-    named = zip(ways, _names(group, len(ways)), strict=True)
-    return {
-        way: _named_group(name, sorted(ranks[each] for each in way), timeout=timeout)
-        for way, name in named
-        if own in way
-    }
+    if is_fake_group(parent):
+        return False
+    if (device := parent.bound_device_id) is not None:
+        return parent._get_backend(device).supports_splitting
+    # gloo needs no device, since 2.15. There the path of nccl runs on a laptop.
+    return _GLOO_SPLITS and dist.get_backend(parent) == "gloo"
+
+
+_GLOO_SPLITS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 def _names(group: ProcessGroup, count: int) -> list[str]:
     """Names for groups, the same on all ranks of `group`."""
     names = [uuid.uuid4().hex for _ in range(count)]
-    if names and not is_fake_group(group):
+    if names and group.size() > 1 and not is_fake_group(group):
         dist.broadcast_object_list(names, group=group, group_src=0)
     return names
 
 
-def _named_group(name: str, ranks: list[int], *, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-    """A group that its members alone make."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
     # [Note: names of process groups]
-    # `new_group(use_local_synchronization=True)` names groups by counters of the process. They differ between ranks as soon
-    # as some ranks made a group without the others, and ranks that meet in the store under different names wait for ever. So
-    # the first rank of the group draws a name, and for this one call torch's function that counts is replaced by one that
-    # returns it. No other thread makes groups meanwhile: making one is a collective, which only the main thread issues.
+    # Torch names groups by counters of the process. They differ between ranks as soon as some ranks made a group without the
+    # others, and ranks that meet in the store under different names wait for ever. So the first rank of the parent draws a
+    # name, and for this one call torch's function that counts is replaced by one that returns it. No other thread makes
+    # groups meanwhile: making one is a collective, which only the main thread issues.
     original = distributed_c10d._process_group_name  # type: ignore[attr-defined]  # not in the stubs
     distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[attr-defined, assignment]  # for one call
     try:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        yield
     finally:
         distributed_c10d._process_group_name = original  # type: ignore[attr-defined]  # put back
-    assert isinstance(group, ProcessGroup)  # this rank is a member
-    return group
 
 
 def world() -> ProcessGroup:

@@ -181,6 +181,15 @@ def without_modes() -> Any:
     return _disable_current_modes()
 
 
+def any_length(tensor: Tensor) -> None:
+    """Let torch.compile take the tensor's first dim as any length, from its first call on.
+
+    Private: torch._dynamo.maybe_mark_dynamic, which the documentation of dynamic shapes names. Checked: 2.11, 2.15. Replaced
+    by: nothing yet.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def is_fake(value: Any) -> bool:
     """A tensor without values. Private: FakeTensor. Checked: 2.11, 2.15. Replaced by: nothing yet."""
     return isinstance(value, FakeTensor)

@@ -50,10 +50,10 @@ class Work(TorchDispatchMode):
             return out  # a view or an in-place operator: no new memory
         output_bytes, input_bytes = _bytes(out), _bytes((args, kwargs))
         # Messages count by their larger end: an all-gather's output, a reduce-scatter's input.
-        if func.namespace in ("_c10d_functional", "meshkit"):
+        counted = flop_registry.get(func.overloadpacket)
+        if counted is None and func.namespace in ("_c10d_functional", "meshkit"):
             self.seconds += max(output_bytes, input_bytes) / self.rates.link_bytes_per_s
             return out
-        counted = flop_registry.get(func.overloadpacket)
         flops = counted(*args, **kwargs, out_val=out) if counted is not None else 0
         self.seconds += max(
             flops / self.rates.flops_per_s, (output_bytes + input_bytes) / self.rates.memory_bytes_per_s

@@ -70,6 +70,10 @@ class DiskTier:
         if self.failure is not None:
             raise self.files.error("writing", *self.failure) from self.failure[1]
 
+    def seal(self) -> None:
+        if self.memory.arena.peak_bytes:
+            self.memory.seal()
+
     @property
     def peak_bytes(self) -> int:
         return self.files.arena.peak_bytes

@@ -100,6 +100,8 @@ class HostSpace:
     def __init__(self, streams: Streams, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._slabs: list[Tensor] = []
         self._streams = streams
+        self.pins = True
+        self.late_bytes = 0
         self.arena = Arena(self._add, slab_bytes=slab_bytes)
 
     def view(self, piece: Piece, nbytes: int) -> Tensor:
@@ -107,7 +109,18 @@ class HostSpace:
         return self._slabs[piece.slab].narrow(0, piece.offset, nbytes)
 
     def _add(self, index: int, nbytes: int) -> None:
-        self._slabs.append(made_on_host(lambda: self._streams.slab(nbytes)))
+        self._slabs.append(made_on_host(lambda: self._streams.slab(nbytes, pinned=self.pins)))
+        self.late_bytes += 0 if self.pins else nbytes
+
+    # [Note: no pinning after the first step]
+    # The driver may finish what is queued on the device before it pins, also a collective whose other ranks wait for what
+    # this rank would queue next. Ranks with as many rows grow together; one that grows alone, in a later step,
+    # could stop all. So what is added after the first step is not pinned: a copy to it is slower and the host waits for it,
+    # for work that is queued already and whose end needs nobody. `reserve` pins before the first step.
+
+    def seal(self) -> None:
+        """Pin no more."""
+        self.pins = False
 
 
 class HostTier:
@@ -127,13 +140,23 @@ class HostTier:
     def tidy(self) -> None:
         return None
 
+    def seal(self) -> None:
+        if self.space.arena.peak_bytes:  # a step without blocks that are offloaded was no first one
+            self.space.seal()
+
     @property
     def peak_bytes(self) -> int:
         return self.space.arena.peak_bytes
 
     def describe(self) -> str:
-        pinned = "" if self.streams.device.type == "cpu" else "pinned "
-        return f"{pinned}host memory, {self.space.arena.total_bytes / 2**20:,.1f} MiB taken"
+        total = f"host memory, {self.space.arena.total_bytes / 2**20:,.1f} MiB taken"
+        if self.streams.device.type == "cpu":
+            return total
+        late = self.space.late_bytes
+        advice = (
+            f", of which {late / 2**20:,.1f} MiB after the first step are not pinned: give reserve={self.peak_bytes}"
+        )
+        return f"pinned {total}{advice if late else ''}"
 
 
 class InHost:

@@ -226,6 +226,7 @@ class Offload:
         with self._lock:
             self._tidy(oldest=self._numbers)
             self.tier.tidy()
+            self.tier.seal()
             waited = self.tier.waited_s + self.streams.waited_s
             self.last_step = OffloadStep(
                 **self._counts, peak_bytes=self.tier.peak_bytes, waited_s=waited - self._waited_before
@@ -260,7 +261,7 @@ class _NotMoved:
 
 
 def _tables(inputs: Any) -> Iterator[Tensor]:
-    """Tensors among the inputs that need no gradient, also attributes of objects such as a BlockMask."""
+    """Tensors among the inputs that need no gradient, also attributes of objects such as a mask."""
     for leaf in tree_leaves(inputs):
         for value in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
             if (

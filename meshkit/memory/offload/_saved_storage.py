@@ -162,6 +162,10 @@ class Tier(Protocol):
         """Free what is no longer used, and raise errors of background work."""
         ...
 
+    def seal(self) -> None:
+        """A step is over: pin no more host memory."""
+        ...
+
     @property
     def peak_bytes(self) -> int: ...
 

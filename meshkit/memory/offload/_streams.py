@@ -38,8 +38,8 @@ class Streams(Protocol):
         """By compute, for copies; on an accelerator of those that are over."""
         ...
 
-    def slab(self, nbytes: int) -> Tensor:
-        """Host memory [nbytes] uint8, page-aligned, pinned for an accelerator."""
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
+        """Host memory [nbytes] uint8, page-aligned, for an accelerator pinned if asked for."""
         ...
 
     def store(self, source: Tensor, target: Tensor) -> Event:
@@ -81,7 +81,7 @@ class CpuStreams:
         self.device = torch.device("cpu")
         self._done = _Done()
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         return pages(nbytes)
 
     def store(self, source: Tensor, target: Tensor) -> Event:
@@ -120,8 +120,10 @@ class AcceleratorStreams:
         self._count_waits()
         return self._waited_s
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         """On CUDA registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
+        if not pinned:
+            return pages(nbytes)
         if self.device.type != "cuda":
             memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
             return memory.narrow(0, -memory.data_ptr() % mmap.PAGESIZE, nbytes)
@@ -205,7 +207,7 @@ class FakeStreams:
     def __init__(self, device: torch.device, *, late: bool) -> None:
         self.device, self._late = device, late
 
-    def slab(self, nbytes: int) -> Tensor:
+    def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def store(self, source: Tensor, target: Tensor) -> Event:

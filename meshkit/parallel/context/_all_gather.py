@@ -12,8 +12,8 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from meshkit.core.attention_kernels import Backward, Forward, accumulator_dtype
 from meshkit.core.waiting import waiting
-from meshkit.parallel.context._kernels import Backward, Forward, accumulator_dtype
 from meshkit.parallel.context._layout import Layout, gathered_tiles
 from meshkit.parallel.context._ring_group import RingGroup
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshkit.core.attention_kernels import accumulator_dtype, sinks_gradient, with_sinks
 from meshkit.core.custom_op import custom_op
-from meshkit.parallel.context._kernels import accumulator_dtype, sinks_gradient, with_sinks
+from meshkit.core.double_backward import once_differentiable
 from meshkit.parallel.context._kv_exchange import attend, attend_backward
 from meshkit.parallel.context._layout import layout_of
 from meshkit.parallel.context._ring_group import ring_group_of
@@ -101,6 +102,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(q, k, v, *output, table, sinks)
 
 
+@once_differentiable("the backward of attention over cp is a kernel with messages.", "Use a mesh without cp")
 def _attention_gradient(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     """dlse is ignored: lse is an output only so that autograd saves it for backward."""
     # out is saved rounded to the compute dtype and lse in the accumulator's: backward takes exp(score - lse), where an error

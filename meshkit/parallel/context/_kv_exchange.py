@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from meshkit.core.attention_kernels import Backward, Forward
 from meshkit.parallel.context._all_gather import attend_gathered, attend_gathered_backward
 from meshkit.parallel.context._group_cast import cast_blocks, cast_gradients
-from meshkit.parallel.context._kernels import Backward, Forward
 from meshkit.parallel.context._layout import Layout, Plan, plan
 from meshkit.parallel.context._ring import ring_blocks, ring_gradients
 from meshkit.parallel.context._ring_group import RingGroup

@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from meshkit.core.attention_tiles import Tile, tiles
 from meshkit.mask import Band, Interval, Mask
 from meshkit.parallel.context._assign import Runs
 from meshkit.parallel.context._pattern import Pattern
-from meshkit.parallel.context._tiles import Tile, tiles
 
 KVExchange = Literal["ring", "all_gather", "group_cast"]
 KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")

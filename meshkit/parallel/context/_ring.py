@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshkit.parallel.context._kernels import Backward
+from meshkit.core.attention_kernels import Backward
 from meshkit.parallel.context._layout import Plan
 from meshkit.parallel.context._ring_group import NOTHING, RingGroup, empty_block
 

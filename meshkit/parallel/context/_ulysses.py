@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshkit.core.attention_kernels import accumulator_dtype
 from meshkit.core.sharding import even_part
-from meshkit.parallel.context._kernels import accumulator_dtype
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._ring_group import RingGroup
 

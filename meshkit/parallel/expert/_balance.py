@@ -92,7 +92,7 @@ def step_counts(model: nn.Module, noted: Noted, mesh: Mesh, *, sequence: bool) -
     counts_of: dict[nn.Module, Tensor] = {}
     for report, weight in noted:
         for router, counts in report.counts.items():
-            # An empty microbatch runs a row of zeros, so that all ranks issue the same collectives; its tokens are no tokens.
+            # An empty microbatch runs a row too, so that all ranks issue the same collectives; its tokens are no tokens.
             counts = counts * int(weight != 0)
             counts_of[router] = counts_of[router] + counts if router in counts_of else counts
     # One message for all routers: rows are padded to the widest router.

@@ -23,10 +23,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshkit.core.double_backward import once_differentiable
 from meshkit.core.waiting import waiting
 from meshkit.moe.routing import Overlapped
 
 Move = Callable[[Tensor], Tensor]
+_once = once_differentiable(
+    "the messages of experts in backward have no gradient of their own.", "Use a mesh without ep and etp"
+)
 
 
 def all_gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -74,6 +78,7 @@ class _Mirrored(torch.autograd.Function):
         return forward_move(rows)
 
     @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.backward_move(grad), None, None
 
@@ -116,6 +121,7 @@ class _Start(torch.autograd.Function):
         return pair.start(rows, pair.sent, pair.received)
 
     @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.pair.wait(), None
 
@@ -128,6 +134,7 @@ class _Wait(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.pair.start(grad, ctx.pair.received, ctx.pair.sent)
         return grad, None  # a stand-in of the right shape: `_Start.backward` returns the gradients that arrive

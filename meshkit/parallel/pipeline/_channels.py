@@ -55,10 +55,10 @@ def _batch(op: object, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer
     return works
 
 
-def ways_of(placement: Sequence[int], *, tied: bool) -> list[Way]:
+def rounds_of(placement: Sequence[int], *, tied: bool) -> tuple[tuple[Way, ...], ...]:
     """The ways that messages of a pipeline take: forward and back between the ranks of neighbouring stages, and between the
-    first and the last where these have tied parameters. In rounds in which no rank has two, so that those of one round open
-    at once."""
+    first and the last where these have tied parameters. In rounds in which no rank has two, so that those of one round are
+    one split of the axis' group, and open at once."""
     pairs = [*pairwise(placement), *([(placement[0], placement[-1])] if tied else [])]
     ways = dict.fromkeys(way for a, b in pairs if a != b for way in ((a, b), (b, a)))
     rounds: list[list[Way]] = []
@@ -68,23 +68,25 @@ def ways_of(placement: Sequence[int], *, tied: bool) -> list[Way]:
             rounds.append([way])
         else:
             open_round.append(way)
-    return [way for each in rounds for way in each]
+    return tuple(map(tuple, rounds))
 
 
 @lru_cache
-def open_channels(group: dist.ProcessGroup, ways: tuple[Way, ...], device: torch.device) -> GroupChannels:
+def open_channels(group: dist.ProcessGroup, rounds: tuple[tuple[Way, ...], ...], device: torch.device) -> GroupChannels:
     """The channels of this rank, each used once. Cached: each costs a communicator.
 
-    group: of the axis; every rank of it calls. Wire: a broadcast of names over it, and a byte on each way.
+    group: of the axis; every rank of it calls, and no other. Wire: a broadcast of names over it, a split of its communicator
+    for each round, and a byte on each way.
     """
-    rank = dist.get_rank(group)
-    channels = GroupChannels(rank, _torch.pair_groups(group, ways, timeout=_torch.timeout_of(group)))
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    partitions = [[sorted(ranks[end] for end in way) for way in ways] for ways in rounds]
+    made = _torch.split(group, partitions, timeout=_torch.timeout_of(group))
+    own = [next((way for way in ways if rank in way), None) for ways in rounds]
+    channels = GroupChannels(rank, {way: pair for way, pair in zip(own, made, strict=True) if way and pair})
     if _torch.is_fake_group(group):
         return channels
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    for source, target in ways:
-        if rank not in (source, target):
-            continue
+    for source, target in channels.groups:
         works = channels.send([byte], target) if rank == source else channels.receive([byte], source)
         with waiting(f"pp rank {target if rank == source else source} to open its channel"):
             for work in works:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def forward(
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
     model = _StageModel(staged, stage, flow, given)
     try:
-        with staged.in_loss():
+        with staged.in_loss(), _torch.before_backwards(partial(_refuse_across_stages, stage, received)):
             value = loss(model, microbatch)
     except _StageOutput:
         run, values = model.run, flow.cuts[stage]
@@ -97,6 +98,19 @@ def forward(
             "as the output, leave a penalty on weights to the optimizer's weight_decay, or use a mesh without pp."
         )
     return value, [], []
+
+
+def _refuse_across_stages(
+    stage: int, received: Sequence[Tensor], roots: Sequence[Tensor], inputs: Sequence[Any]
+) -> None:
+    """Of a backward that a loss function runs: in the graph of a stage, what it received are leaves."""
+    ends = set(map(id, received))
+    if any(id(getattr(node, "variable", None)) in ends for node in _torch.nodes_run(roots)[0]):
+        raise StepError(
+            "pipeline: the loss function runs a backward of its own through the model (torch.autograd.grad, as for a "
+            f"gradient penalty), and the graph of stage {stage} ends at what it received of the stage before. Use a "
+            "mesh without pp."
+        )
 
 
 class _Called(Exception):
@@ -120,18 +134,39 @@ class _Caller:
 
 
 def arguments(model: nn.Module, microbatch: Any, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the loss function calls the model with."""
+    """What the loss function calls the model with. Draws no random numbers.
+
+    Raises: PlanError for a loss that draws some before: each stage would call the model with others.
+    """
     caller = _Caller(model)
+    tensors = [leaf for leaf in _torch.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
+    devices = {leaf.device for leaf in tensors if leaf.device.type not in ("cpu", "meta")}
+    before = _random_states(devices)
     try:
         loss(caller, microbatch)
     except _Called:
+        if any(not torch.equal(was, now) for was, now in zip(before, _random_states(devices), strict=True)):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise PlanError(
+                f"pipeline: the loss {name!r} draws random numbers before it calls the model, and each stage would draw "
+                "others. Draw them before the step, into the batch "
+                "(batch['noise'] = ...), where all stages have the same; or use a mesh without pp."
+            ) from None
         return caller.args, caller.kwargs
     except OnAnotherRank as error:
         raise StepError(
             f"pipeline: the loss function reads a module of another stage: {error}. Call the model first, or use a mesh "
             "without pp."
         ) from error
+    finally:
+        torch.set_rng_state(before[0])
+        for device, state in zip(devices, before[1:], strict=True):
+            torch.get_device_module(device.type).set_rng_state(state, device)
     raise PlanError("pipeline: the loss function did not call its model, so there is nothing to hand on.")
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(each.type).get_rng_state(each) for each in devices)]
 
 
 def execute(

@@ -21,7 +21,7 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
-from meshkit.parallel.pipeline._channels import Channels, open_channels, ways_of
+from meshkit.parallel.pipeline._channels import Channels, open_channels, rounds_of
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
 from meshkit.parallel.pipeline._execute import Loss, arguments, execute, forward
@@ -284,7 +284,7 @@ def cut_stages(
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
-    channels = open_channels(group, tuple(ways_of(cut.placement, tied=bool(cut.copied))), device)
+    channels = open_channels(group, rounds_of(cut.placement, tied=bool(cut.copied)), device)
     module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels)
     return module
 

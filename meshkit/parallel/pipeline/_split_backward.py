@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from meshkit.core.double_backward import once_differentiable
 from meshkit.core.patch_class import patch_class
 from meshkit.parallel.tensor.local import inside_forward
 
@@ -85,6 +86,9 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
+    @once_differentiable(
+        "a pipeline schedule that splits backwards computes gradients of weights apart.", "Use the schedule 1f1b"
+    )
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         # The input gradient is computed at once: the stage before waits for it.

@@ -64,9 +64,24 @@ class OnAnotherRank(AttributeError):
     """An AttributeError, so that whoever only asks for an attribute gets an answer."""
 
 
+# What Python asks of a class, and not of its instances, of a module that holds others by number or by key.
+_CONTAINER: dict[str, Any] = {
+    "__getitem__": lambda standing, key: standing._meshkit_parts(f"[{key!r}]")[key],
+    "__iter__": lambda standing: iter(standing._meshkit_parts("modules")),
+    "__contains__": lambda standing, key: key in standing._meshkit_parts("modules"),
+    "__len__": lambda standing: len(standing._meshkit_like),  # whether it is true asks for it too, at any time
+}
+
+
+def _standing_for(base: Hashable, kind: type) -> Any:
+    """A subclass of `base` under the name of a module's class, which holds modules if that does."""
+    return _under_name(base, kind.__name__, frozenset(key for key in _CONTAINER if hasattr(kind, key)))
+
+
 @cache
-def _under_name(base: Hashable, name: str) -> type:
-    return type(name, (base,), {"__slots__": ()})  # type: ignore[arg-type]  # stubs: a class
+def _under_name(base: Hashable, name: str, container: frozenset[str]) -> type:
+    asked = {key: _CONTAINER[key] for key in container}
+    return type(name, (base,), {"__slots__": (), **asked})  # type: ignore[arg-type]  # stubs: a class
 
 
 class Absent(nn.Module):
@@ -74,7 +89,7 @@ class Absent(nn.Module):
     it shows."""
 
     def __new__(cls, staged: StagedModel, name: str, like: nn.Module) -> Absent:
-        absent: Absent = object.__new__(_under_name(cls, type(like).__name__))  # type: ignore[arg-type]  # it is hashable
+        absent: Absent = object.__new__(_standing_for(cls, type(like)))  # type: ignore[arg-type]  # it is hashable
         return absent
 
     def __init__(self, staged: StagedModel, name: str, like: nn.Module) -> None:
@@ -92,13 +107,9 @@ class Absent(nn.Module):
         return vars(self)["_staged"].skip(vars(self)["_name"], args, kwargs)
 
     def __getattr__(self, key: str) -> Any:
-        # In its forward, a model may ask a layer for its kind, or a head for the dtype of its weight.
-        staged = vars(self).get("_staged")
-        if staged is None or not staged.runs:
-            name = vars(self).get("_name", "this module")
-            raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {key!r} cannot be read here")
+        twin = self._meshkit_parts(repr(key))
         try:
-            return getattr(self._without_values(), key)
+            return getattr(twin, key)
         except AttributeError as error:
             name = vars(self)["_name"]
             raise OnAnotherRank(f"{name!r} is on another rank of pp, and had no {key!r} before it ran there") from error
@@ -124,6 +135,19 @@ class Absent(nn.Module):
         shows = vars(self)["_staged"].shows
         return self._without_values().state_dict(*args, **kwargs) if shows else super().state_dict(*args, **kwargs)
 
+    def _meshkit_parts(self, asked: str) -> nn.Module:
+        # In its forward, a model may ask a layer for its kind, or a head for the dtype of its weight.
+        staged = vars(self).get("_staged")
+        if staged is None or not staged.runs:
+            name = vars(self).get("_name", "this module")
+            raise OnAnotherRank(f"{name!r} is on another rank of pp, so its {asked} cannot be read here")
+        return self._without_values()
+
+    @property
+    def _meshkit_like(self) -> nn.Module:
+        like: nn.Module = vars(self)["_like"]
+        return like
+
     def _without_values(self) -> nn.Module:
         if vars(self)["_twin"] is None:
             vars(self)["_twin"] = vars(self)["_staged"].twin(vars(self)["_like"])
@@ -138,7 +162,7 @@ class Present:
     __slots__ = ("_meshkit_module", "_meshkit_name", "_meshkit_staged")
 
     def __new__(cls, staged: StagedModel, name: str, module: nn.Module) -> Present:
-        present: Present = object.__new__(_under_name(cls, type(module).__name__))  # type: ignore[arg-type]  # it is hashable
+        present: Present = object.__new__(_standing_for(cls, type(module)))  # type: ignore[arg-type]  # it is hashable
         return present
 
     def __init__(self, staged: StagedModel, name: str, module: nn.Module) -> None:
@@ -152,6 +176,13 @@ class Present:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._meshkit_staged.call(self._meshkit_name, self._meshkit_module, args, kwargs)
+
+    @property
+    def _meshkit_like(self) -> Any:
+        return self._meshkit_module
+
+    def _meshkit_parts(self, asked: str) -> Any:
+        return self._meshkit_module
 
     def __getattr__(self, key: str) -> Any:
         return getattr(self._meshkit_module, key)

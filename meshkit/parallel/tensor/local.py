@@ -227,33 +227,34 @@ def _view(layout: ParamLayout, mesh: DeviceMesh, refuse_unlike: Callable[[Tensor
 
 
 @noted()
-def vocab_lookup(weight: Tensor, ids: Tensor, start: int, padding: int | None) -> Tensor:
+def vocab_lookup(weight: Tensor, ids: Tensor, start: int, padding: int | None, vocabulary: int) -> Tensor:
     """Rows of this rank's vocabulary, `weight`, whose first row is `start`. Those of other ids are zero; the sum over ranks
-    adds them."""
+    adds them. Ids that are no rank's raise as on one device: IndexError on the host, an assertion on a GPU."""
     if not len(weight):  # no row to look up: padded by one of zeros, through which the gradient still flows
         return F.embedding(torch.zeros_like(ids), F.pad(weight, (0, 0, 0, 1)))
     outside = (ids < start) | (ids >= start + len(weight))
-    rows = F.embedding((ids - start).masked_fill(outside, 0), weight, padding)
+    others = outside & (ids >= 0) & (ids < vocabulary)  # what is no rank's is looked up, and there is no such row
+    rows = F.embedding((ids - start).masked_fill(others, 0), weight, padding)
     return rows.masked_fill(outside.unsqueeze(-1), 0)
 
 
 class _LookUp(TorchFunctionMode):
     """Inside, F.embedding looks up this rank's part of the vocabulary. What else a module's forward does stays as it is."""
 
-    def __init__(self, start: int, padding: int | None) -> None:
+    def __init__(self, start: int, padding: int | None, vocabulary: int) -> None:
         super().__init__()
-        self.start, self.padding = start, padding
+        self.start, self.padding, self.vocabulary = start, padding, vocabulary
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.embedding:
             given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            return vocab_lookup(given["weight"], given["input"], self.start, self.padding)
+            return vocab_lookup(given["weight"], given["input"], self.start, self.padding, self.vocabulary)
         return func(*args, **(kwargs or {}))
 
 
 def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     shard = chunk(module.num_embeddings, mesh.size(), mesh.get_local_rank())
-    padding = module.padding_idx
+    padding, vocabulary = module.padding_idx, module.num_embeddings
     start, local_padding = (
         shard.start,
         padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None,
@@ -261,7 +262,7 @@ def _vocab_embedding_forward(module: nn.Embedding, mesh: DeviceMesh) -> Any:
     forward = type(module).forward
 
     def look_up(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
-        with _LookUp(start, local_padding):
+        with _LookUp(start, local_padding, vocabulary):
             rows: Tensor = forward(self, *args, **kwargs)
         return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -57,7 +57,9 @@ def _prove(program: Program, layout: TensorLayout, example: Example, closed: Map
         closed = {name: operation for name, operation in closed.items() if name in present}
         full = trace(whole, example.args, example.kwargs, closed=closed, fold=folded)
     ranks = [_on_rank(whole, layout, example, closed, rank=rank, folded=folded) for rank in range(layout.size)]
-    prove(full, ranks, [_held(program, layout, rank) for rank in range(layout.size)])
+    # Of blocks that are left out nothing is read: their indices would take longer than the proof.
+    params = program.parameters.keys() & dict(whole.named_parameters(remove_duplicate=False))
+    prove(full, ranks, [_held(program, layout, params, rank) for rank in range(layout.size)])
 
 
 def _on_rank(
@@ -89,11 +91,11 @@ def closed_of(layout: TensorLayout) -> dict[str, str]:
     return {name: experts for name, style in layout.styles.items() if style.kind == "experts"}
 
 
-def _held(program: Program, layout: TensorLayout, rank: int) -> Mapping[str, Held]:
+def _held(program: Program, layout: TensorLayout, params: Collection[str], rank: int) -> Mapping[str, Held]:
     held: dict[str, Held] = {}
-    for name, param in program.parameters.items():
+    for name in params:
         placement = layout.params[name].placement if name in layout.params else None
         if isinstance(placement, Shard):
-            part = chunk(param.shape[placement.dim], layout.size, rank)
+            part = chunk(program.parameters[name].shape[placement.dim], layout.size, rank)
             held[f"parameter {name}"] = Held("varying", placement.dim, tuple(range(part.start, part.stop)))
     return held

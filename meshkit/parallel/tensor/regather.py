@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshkit.core import _torch
 from meshkit.core.collectives import reduce_scatter
 from meshkit.core.custom_op import custom_op
+from meshkit.core.double_backward import once_differentiable
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 
@@ -97,6 +98,10 @@ class _GatherRegion(torch.autograd.Function):
         return _gather(shard, dim, axis)
 
     @staticmethod
+    @once_differentiable(
+        "sequence parallelism that gathers its sharded inputs again in backward frees them after the first.",
+        "Use regather=False",
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.sharded is not None:  # autograd runs this after the backwards of all that read the gathered input
             ctx.sharded.free()

@@ -17,11 +17,8 @@ Names = dict[str, Style]
 
 def inside_of(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """The modules inside a region that hold parameters."""
-    return [
-        child
-        for child, module in modules.items()
-        if child.startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False))
-    ]
+    inside = modules[name].named_modules(prefix=name, remove_duplicate=False)
+    return [child for child, module in inside if child != name and any(True for _ in module.parameters(recurse=False))]
 
 
 def before_columns(module: nn.Module, size: int) -> Style:
@@ -88,9 +85,13 @@ class _Group:
 def _groups(reads: Mapping[str, set[str]], linears: Sequence[str]) -> list[_Group]:
     groups: list[_Group] = []
     used: set[str] = set()
+    readers_of: dict[str, set[str]] = {}
+    for layer in linears:
+        for child in reads[layer]:
+            readers_of.setdefault(child, set()).add(layer)
     for layer in linears:
         columns = frozenset(reads[layer])
-        readers = {other for other in linears if reads[other] & columns}
+        readers = {other for child in columns for other in readers_of[child]}
         if columns and readers == {layer} and not used & {*columns, layer}:
             groups.append(_Group(columns, layer))
             used |= {*columns, layer}

@@ -84,7 +84,7 @@ def explain_resolved(
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
-    # As `Run.parts` makes them: they differ by at most a row, and one without rows runs a row of zeros.
+    # As `Run.parts` makes them: they differ by at most a row, and one without rows runs another row.
     batches = [
         _local_batch(
             rank_model,

@@ -233,7 +233,7 @@ def shard_axis(spec: MeshSpec) -> str:
 
 
 def microbatch_mask(mask: Mask | Sequence[Mask] | None, rows: list[int], *, tokens: int) -> Mask | None:
-    """The mask of these rows. A microbatch without rows runs a row of zeros, where no token sees another: see `Run.parts`."""
+    """The mask of these rows. A microbatch without rows runs a row where no token sees another: see `Run.parts`."""
     if mask is None or isinstance(mask, Mask):
         return mask
     return Mask.joined([mask[row] for row in rows]) if rows else Mask.documents([1] * tokens)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
@@ -27,7 +27,8 @@ from meshkit.preflight.order._calls import Call, Event, Group, HostWait, Part, W
 # [Note: what is seen of a call]
 # A dispatch mode sees every operator of c10d, and those that read a value. It does not see which works belong to which call,
 # what is a batch, and what of it is of objects, which gloo sends beside NCCL. Those are told by the functions of
-# torch.distributed, which are wrapped inside the context, as is `Work.wait`.
+# torch.distributed, which are wrapped inside the context, as is `Work.wait`. So are those that make groups: on communicators
+# a group is a split of its parent, for which the hosts of all ranks of the parent wait, whether they come into it or not.
 _RETURN_WORKS = (
     "all_reduce",
     "all_gather",
@@ -38,6 +39,7 @@ _RETURN_WORKS = (
     "isend",
     "irecv",
 )
+_MAKERS = (dist, distributed_c10d, device_mesh)  # DeviceMesh has names of its own for what makes groups
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 _ROOT, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
 _NOT_A_PLACE = (__file__, f"{_ROOT}core/_torch/")
@@ -46,10 +48,10 @@ _READ_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
 @contextmanager
-def recording(mesh: Mesh) -> Iterator[list[Event]]:
+def recording(mesh: Mesh | None) -> Iterator[list[Event]]:
     """Inside, the calls of this rank are added to the list, after the first uses of the mesh's groups.
 
-    For one thread, which backward on CPU uses too.
+    mesh: None to record how meshes are made. For one thread, which backward on CPU uses too.
     """
     recorder = _Recorder(mesh)
     with ExitStack() as stack:
@@ -58,9 +60,10 @@ def recording(mesh: Mesh) -> Iterator[list[Event]]:
             **dict.fromkeys(_OF_OBJECTS, recorder.with_objects),
             "batch_isend_irecv": recorder.with_batch,
         }
-        for name, wrap in wrappers.items():
-            function = wrap(getattr(dist, name))  # one for both modules: a batch compares its functions
-            for owner in (dist, distributed_c10d):
+        makers = {"new_group": recorder.with_new_group, "split_group": recorder.with_split}
+        for name, wrap in (wrappers | makers).items():
+            function = wrap(getattr(dist, name))  # one for all modules: a batch compares its functions
+            for owner in _MAKERS if name in makers else _MAKERS[:2]:
                 stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(patch.object(dist.Work, "wait", recorder.with_wait(dist.Work.wait)))
         stack.enter_context(patch.object(Tensor, "tolist", recorder.with_host_wait(Tensor.tolist)))
@@ -68,20 +71,22 @@ def recording(mesh: Mesh) -> Iterator[list[Event]]:
         yield recorder.events
 
 
-def gathered(events: Sequence[Event], mesh: Mesh) -> list[list[Event]]:
-    """The events of every rank of the world, empty for ranks that the mesh has not. Wire: a gather of objects."""
-    every: list[list[Event]] = [[] for _ in range(mesh.group.size())]
-    dist.all_gather_object(every, list(events), group=mesh.group)
-    by_rank = dict(zip(mesh.ranks, every, strict=True))
-    return [by_rank.get(rank, []) for rank in range(max(mesh.ranks) + 1)]
+def gathered(events: Sequence[Event], mesh: Mesh | None) -> list[list[Event]]:
+    """The events of every rank of the world, empty for ranks that the mesh has not. Wire: a gather of objects, over the mesh,
+    or over the world without one."""
+    group, ranks = (mesh.group, mesh.ranks) if mesh is not None else (_torch.world(), range(dist.get_world_size()))
+    every: list[list[Event]] = [[] for _ in ranks]
+    dist.all_gather_object(every, list(events), group=group)
+    by_rank = dict(zip(ranks, every, strict=True))
+    return [by_rank.get(rank, []) for rank in range(max(ranks) + 1)]
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
-        self._axes, self._groups = Axes(mesh), dict[str, Group]()
+        self._axes, self._groups = Axes(mesh) if mesh is not None else None, dict[str, Group]()
         self.events: list[Event] = [
-            Call("all_reduce", self._group(group), 1, where="init_mesh") for group in mesh.groups
+            Call("all_reduce", self._group(group), 1, where="init_mesh") for group in (mesh.groups if mesh else ())
         ]
         self._works: dict[int, tuple[int, Any]] = {}  # call of a work, which is kept so that no other has its id
         self._results: dict[int, int] = {}  # call of a functional collective's result, by its memory
@@ -134,7 +139,8 @@ class _Recorder(TorchDispatchMode):
     def _group(self, group: dist.ProcessGroup) -> Group:
         name = group.group_name
         if name not in self._groups:
-            self._groups[name] = Group(name, tuple(dist.get_process_group_ranks(group)), self._axes.of(group))
+            axis = self._axes.of(group) if self._axes is not None else ""
+            self._groups[name] = Group(name, tuple(dist.get_process_group_ranks(group)), axis)
         return self._groups[name]
 
     def _wait(self, call: int | None) -> None:
@@ -180,6 +186,33 @@ class _Recorder(TorchDispatchMode):
                 self._on_host -= 1
 
         return call
+
+    def with_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._split(parent_pg or _torch.world(), split_ranks)
+            return function(parent_pg, split_ranks, *args, **kwargs)
+
+        return split_group
+
+    def with_new_group(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            world = _torch.world()
+            wanted = list(range(world.size())) if ranks is None else sorted(ranks)
+            alone = bool(kwargs.get("use_local_synchronization"))
+            splits = backend is None and _torch.splits(world)
+            if splits and (not alone or world.rank() in wanted):
+                self._split(world, [wanted])
+            group = function(ranks, timeout, backend, *args, **kwargs)
+            if not splits and isinstance(group, dist.ProcessGroup):  # its members meet
+                self.events.append(Call("make the group", self._group(group), on_host=True, where=_where()))
+            return group
+
+        return new_group
+
+    def _split(self, parent: dist.ProcessGroup, ranks: Sequence[Sequence[int]]) -> None:
+        self.events.append(Call(f"split into {list(ranks)}", self._group(parent), on_host=True, where=_where()))
 
     def with_wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
 from meshkit.errors import MeshkitError
-from meshkit.parallel.pipeline._channels import Channels, ways_of
+from meshkit.parallel.pipeline._channels import Channels, rounds_of
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.order import EAGER, LAZY, Event, Rules, deadlock, mismatches
@@ -26,7 +26,7 @@ def table_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
 
 
 def by_ways(table: Schedule, *, tied: bool, host_waits: bool) -> list[list[Event]]:
-    ways = ways_of(table.placement, tied=tied)
+    ways = list(chain.from_iterable(rounds_of(table.placement, tied=tied)))
 
     def opened(rank: int, events: list[Event]) -> Channels:
         channels = WayChannels(rank, events)

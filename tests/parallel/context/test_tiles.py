@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshkit.core.attention_tiles import ANTI, CAUSAL, FULL, Tile, tiles
 from meshkit.mask import Mask
 from meshkit.parallel.context import Layout
 from meshkit.parallel.context._assign import contiguous, zigzag
 from meshkit.parallel.context._layout import KV_EXCHANGES, KVExchange, gathered_tiles, layout_of, plan
-from meshkit.parallel.context._tiles import ANTI, CAUSAL, FULL, Tile, tiles
 from tests.test_mask import grids, masks
 
 draws = settings(deadline=None)  # a busy machine

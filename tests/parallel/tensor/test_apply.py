@@ -145,3 +145,24 @@ def plan_without_tensor_styles() -> bool:
 
 def test_without_a_tensor_axis_no_styles_are_needed() -> None:
     assert all(pool(2).run(plan_without_tensor_styles))
+
+
+def lookups_of(ids: list[int]) -> list[str]:
+    """The error of each id that is no word; "" where there is none."""
+    mesh = mesh_for("tp=2")
+    table = mk.tensor_parallel(nn.Sequential(nn.Embedding(7, 8)), mesh["tp"], plan={"0": mk.plan.vocab()})
+    said = []
+    for each in ids:
+        try:
+            table(torch.tensor([[each]]))
+            said.append("")
+        except IndexError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_id_outside_of_the_vocabulary_raises_as_on_one_device() -> None:
+    for ids in ([-1], [7], [11]):
+        with pytest.raises(IndexError) as error:
+            nn.Embedding(7, 8)(torch.tensor([ids]))
+        assert pool(2).run(lookups_of, ids) == [[str(error.value)]] * 2

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import meshkit as mk
+from meshkit.core import attention_kernels as kernels
 from meshkit.core._torch import FakeTensorMode
-from meshkit.parallel.context import _kernels as kernels
-from meshkit.parallel.context._tiles import ANTI, CAUSAL, FULL, Tile
+from meshkit.core.attention_tiles import ANTI, CAUSAL, FULL, Tile
 
 TOL_FP64_SUM = 1e-12  # only the order of summation differs
 
@@ -71,7 +71,7 @@ def test_each_kind_of_tensor_has_its_kernel() -> None:
 @pytest.mark.parametrize("head_dim", [12, 264])
 def test_a_head_dim_without_a_kernel_is_refused(head_dim: int) -> None:
     text = (
-        "context parallelism: the flash kernel on cuda needs a head_dim that 8 divides, up to 256, but it is "
+        "attention: the flash kernel on cuda needs a head_dim that 8 divides, up to 256, but it is "
         f"{head_dim}. Use such a head_dim, or fp32."
     )
     with pytest.raises(mk.errors.PlanError, match=text):

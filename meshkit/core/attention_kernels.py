@@ -18,8 +18,8 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
+from meshkit.core.attention_tiles import ANTI, FULL, Tile
 from meshkit.errors import PlanError
-from meshkit.parallel.context._tiles import ANTI, FULL, Tile
 
 _aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int, softcap: flo
     if dtype in (torch.bfloat16, torch.float16):
         if head_dim % 8 or head_dim > 256:
             raise PlanError(
-                f"context parallelism: the flash kernel on {device_type} needs a head_dim that 8 divides, up to 256, but it "
+                f"attention: the flash kernel on {device_type} needs a head_dim that 8 divides, up to 256, but it "
                 f"is {head_dim}. Use such a head_dim, or fp32."
             )
         return CUDA_FLASH

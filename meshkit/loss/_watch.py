@@ -1,4 +1,5 @@
-"""Losses that are means already (reduction='mean'): the autograd graph shows it, and the step would divide again."""
+"""Losses that are no sums over rows: means (reduction='mean'), which the graph shows and the step would divide again, and
+those that mix rows, on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from meshkit.core import _torch
 from meshkit.errors import PlanError
 
+_MIXES = float(1 << 40)  # more than there are parts
 LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
 _UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
@@ -29,12 +31,15 @@ class LossWatch:
     """A loss that looks at what it returns, for the first step of a loss function.
 
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
-    on the device, so that no host waits for it. `excluded`: one was not, as far as can be known.
+    on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. mixes: this rank has seen
+    that the loss of a batch is not the sum of those of its rows; it travels with the means.
     """
 
-    def __init__(self, func: Callable[..., Tensor], count: Callable[..., Tensor], device: torch.device) -> None:
+    def __init__(
+        self, func: Callable[..., Tensor], count: Callable[..., Tensor], device: torch.device, *, mixes: bool = False
+    ) -> None:
         self.func, self._count = func, count
-        self.means = torch.zeros((), dtype=torch.float64, device=device)
+        self.means = torch.full((), _MIXES if mixes else 0.0, dtype=torch.float64, device=device)
         self.excluded = False
 
     def __call__(self, model: Any, part: Any) -> Tensor:
@@ -53,11 +58,18 @@ class LossWatch:
             self.excluded = True
 
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
-        """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted."""
+        """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
+        the loss mixes rows."""
         parts = microbatches * ranks
-        # Without a wait for the device if this rank's losses are sums already.
+        name = getattr(self.func, "__name__", type(self.func).__name__)
+        if bool(means >= _MIXES):
+            raise PlanError(
+                f"forward_backward: the loss {name!r} mixes the rows of a batch, of which each data rank and each microbatch "
+                "has a part: on random values, its loss of eight rows is not the sum of those of four and four. Add up a "
+                "loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for each "
+                "split), or use one data rank and microbatches=1."
+            )
         if not self.excluded and bool((means == parts) & (counted > parts)):
-            name = getattr(self.func, "__name__", type(self.func).__name__)
             raise PlanError(
                 f"forward_backward: the loss {name!r} is a mean already, and would be divided again by count, which is "
                 f"{counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "

@@ -1,0 +1,96 @@
+"""How many process groups, calls that make them, and sockets has a rank, on meshes of 8 to 16,384 ranks?
+
+    python benchmarks/groups.py    # a table, from fake worlds of that size in this process
+
+Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
+that the messages of a pipeline take. Sockets, where each group connects each with each: one to listen, and one for each other
+rank of each group. Connected when used: one for each rank to which gloo's algorithms send what meshkit sends on the host
+beside an accelerator; computed by `neighbours`, as counted on 8 ranks of gloo: an all-gather 2, a broadcast up to 3, a
+barrier 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import ceil, log2, prod
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+import meshkit as mk
+from meshkit.mesh import MeshSpec, fake_world
+
+MESHES = {
+    8: ("pp=2 dp_shard=2 tp=2", "dp_shard=2 cp=2 tp=2 ep=2", "dp_replicate=2 dp_shard=4"),
+    1024: ("pp=8 dp_shard=16 tp=8", "dp_shard=64 cp=2 tp=8 ep=32", "dp_replicate=8 dp_shard=128"),
+    16384: ("pp=16 dp_shard=128 tp=8", "pp=8 dp_shard=128 cp=2 tp=8 ep=64", "dp_replicate=32 dp_shard=64 tp=8"),
+}
+"""dense on three axes, experts on four, replicas; by ranks"""
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("new_group", "split_group"):
+            function = counted(name)
+            for owner in (dist, distributed_c10d, device_mesh):
+                stack.enter_context(patch.object(owner, name, function))
+        yield calls
+
+
+def neighbours(size: int, *, tree: bool, meets: bool) -> int:
+    """Ranks to which one of `size` connects: both sides of a ring, a broadcast's tree, a barrier's rounds."""
+    rounds = ceil(log2(size)) if size > 1 else 0
+    ring = min(2, size - 1)
+    return min(size - 1, max(ring, 2 * rounds if meets else 0, rounds + 1 if tree else 0))
+
+
+def sockets(groups: list[int], spec: MeshSpec) -> tuple[int, int]:
+    """(where each connects with each, where pairs connect when they send). groups: their sizes."""
+    world = groups[0]
+    on_host = [
+        neighbours(world, tree=True, meets=True),  # the world, which is the mesh: objects, names, barriers
+        neighbours(world, tree=True, meets=False),  # a checkpoint's
+        neighbours(spec.pp, tree=True, meets=False),  # names of channels, checkpoints' stages
+        neighbours(spec.dp_replicate * spec.dp_shard * spec.cp, tree=False, meets=False),  # objects of data ranks
+        neighbours(spec.cp, tree=False, meets=False),  # masks are compared
+    ]
+    return sum(groups), 2 + sum(on_host)  # of the world and of the checkpoint's group one more each, to listen
+
+
+def row(text: str) -> tuple[str, ...]:
+    spec = MeshSpec.parse(text)
+    world = prod(spec.sizes().values())
+    with counting() as calls, fake_world(world, rank=world // 2):
+        mesh = mk.init_mesh(text, device_type="cpu")
+        mesh["ep"].get_group()
+        every = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if world // 2 in ranks]
+    each, lazy = sockets(sorted(every, reverse=True), spec)
+    pairs = 2 * min(2, spec.pp - 1)  # both ways to each neighbour in the ring of stages
+    return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", str(len(every)), str(pairs), f"{each:,}", str(lazy)
+
+
+def main() -> None:
+    print("| ranks | mesh | calls | groups | pairs | sockets | connected when used |\n|---|---|---|---|---|---|---|")
+    for texts in MESHES.values():
+        for text in texts:
+            print(f"| {' | '.join(row(text))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Rows of a batch, tried on values: what no reading shows, as of a forward that reads whole numbers or makes sizes of values,
+and of a loss.
+
+A copy of the model with random parameters runs on eight rows, and on each half of them. What it returns of a row must not
+depend on the other rows, and a loss of all must be the sum of those of the halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshkit.core import _torch
+from meshkit.core.code import changes_nothing
+from meshkit.moe.aux_loss import collect_nothing
+from meshkit.program import Example, copied
+
+ROWS = 8
+_MOST = 1 << 33  # elements of parameters times those of an input: a second or so of one core for each call
+_FEW = 1 << 28  # beyond it one draw
+_DRAWS = 3  # of parameters and rows: the largest of two halves may be alike once
+_DTYPES = ((torch.float64, 1e-8), (torch.float32, 1e-4))  # some models compute in fp32 whatever they are given
+_SCALE = 0.1  # of random numbers: gates neither close nor open for all
+
+Returned = list[Tensor]
+Judge = Callable[[list[Returned], float], "bool | None"]
+
+
+def mixes_rows(model: nn.Module, example: Example) -> bool | None:
+    """Whether each tensor that the model returns for a batch of rows is another for a part of them. Runs nothing of the
+    model itself, whose parameters are not read, so all ranks are told the same.
+
+    None where that is not shown: of a large model, one that draws random numbers beside dropout, one whose forward raises
+    on random values, and one that returns no tensor with rows.
+    """
+    return _tried(model, example, _forward, _keeps_rows)
+
+
+def mixes_in_loss(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor]
+) -> bool | None:
+    """Whether the loss of a batch is not the sum of those of its parts, nor their mean, which is another matter. loss: is
+    called some times, on copies of the model, as in `mixes_rows`.
+
+    None where that is not shown: also of a loss that may change something, as what it logs to, or that has other models.
+    """
+    return _tried(model, Example((dict(batch),)), loss, _adds_up) if changes_nothing(loss) else None
+
+
+def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    output = model(*args, **kwargs)
+    return getattr(output, "logits", output)
+
+
+def _tried(model: nn.Module, example: Example, call: Callable[..., Any], holds: Judge) -> bool | None:
+    """holds: of what is returned for all rows, all again and each half, and of a tolerance; None where that says nothing."""
+    leaves = _torch.tree_leaves((example.args, dict(example.kwargs)))
+    rows = next((leaf.shape[0] for leaf in leaves if _has_rows(leaf)), 0)
+    taken = max((leaf.numel() * ROWS // rows for leaf in leaves if rows and _has_rows(leaf)), default=0)
+    work = taken * sum(param.numel() for param in model.parameters())
+    if not rows or work > _MOST:
+        return None
+    for dtype, tolerance in _DTYPES:
+        verdicts = list[bool | None]()
+        for seed in range(_DRAWS if work < _FEW else 1):
+            if (returned := _run(model, example, rows, call, dtype, seed)) is None:
+                break
+            verdicts.append(holds(returned, tolerance))
+        if any(verdict is not None for verdict in verdicts):
+            return False in verdicts
+    return None
+
+
+def _run(
+    model: nn.Module, example: Example, rows: int, call: Callable[..., Any], dtype: torch.dtype, seed: int
+) -> list[Returned] | None:
+    """The tensors that are returned for all rows, for all again, and for each half of them; None where it raises."""
+    generator = torch.Generator().manual_seed(seed)
+    valued = _with_random_values(model, dtype, generator)
+    ids = min((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=2)
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        size = (ROWS, *leaf.shape[1:]) if _has_rows(leaf) and leaf.shape[0] == rows else leaf.shape
+        if not leaf.is_meta and not _torch.is_fake(leaf):  # ids, kinds and masks of the user's: in their range
+            own = _more_rows(leaf.detach().cpu(), size)
+            return own.to(dtype) if own.is_floating_point() else own
+        if leaf.dtype.is_floating_point:
+            return torch.randn(size, generator=generator, dtype=dtype)
+        return torch.randint(0, 2 if leaf.dtype == torch.bool else ids, size, generator=generator).to(leaf.dtype)
+
+    def part(leaf: Any, begin: int, end: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return (leaf[begin:end] if _has_rows(leaf) and leaf.shape[0] == ROWS else leaf).clone()
+
+    given, found = _torch.tree_map(filled, (example.args, dict(example.kwargs))), list[Returned]()
+    half = ROWS // 2
+    for number, (begin, end) in enumerate(((0, ROWS), (0, ROWS), (0, half), (half, ROWS))):
+        args, kwargs = _torch.tree_map(partial(part, begin=begin, end=end), given)
+        # Of its own, for a forward may keep state.
+        copy = copied(valued, {id(each): _own(each) for each in (*valued.parameters(), *valued.buffers())}, {})
+        with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped():
+            torch.manual_seed(number)
+            try:
+                output = call(copy, *args, **kwargs)
+            except Exception:  # of random values where it wants others, or of a dtype
+                return None
+        found.append([leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)])
+    return found
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+
+def _keeps_rows(returned: list[Returned], tolerance: float) -> bool | None:
+    """Whether the rows of some tensor are the same in the parts as in the whole; None where two calls differ, or none has
+    rows."""
+    whole, again, first, last = returned
+    if not all(torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
+        return None
+    kept = []
+    for every, one, other in zip(whole, first, last, strict=True):
+        if every.ndim == 0 or every.shape[0] != ROWS or not every.isfinite().all():
+            continue
+        if one.shape == other.shape == (ROWS // 2, *every.shape[1:]):
+            scale = max(1.0, float(every.abs().max()))
+            kept.append(float((torch.cat((one, other)) - every).abs().max()) <= tolerance * scale)
+    return any(kept) if kept else None
+
+
+def _adds_up(returned: list[Returned], tolerance: float) -> bool | None:
+    """Whether a loss is the sum of its parts', or between them, as a mean is; None where two calls differ."""
+    if any(len(each) != 1 or each[0].numel() != 1 for each in returned):
+        return None
+    every, again, one, other = (float(each[0]) for each in returned)
+    if every != again or not isfinite(every + one + other):
+        return None
+    least, most = sorted((one, other))
+    allowed = tolerance * max(1.0, abs(every), abs(one), abs(other))
+    return abs(one + other - every) <= allowed or least - allowed <= every <= most + allowed
+
+
+def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
+    """A copy with parameters of its own; buffers have their values, or random ones where they are on meta."""
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        shape, whole = tensor.shape, not tensor.dtype.is_floating_point
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not _torch.is_fake(tensor):
+            made[id(tensor)] = tensor.detach().cpu().clone() if whole else tensor.detach().cpu().to(dtype, copy=True)
+        elif whole:
+            made[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype)
+        elif tensor.ndim > 1:  # of an input of size 1 it makes an output of that size
+            made[id(tensor)] = torch.randn(shape, generator=generator, dtype=dtype) / max(1, shape[-1]) ** 0.5
+        else:  # gains and biases
+            made[id(tensor)] = 1 + _SCALE * torch.randn(shape, generator=generator, dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
+    return copied(model, made, {})
+
+
+def _more_rows(tensor: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:
+    """Of so many rows: its own, and those again with their elements in another place."""
+    if tensor.shape == torch.Size(size):
+        return tensor
+    rolled = tensor.roll(1, -1) if tensor.ndim > 1 else tensor
+    times = -(-size[0] // max(1, 2 * tensor.shape[0]))
+    return torch.cat([tensor, rolled] * times)[: size[0]]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+class Undropped(TorchFunctionMode):
+    """Inside, dropout drops nothing: it draws other numbers for another number of rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > _AT:
+                args = (*args[:_AT], 0.0, *args[_AT + 1 :])
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+_AT = 4  # among the arguments of attention
+_DROPOUT = frozenset((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout))

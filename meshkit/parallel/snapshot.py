@@ -1,0 +1,85 @@
+"""What a forward writes (buffers, running statistics, state, new parameters): the model before it, to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshkit.core._torch import tree_leaves
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which of some tensors a function is given. tensors: by id."""
+
+    def __init__(self, tensors: dict[int, str]) -> None:
+        super().__init__()
+        self.tensors, self.names = tensors, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (name := self.tensors.get(id(leaf))):
+                self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Snapshot:
+    """A model's buffers, plain tensors and names of parameters before a forward, to see what it writes.
+
+    Plain tensors are those that modules hold as attributes. One that is read and replaced is carried from step to step. What
+    a forward leaves behind for the loss, or for a log, is replaced too, and not read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = _parameter_slots(model)
+        self.buffers = _versions(dict(model.named_buffers()))
+        self._state = _versions(_plain_tensors(model))
+        self.reads = _Reads({id(tensor): name for name, (tensor, _) in self._state.items()})
+
+    def written(self) -> dict[str, Tensor]:
+        """Buffers and state that are not what they were."""
+        buffers, state = dict(self._model.named_buffers()), _plain_tensors(self._model)
+        changed = {name: tensor for name, tensor in buffers.items() if _changed(tensor, self.buffers.get(name))}
+        for name, (tensor, version) in self._state.items():
+            now = state.get(name)
+            if tensor._version != version or (now is not tensor and name in self.reads.names and now is not None):
+                changed[name] = tensor if now is None else now
+        return changed
+
+    def made(self) -> list[str]:
+        return sorted(_parameter_slots(self._model) - self._parameters)
+
+
+def _parameter_slots(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def _versions(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    return {name: (tensor, tensor._version) for name, tensor in tensors.items()}
+
+
+def _changed(tensor: Tensor, before: tuple[Tensor, int] | None) -> bool:
+    return before is None or before[0] is not tensor or before[1] != tensor._version
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Attributes of modules that are tensors, and neither parameters nor buffers, nor other names of those."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = {}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            inside = (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            )
+            if key in _TABLES:
+                continue
+            for index, item in enumerate(inside):
+                if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and id(item) not in registered:
+                    where = f"{prefix}.{key}" if prefix else key
+                    found[where if item is value else f"{where}[{index}]"] = item
+    return found
+
+
+_TABLES = frozenset(vars(nn.Module()))

@@ -1,0 +1,182 @@
+"""A loss that mixes the rows of a batch is refused in its first step, on every rank; one of each row, and one that may have
+effects, is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.core.code import changes_nothing
+from meshkit.errors import PlanError
+from meshkit.parallel.rows_tried import mixes_in_loss
+from tests.loss.test_mean import items, module, per_item, rows_of, run_of, whole
+from tests.world import pool
+
+Reduce = Callable[[Tensor, Tensor], Tensor]
+REFUSED = "mixes the rows of a batch"
+MIXES: dict[str, Reduce] = {
+    "contrastive": lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum"),
+    "with the row before": lambda out, y: (out * out.roll(1, 0)).sum(),
+    "by the row's number": lambda out, y: (out.sum(1) * torch.arange(len(out))).sum(),
+    "of what is left of the mean": lambda out, y: (out - out.mean(0)).square().sum(),
+    "the largest": lambda out, y: out.max(0).values.sum(),
+    "by the root of the number": lambda out, y: per_item(out, y).sum() / len(out) ** 0.5,
+    "with an auxiliary mean": lambda out, y: per_item(out, y).sum() + 0.01 * out.square().mean(),
+    "with a load balance": lambda out, y: per_item(out, y).sum() + out.softmax(-1).mean(0).square().sum(),
+    "of a constant by it": lambda out, y: torch.div(torch.tensor(3.0), out.sum()),
+}
+KEEPS: dict[str, Reduce] = {
+    "cross-entropy": partial(F.cross_entropy, reduction="sum"),
+    "weighted": lambda out, y: (per_item(out, y) * out.detach().softmax(-1).amax(-1)).sum(),
+    "noise": lambda out, y: (out * torch.randn_like(out)).square().sum() / len(out) ** 0.5,
+}
+
+
+def of(reduce: Reduce) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, part: dict[str, Tensor], reduce: Any = reduce) -> Tensor:
+        return reduce(model(part["x"]), part["y"])
+
+    return loss
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_the_loss_of_all_rows_is_not_the_sum_of_those_of_its_parts(name: str) -> None:
+    assert mixes_in_loss(module(), of(MIXES[name]), whole(6)) is True
+    assert mixes_in_loss(module().to("meta"), of(MIXES[name]), whole(3)) is True
+
+
+@pytest.mark.parametrize(("name", "said"), [("cross-entropy", False), ("weighted", False), ("noise", None)])
+def test_a_loss_of_each_row_adds_up(name: str, said: bool | None) -> None:
+    assert mixes_in_loss(module(), of(KEEPS[name]), whole(6)) is said
+
+
+class Auxiliary(nn.Module):
+    """Returns a loss of means over rows beside its output, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = module()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(x)
+        return out, out.softmax(-1).mean(0).square().sum()
+
+
+def both(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    out, auxiliary = model(part["x"])
+    return per_item(out, part["y"]).sum() + len(out) * auxiliary
+
+
+def first_steps(mesh: str, microbatches: int) -> dict[str, str]:
+    run, found = run_of(mesh), {}
+    for name, reduce in {**MIXES, **KEEPS}.items():
+        run.watched.clear()  # these losses have one code
+        try:
+            run.forward_backward(rows_of(run, 8), microbatches=microbatches, loss=of(reduce), count=items)
+        except PlanError as error:
+            found[name] = str(error)
+    run = mk.parallelize(Auxiliary(), run.mesh)
+    try:
+        run.forward_backward(rows_of(run, 8), microbatches=microbatches, loss=both, count=items)
+    except PlanError as error:
+        found["an auxiliary loss that the model returns"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp_shard=2", 1), ("tp=2", 2)])
+def test_a_loss_that_mixes_rows_is_refused_in_its_first_step(mesh: str, microbatches: int) -> None:
+    for found in pool(2).run(first_steps, mesh, microbatches):
+        assert {*found} == {*MIXES, "an auxiliary loss that the model returns"}
+        assert all(REFUSED in text for text in found.values())
+
+
+def test_on_one_data_rank_all_rows_are_there() -> None:
+    assert pool(2).run(first_steps, "tp=2", 1) == [{}, {}]
+
+
+# --------------------------------------------------------------------------------------------- losses that may have effects
+
+
+SEEN: list[float] = []
+_WEIGHTS = torch.ones(5)
+_CRITERION = nn.CrossEntropyLoss(reduction="sum")
+_TEACHER = nn.Linear(4, 5)
+
+
+def logs(model: nn.Module, part: Any) -> Tensor:
+    loss = model(part["x"]).sum()
+    SEEN.append(float(loss))
+    return loss
+
+
+def says(model: nn.Module, part: Any) -> Tensor:
+    print("loss")
+    return model(part["x"]).sum()
+
+
+def distills(model: nn.Module, part: Any) -> Tensor:
+    return (model(part["x"]) - _TEACHER(part["x"])).square().sum()
+
+
+def weighs(model: nn.Module, part: Any) -> Tensor:
+    return _CRITERION(model(part["x"]) * _WEIGHTS, part["y"]) + mk.cross_entropy(model(part["x"]), part["y"])
+
+
+def calls_another(model: nn.Module, part: Any) -> Tensor:
+    return logs(model, part) + sum(each(model, part) for each in (weighs, weighs))
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss(self, model: nn.Module, part: Any) -> Tensor:
+        self.calls += 1
+        return model(part["x"]).sum()
+
+
+def counting() -> Callable[..., Tensor]:
+    calls = 0
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return model(part["x"]).sum()
+
+    return loss
+
+
+def of_another_room(teacher: nn.Module) -> Callable[..., Tensor]:
+    """As a library's function that makes a loss of a model."""
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        return (model(part["x"]) - teacher(part["x"])).square().sum()
+
+    loss.__module__ = "meshkit.algos"
+    return loss
+
+
+def test_a_loss_that_may_have_effects_or_runs_other_models_is_not_called_once_more() -> None:
+    for loss in (
+        logs,
+        says,
+        distills,
+        calls_another,
+        Counts().loss,
+        counting(),
+        partial(logs),
+        lambda m, p: logs(m, p),
+        of_another_room(_TEACHER),
+    ):
+        assert not changes_nothing(loss)
+        assert mixes_in_loss(module(), loss, whole(6)) is None
+    assert SEEN == []
+    for loss in (weighs, partial(weighs), lambda m, p: weighs(m, p), of(MIXES["contrastive"]), both):
+        assert changes_nothing(loss)
