@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-deep gate zoo check docs clean
+.PHONY: install demo test test-deep gate gpu zoo check docs clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ test-deep: install
 
 gate: install
 	$(PYTEST) $(WORKERS) --dist worksteal -m gate
+
+# On 1, 2, 4 or 8 GPUs, whichever there are: the gate's cells on NCCL, then the benchmarks; rows, and docs/gpu.md of them.
+gpu: install
+	$(BIN)/python -m tests.gpu
 
 # Every causal language model of transformers, and odd modules, on every mesh: each right or refused. --resume goes on.
 zoo: install

@@ -32,9 +32,11 @@ def difference(value: Tensor | None, expected: Tensor) -> float:
     shard, expected_shard = local_tensor(value), expected.detach()[local_slices(value)]
     assert shard.shape == expected_shard.shape
     # inf for NaN: callers take the `max` of several differences, and Python's `max(0.0, nan)` is 0.0.
-    errors = (shard.to(expected_shard.dtype) - expected_shard).abs().nan_to_num(nan=torch.inf)
+    errors = (shard.to(expected_shard.device, expected_shard.dtype) - expected_shard).abs().nan_to_num(nan=torch.inf)
     return float(errors.max()) if shard.numel() else 0.0
 
 
 def same_bits(value: Tensor, expected: Tensor) -> bool:
-    return value.shape == expected.shape and torch.equal(local_tensor(value), expected.detach()[local_slices(value)])
+    return value.shape == expected.shape and torch.equal(
+        local_tensor(value).to(expected.device), expected.detach()[local_slices(value)]
+    )

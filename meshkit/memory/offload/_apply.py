@@ -64,10 +64,10 @@ def offload_activations(
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     if mesh is not None:
         device = device_of(mesh)
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "meta":
         raise PlanError(
-            f"offload_activations: tensors of device {device.type!r} cannot be moved. Give the mesh, on cpu or "
-            "cuda, if parameters are not where they will be."
+            "offload_activations: tensors of device 'meta' cannot be moved. Give the mesh, on cpu or cuda, if parameters "
+            "are not where they will be."
         )
     kept_blocks = set(blocks[max(0, len(blocks) - policy.keep_last) :] if keep is None else keep)
     under_way = estimate_under_way()

@@ -150,7 +150,7 @@ class HostTier:
 
     def describe(self) -> str:
         total = f"host memory, {self.space.arena.total_bytes / 2**20:,.1f} MiB taken"
-        if self.streams.device.type != "cuda":
+        if self.streams.device.type == "cpu":
             return total
         late = self.space.late_bytes
         advice = (

@@ -1,4 +1,4 @@
-"""CUDA streams of activation offload: asynchronous copies between device and host; on a CPU plain copies.
+"""Streams of activation offload: asynchronous copies between accelerator (CUDA) and host; on a CPU plain copies.
 
 Only this file knows streams and events. See [Note: who waits for whom].
 """
@@ -35,11 +35,11 @@ class Streams(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """By compute, for copies; on CUDA of those that are over."""
+        """By compute, for copies; on an accelerator of those that are over."""
         ...
 
     def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
-        """Host memory [nbytes] uint8, page-aligned, on CUDA pinned if asked for."""
+        """Host memory [nbytes] uint8, page-aligned, for an accelerator pinned if asked for."""
         ...
 
     def store(self, source: Tensor, target: Tensor) -> Event:
@@ -103,15 +103,16 @@ class CpuStreams:
         return 0.0
 
 
-class CudaStreams:
+class AcceleratorStreams:
     """One stream out and one in, so that stores and fetches pass each other."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        self._out, self._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._out, self._in = torch.Stream(self.device), torch.Stream(self.device)
         # Events around each wait that may have cost something, oldest first: read once they are over, so that measuring
         # never makes the host wait.
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waits: deque[tuple[torch.Event, torch.Event]] = deque()
         self._waited_s = 0.0
 
     @property
@@ -120,10 +121,13 @@ class CudaStreams:
         return self._waited_s
 
     def slab(self, nbytes: int, *, pinned: bool = True) -> Tensor:
-        """Registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
-        slab = pages(nbytes)
+        """On CUDA registered in place: torch's own pinned allocator rounds sizes up to a power of two."""
         if not pinned:
-            return slab
+            return pages(nbytes)
+        if self.device.type != "cuda":
+            memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            return memory.narrow(0, -memory.data_ptr() % mmap.PAGESIZE, nbytes)
+        slab = pages(nbytes)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             torch.cuda.check_error(int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0)))
@@ -132,46 +136,43 @@ class CudaStreams:
         return slab
 
     def store(self, source: Tensor, target: Tensor) -> Event:
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(self._compute())
+        with self._out:
             # No `record_stream`: `SavedStorage` keeps `source` until the event. With it, the caching allocator would hold the
             # memory back until some later allocation polls its events.
             target.copy_(source, non_blocking=True)
-            return _recorded(self._out)
+            return self._out.record_event()
 
     def mark(self) -> Event:
-        return _recorded(torch.cuda.current_stream(self.device))
+        return self._compute().record_event()
 
     def fetch(self, source: Tensor, target: Tensor, after: tuple[Event, ...]) -> Event:
         for event in after:
-            assert isinstance(event, torch.cuda.Event)
+            assert isinstance(event, torch.Event)
             self._in.wait_event(event)
-        with torch.cuda.stream(self._in):
+        with self._in:
             target.copy_(source, non_blocking=True)
-            return _recorded(self._in)
+            return self._in.record_event()
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        compute = torch.cuda.current_stream(self.device)
+        assert isinstance(event, torch.Event)
         if event.query():  # nothing to wait for, and what it wrote is visible to what is queued from now on
             return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        compute = self._compute()
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record(compute)
         compute.wait_event(event)
         after.record(compute)
         self._waits.append((before, after))
         self._count_waits()
 
+    def _compute(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
     def _count_waits(self) -> None:
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1000
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
 
 
 def _unregister(address: int, storage: torch.UntypedStorage) -> None:
@@ -181,7 +182,7 @@ def _unregister(address: int, storage: torch.UntypedStorage) -> None:
 
 
 def streams_of(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+    return CpuStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
 # Streams of an estimate: fake tensors are not copied; only the end of each copy is simulated.

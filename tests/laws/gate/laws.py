@@ -278,7 +278,7 @@ def _gradients(cell: Cell, run: mk.Run, expected: Alone, exact: Alone) -> dict[s
             errors[name] = float("inf")
             continue
         if cell.precision == "bf16":
-            whole, truth = full_tensor(grad).double(), exact.gradients[key]
+            whole, truth = full_tensor(grad).cpu().double(), exact.gradients[key]
             total += float((whole - truth).norm() / truth.norm())
             allowed += float((expected.gradients[key].double() - truth).norm() / truth.norm())
         else:

@@ -1,0 +1,33 @@
+"""Cells of the gate on the device `late`: every law holds and there is no race; with a mistake planted something is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.device.cells import judged, mistaken
+from tests.device.mistakes import MISTAKES, Mistake
+from tests.device.world import run
+from tests.laws.gate.cell import Cell
+
+pytestmark = pytest.mark.gate
+CELLS = list(dict.fromkeys(mistake.cell for mistake in MISTAKES))
+WIDER = [
+    Cell(sizes="uneven", mesh="dp_shard=2", offload="host", optimizer="host", recompute="selective", microbatches=2),
+]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *WIDER], ids=str)
+def test_every_law_holds_and_streams_wait_for_each_other(cell: Cell, tmp_path: Path) -> None:
+    assert run(cell.spec.world_size, judged, cell, str(tmp_path / "c")) == [({}, [])] * cell.spec.world_size
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_planted_mistake_is_found(mistake: Mistake, tmp_path: Path) -> None:
+    told = run(mistake.cell.spec.world_size, mistaken, mistake, str(tmp_path / "c"))
+    assert any(broken or races for broken, races in told)
+
+
+def test_there_are_at_least_twenty_mistakes() -> None:
+    assert len({(mistake.file, mistake.old, mistake.new) for mistake in MISTAKES}) >= 20
