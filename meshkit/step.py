@@ -379,9 +379,9 @@ class Run:
         """
         # [Note: microbatches without rows]
         # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
-        # backwards, and many models cannot run on no rows. So it runs the rank's first row again, and its loss has the weight
-        # 0: gradients are zeros. Not a row of zeros, of which a model may make NaN (x / x.norm()), and NaN times 0 is. A rank
-        # that has no row at all runs random features and ids of 0.
+        # backwards, and many models cannot run on no rows. So it runs a row whose loss has the weight 0: gradients are zeros.
+        # Ids, labels and masks of it are 0, so that what a loss counts beside sees no token. Floats are those of the rank's
+        # first row, or random on a rank that has none: of zeros a model may make NaN (x / x.norm()), and NaN times 0 is.
         _refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
@@ -435,9 +435,7 @@ def _runs_backward(error: BaseException) -> bool:
 
 def _spare_row(name: str, tensor: Tensor) -> Tensor:
     """Of a microbatch without rows."""
-    if name == "position_ids":  # no token sees another, which sends the least over cp
-        return tensor.new_zeros((1, *tensor.shape[1:]))
-    if len(tensor):
+    if tensor.is_floating_point() and len(tensor):
         return tensor[:1]
     if name == "attention_mask":  # attention to nothing would be NaN
         return tensor.new_ones((1, *tensor.shape[1:]))
