@@ -11,11 +11,11 @@ from tests.laws.gate import support
 from tests.laws.gate.cell import REFUSALS, Cell, Refusal, draw, smallest
 from tests.laws.gate.choose import covering, seeds, tuples
 
-FIXED = [draw(*seed) for seed in covering(320, among=3000)]
+FIXED = [draw(*seed) for seed in covering(200, among=3000)]
 
 
-def test_at_least_300_distinct_cells_run_in_ci() -> None:
-    assert len(set(FIXED)) >= 300
+def test_200_distinct_cells_run_in_ci() -> None:
+    assert len(set(FIXED)) == 200
 
 
 def test_every_feature_is_on_the_page() -> None:
