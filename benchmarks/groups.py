@@ -4,9 +4,7 @@
 
 Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
 that the messages of a pipeline take. Sockets, where each group connects each with each: one to listen, and one for each other
-rank of each group. Connected when used: one for each rank to which gloo's algorithms send what meshkit sends on the host
-beside an accelerator; computed by `neighbours`, as counted on 8 ranks of gloo: an all-gather 2, a broadcast up to 3, a
-barrier 5.
+rank of each group.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from math import ceil, log2, prod
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -53,26 +51,6 @@ def counting() -> Iterator[Counter[str]]:
         yield calls
 
 
-def neighbours(size: int, *, tree: bool, meets: bool) -> int:
-    """Ranks to which one of `size` connects: both sides of a ring, a broadcast's tree, a barrier's rounds."""
-    rounds = ceil(log2(size)) if size > 1 else 0
-    ring = min(2, size - 1)
-    return min(size - 1, max(ring, 2 * rounds if meets else 0, rounds + 1 if tree else 0))
-
-
-def sockets(groups: list[int], spec: MeshSpec) -> tuple[int, int]:
-    """(where each connects with each, where pairs connect when they send). groups: their sizes."""
-    world = groups[0]
-    on_host = [
-        neighbours(world, tree=True, meets=True),  # the world, which is the mesh: objects, names, barriers
-        neighbours(world, tree=True, meets=False),  # a checkpoint's
-        neighbours(spec.pp, tree=True, meets=False),  # names of channels, checkpoints' stages
-        neighbours(spec.dp_replicate * spec.dp_shard * spec.cp, tree=False, meets=False),  # objects of data ranks
-        neighbours(spec.cp, tree=False, meets=False),  # masks are compared
-    ]
-    return sum(groups), 2 + sum(on_host)  # of the world and of the checkpoint's group one more each, to listen
-
-
 def row(text: str) -> tuple[str, ...]:
     spec = MeshSpec.parse(text)
     world = prod(spec.sizes().values())
@@ -80,13 +58,12 @@ def row(text: str) -> tuple[str, ...]:
         mesh = mk.init_mesh(text, device_type="cpu")
         mesh["ep"].get_group()
         every = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if world // 2 in ranks]
-    each, lazy = sockets(sorted(every, reverse=True), spec)
     pairs = 2 * min(2, spec.pp - 1)  # both ways to each neighbour in the ring of stages
-    return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", str(len(every)), str(pairs), f"{each:,}", str(lazy)
+    return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", str(len(every)), str(pairs), f"{sum(every):,}"
 
 
 def main() -> None:
-    print("| ranks | mesh | calls | groups | pairs | sockets | connected when used |\n|---|---|---|---|---|---|---|")
+    print("| ranks | mesh | calls | groups | pairs | sockets |\n|---|---|---|---|---|---|")
     for texts in MESHES.values():
         for text in texts:
             print(f"| {' | '.join(row(text))} |", flush=True)

@@ -380,15 +380,16 @@ class Run:
         # [Note: microbatches without rows]
         # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
         # backwards, and many models cannot run on no rows. So it runs a row whose loss has the weight 0: gradients are zeros.
-        # Ids, labels and masks of it are 0, so that what a loss counts beside sees no token. Floats are those of the rank's
-        # first row, or random on a rank that has none: of zeros a model may make NaN (x / x.norm()), and NaN times 0 is.
+        # All of it is 0, so that what a loss counts beside sees nothing. But in a batch without `input_ids` floats are those
+        # of the rank's first row, or random on a rank that has none: of zeros features a model may make NaN (x / x.norm()),
+        # and NaN times 0 is.
         _refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
             rows = min((tensor.shape[0] for tensor in part.values()), default=0)
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
-                part = {name: _spare_row(name, tensor) for name, tensor in batch.items()}
+                part = {name: _spare_row(name, tensor, batch) for name, tensor in batch.items()}
                 if not isinstance(mask, Mask | None):
                     ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.
@@ -433,16 +434,14 @@ def _runs_backward(error: BaseException) -> bool:
     return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
 
 
-def _spare_row(name: str, tensor: Tensor) -> Tensor:
+def _spare_row(name: str, tensor: Tensor, batch: Batch) -> Tensor:
     """Of a microbatch without rows."""
-    if tensor.is_floating_point() and len(tensor):
-        return tensor[:1]
     if name == "attention_mask":  # attention to nothing would be NaN
         return tensor.new_ones((1, *tensor.shape[1:]))
     row = tensor.new_zeros((1, *tensor.shape[1:]))
-    if row.is_floating_point():
-        row.normal_(generator=torch.Generator(row.device).manual_seed(0))
-    return row
+    if "input_ids" in batch or not tensor.is_floating_point():
+        return row
+    return tensor[:1] if len(tensor) else row.normal_(generator=torch.Generator(row.device).manual_seed(0))
 
 
 def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:

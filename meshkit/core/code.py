@@ -10,7 +10,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def code_of(function: Any) -> Any:
@@ -21,8 +21,8 @@ def code_of(function: Any) -> Any:
 
 
 def changes_nothing(function: Any) -> bool:
-    """Whether a function, called once more, certainly changes nothing but tensors, and runs no model but those it is given:
-    it reaches only constants, tensors, torch's losses, and functions of which the same holds."""
+    """Whether a function, called once more, certainly changes nothing, and runs no model but those it is given: it reaches
+    only constants, torch's losses without weights, and functions of which the same holds."""
     return all(map(_is_harmless, _reached(function, set())))
 
 
@@ -35,8 +35,8 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, CodeType):
         return not _SAYS & {*value.co_names} and not any(each.opname in _WRITES for each in dis.get_instructions(value))
     if isinstance(value, nn.Module):
-        return type(value).__module__ == "torch.nn.modules.loss"
-    plain = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, Tensor)
+        return type(value).__module__ == "torch.nn.modules.loss" and not [*value.buffers()]
+    plain = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
     return isinstance(value, (*plain, ModuleType, BuiltinFunctionType))
 
 

@@ -28,8 +28,6 @@ def start_world(device_type: str, timeout: timedelta) -> None:
     Raises: MeshError naming the ranks that have not come within the timeout.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else None if device_type != "cpu" else "gloo"
-    # See [Note: gloo connects when it sends]
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -39,13 +37,6 @@ def start_world(device_type: str, timeout: timedelta) -> None:
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-# [Note: gloo connects when it sends]
-# Each group of NCCL has gloo beside it, for objects and CPU tensors, of which most groups never see any. Gloo would connect
-# each rank of each group with each other, and write as many addresses into the store: thousands of sockets a rank. With
-# this switch of torch's, which a user's own setting overrides, a pair connects at its first message, and groups that are
-# split from another listen on its socket. A collective goes round a ring or up a tree: 2 to 2 log2(n) pairs of n ranks.
 
 
 def _agree_on_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:

@@ -105,7 +105,8 @@ def test_on_one_data_rank_all_rows_are_there() -> None:
 
 
 SEEN: list[float] = []
-_WEIGHTS = torch.ones(5)
+_SUMS = torch.zeros(())
+_SCALE = 2.0
 _CRITERION = nn.CrossEntropyLoss(reduction="sum")
 _TEACHER = nn.Linear(4, 5)
 
@@ -121,12 +122,18 @@ def says(model: nn.Module, part: Any) -> Tensor:
     return model(part["x"]).sum()
 
 
+def sums_up(model: nn.Module, part: Any) -> Tensor:
+    loss = model(part["x"]).sum()
+    _SUMS.add_(loss.detach())
+    return loss
+
+
 def distills(model: nn.Module, part: Any) -> Tensor:
     return (model(part["x"]) - _TEACHER(part["x"])).square().sum()
 
 
 def weighs(model: nn.Module, part: Any) -> Tensor:
-    return _CRITERION(model(part["x"]) * _WEIGHTS, part["y"]) + mk.cross_entropy(model(part["x"]), part["y"])
+    return _CRITERION(model(part["x"]) * _SCALE, part["y"]) + mk.cross_entropy(model(part["x"]), part["y"])
 
 
 def calls_another(model: nn.Module, part: Any) -> Tensor:
@@ -167,6 +174,7 @@ def test_a_loss_that_may_have_effects_or_runs_other_models_is_not_called_once_mo
     for loss in (
         logs,
         says,
+        sums_up,
         distills,
         calls_another,
         Counts().loss,
