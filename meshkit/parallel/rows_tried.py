@@ -110,7 +110,7 @@ def _run(
         tensors: dict[int, Any] = {id(each): _own(each) for each in (*valued.parameters(), *valued.buffers())}
         copy = copied(valued, tensors, {})
         with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped():
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)  # and no device's, as torch.manual_seed would
             try:
                 output = call(copy, *args, **kwargs)
             except Exception:  # of random values where it wants others, or of a dtype
