@@ -31,4 +31,5 @@ def state_of(
     """What looks at the state that the model writes: of stages the guard that reads, else what sees it written."""
     guard = next((each for each in guards if isinstance(each, StateGuard)), None)
     closed = dict.fromkeys(resolved.experts, "experts")
-    return guard or StateWatch(model, resolved.program, closed=closed, repeated=resolved.repeated)
+    compiled = bool(resolved.strategy.compile)
+    return guard or StateWatch(model, resolved.program, closed=closed, repeated=resolved.repeated, compiled=compiled)

@@ -71,9 +71,9 @@ def shared_scales(module: nn.Module) -> Iterator[None]:
     Source: torchao's precompute_float8_dynamic_scale_for_fsdp, whose scales are stale after the next optimizer step where
     nobody calls it again, and which takes no rank without rows of a weight.
     """
-    weights = [
-        child.weight for child in module.modules() if isinstance(child, nn.Linear) and isinstance(child.weight, DTensor)
-    ]
+    # By the table: to ask for a parametrized weight is to compute it, which spectral_norm counts as a step.
+    held = [child._parameters.get("weight") for child in module.modules() if isinstance(child, nn.Linear)]
+    weights = [weight for weight in held if isinstance(weight, DTensor)]
     # By attribute: torchao is not imported where nobody uses it.
     shards: list[Any] = [_torch.shard_object(weight) for weight in weights]
     shards = [shard for shard in shards if hasattr(shard, "_precomputed_scale")]

@@ -150,9 +150,16 @@ class StateWatch:
     """
 
     def __init__(
-        self, model: nn.Module, program: Program, *, closed: Mapping[str, str], repeated: Mapping[str, str]
+        self,
+        model: nn.Module,
+        program: Program,
+        *,
+        closed: Mapping[str, str],
+        repeated: Mapping[str, str],
+        compiled: bool,
     ) -> None:
         self._model, self._program, self._closed, self._repeated = model, program, closed, repeated
+        self._compiled = compiled  # which a mode that sees what is read would prevent
         self._microbatches, self._forwards = 1, Counter[Hashable]()
         self._call: Example | None = None
         self._watching = False
@@ -171,7 +178,7 @@ class StateWatch:
         before = Snapshot(self._model)
         self._watching, self._call = True, None
         try:
-            with before.reads if before.reads.tensors else nullcontext():
+            with before.reads if before.reads.tensors and not self._compiled else nullcontext():
                 yield
             self._forwards[kind] += 1
             if written := before.written():

@@ -342,7 +342,7 @@ REFUSED = {
     RunningMean: "mixes the rows of a batch",
     PlainMean: "mixes the rows of a batch",
     LateMean: "mixes the rows of a batch",
-    UnreadMean: "the forward writes 'mean' from each rank's own rows",
+    UnreadMean: "mixes the rows of a batch",
     LateParameter: "parameter 'late' was made in forward",
     OtherBlocks: "data ranks run different modules: after the root rank . of the data ranks comes to blocks",
     OneBlockMore: "data ranks run different modules: after blocks.0 rank . of the data ranks comes to",
