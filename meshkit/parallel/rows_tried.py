@@ -67,15 +67,16 @@ def _tried(model: nn.Module, example: Example, call: Callable[..., Any], holds: 
     work = taken * sum(param.numel() for param in model.parameters())
     if not rows or work > _MOST:
         return None
-    for dtype, tolerance in _DTYPES:
-        verdicts = list[bool | None]()
-        for seed in range(_DRAWS if work < _FEW else 1):
-            if (returned := _run(model, example, rows, call, dtype, seed)) is None:
-                break
-            verdicts.append(holds(returned, tolerance))
-        if any(verdict is not None for verdict in verdicts):
-            return False in verdicts
-    return None
+    with _torch.without_modes():  # an estimate's would let tensors have no values
+        for dtype, tolerance in _DTYPES:
+            verdicts = list[bool | None]()
+            for seed in range(_DRAWS if work < _FEW else 1):
+                if (returned := _run(model, example, rows, call, dtype, seed)) is None:
+                    break
+                verdicts.append(holds(returned, tolerance))
+            if any(verdict is not None for verdict in verdicts):
+                return False in verdicts
+        return None
 
 
 def _run(
@@ -109,7 +110,7 @@ def _run(
         # Of its own, for a forward may keep state.
         tensors: dict[int, Any] = {id(each): _own(each) for each in (*valued.parameters(), *valued.buffers())}
         copy = copied(valued, tensors, {})
-        with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped():
             torch.default_generator.manual_seed(number)  # and no device's, as torch.manual_seed would
             try:
                 output = call(copy, *args, **kwargs)
