@@ -196,7 +196,7 @@ class Run:
             with self._explained():
                 total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
         else:
-            with shared_scales(self.model):
+            with shared_scales(self.model) if self.resolved.fp8 else nullcontext():
                 for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
                     before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
                     with using_keys(part.get(KEYS)):

@@ -72,7 +72,7 @@ def shared_scales(module: nn.Module) -> Iterator[None]:
     nobody calls it again, and which takes no rank without rows of a weight.
     """
     # By the table: to ask for a parametrized weight is to compute it, which spectral_norm counts as a step.
-    held = [child._parameters.get("weight") for child in module.modules() if isinstance(child, nn.Linear)]
+    held: list[Any] = [child._parameters.get("weight") for child in module.modules() if isinstance(child, nn.Linear)]
     weights = [weight for weight in held if isinstance(weight, DTensor)]
     # By attribute: torchao is not imported where nobody uses it.
     shards: list[Any] = [_torch.shard_object(weight) for weight in weights]
