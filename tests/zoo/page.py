@@ -24,13 +24,14 @@ GROUPS = {
 
 def page(rows: Sequence[Row]) -> str:
     """The page, as markdown."""
+    groups = {_group(row) for row in rows}
     lines = [
         "# Which models run on which axes",
         "",
         "<!-- Written by `python -m tests.zoo --write-docs` after `make zoo`; do not edit. -->",
         "",
-        f"Every causal language model of transformers {transformers.__version__}, other models of it, and modules odd "
-        f"on purpose, tiny, in fp64, with torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the "
+        f"{'; '.join(title for group, title in GROUPS.items() if group in groups)}: all tiny, in fp64, with transformers "
+        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the "
         "defaults. **yes**: loss, every gradient and two optimizer steps equal one device; with the share of parameters that "
         "tp, ep or etp split. no: refused before the first optimizer step; why stands below each table. – has not been "
         'tried, or has no experts. padded: rows of a batch begin later. replicate: with `Strategy(unproved="replicate")`.',
@@ -38,13 +39,17 @@ def page(rows: Sequence[Row]) -> str:
     order = {name: index for index, name in enumerate(zoo.names())}
     rows = sorted(rows, key=lambda row: order.get(row.model, len(order)))
     for group, title in GROUPS.items():
-        of = [row for row in rows if (row.model.partition(".")[0] if "." in row.model else "") == group]
+        of = [row for row in rows if _group(row) == group]
         if of:
             lines += ["", f"## {title}", *_counts(of)]
             lines += [*_models(of), *_reasons(of)] if group != "mutated" else []
     lines += ["", "## Not in the sweep", "", "| model | why |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(SKIPPED.items())]
     return "\n".join(lines) + "\n"
+
+
+def _group(row: Row) -> str:
+    return row.model.partition(".")[0] if "." in row.model else ""
 
 
 def _counts(rows: Sequence[Row]) -> list[str]:
