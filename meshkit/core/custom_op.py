@@ -29,12 +29,17 @@ def custom_op(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...,
     return register
 
 
+def body_of(name: str) -> Callable[..., Any] | None:
+    """The function of our operator of that name; None for another operator."""
+    return _bodies.get(name)
+
+
 def watching_bodies(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Of a dispatch mode's `__torch_dispatch__`: it sees the operators inside of meshkit's own, and not those themselves."""
 
     @wraps(dispatch)
     def watched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        body = _bodies.get(func.name().partition(".")[0])
+        body = body_of(func.name().partition(".")[0])
         if body is None:
             return dispatch(mode, func, types, args, kwargs)
         with mode:  # dispatch is off inside an operator
