@@ -187,6 +187,8 @@ class Recorder(TorchDispatchMode):
         call.operations = (call.operations[0], len(self._operations))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := _torch.fake_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)

@@ -68,6 +68,7 @@ from .tracing import allow_recompiles as allow_recompiles
 from .tracing import any_length as any_length
 from .tracing import DataDependentOutputException as DataDependentOutputException
 from .tracing import DynamicOutputShapeException as DynamicOutputShapeException
+from .tracing import fake_device as fake_device
 from .tracing import fake_like as fake_like
 from .tracing import fake_mode as fake_mode
 from .tracing import fake_parameter as fake_parameter

@@ -94,11 +94,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
         space, _, op = name.partition("::")
+        reads = name in _READ_VALUES and not self._on_host
+        if not reads and space not in SPACES:
+            return func(*args, **(kwargs or {}))
         if any(map(_torch.is_fake, tree_leaves((args, kwargs)))):  # of a forward that is only read
             return func(*args, **(kwargs or {}))
-        if space not in SPACES:
-            if name in _READ_VALUES and not self._on_host:
-                self.events.append(HostWait(where()))
+        if reads:
+            self.events.append(HostWait(where()))
             return func(*args, **(kwargs or {}))
         if op == "wait_tensor":
             self._wait(self._results.get(args[0].data_ptr()))

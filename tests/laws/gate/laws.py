@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -191,12 +192,23 @@ def judge(cell: Cell, folder: str) -> Verdict:
     """On every rank: train three steps, the last of them resumed on another mesh where the cell says so."""
     open_channels.cache_clear()  # so that they are opened among what is recorded
     mesh = mesh_for(cell.mesh)
+    expected, exact = _oracles(cell)
     with recording(mesh) as events:
-        said = _judge(cell, folder)
+        said = _judge(cell, expected, exact, folder)
     return said if said.refused else replace(said, broken={**said.broken, **_order(gathered(events, mesh))})
 
 
-def _judge(cell: Cell, folder: str) -> Verdict:
+def _oracles(cell: Cell) -> tuple[Alone, Alone]:
+    """One device in the cell's precision and in fp64. The first rank computes them for all."""
+    told: list[tuple[Alone, Alone] | None] = [None]
+    if dist.get_rank() == 0 and not cell.refusals():
+        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size)
+        told = [(alone(cell.model, cell.sizes, cell.precision, *kind), alone(cell.model, cell.sizes, "fp64", *kind))]
+    dist.broadcast_object_list(told, src=0)
+    return told[0] or (Alone([], [], {}, {}),) * 2
+
+
+def _judge(cell: Cell, expected: Alone, exact: Alone, folder: str) -> Verdict:
     noted: list[Noting] = []
     tried, other = cell, None
     try:
@@ -208,15 +220,13 @@ def _judge(cell: Cell, folder: str) -> Verdict:
         said = refused_by_explain(tried)
         same = {} if said == str(error) else {"refusal": f"parallelize says {error}, explain {said or 'nothing'}"}
         return Verdict(refused=str(error), broken=same)
-    return Verdict(broken=_train(cell, run, other, noted, folder))
+    return Verdict(broken=_train(cell, run, other, expected, exact, noted, folder))
 
 
-def _train(cell: Cell, run: mk.Run, other: mk.Run | None, noted: list[Noting], folder: str) -> dict[str, str]:
-    """other: what goes on before the last step."""
-    expected, exact = (
-        alone(cell.model, cell.sizes, each, cell.layers, cell.packing, cell.masked, cell.spec.world_size)
-        for each in (cell.precision, "fp64")
-    )
+def _train(
+    cell: Cell, run: mk.Run, other: mk.Run | None, expected: Alone, exact: Alone, noted: list[Noting], folder: str
+) -> dict[str, str]:
+    """other: what goes on before the last step. expected: one device in the cell's precision; exact: in fp64."""
     broken: dict[str, str] = {}
     optimizer = mk.adamw(run, lr=LR)
     broken |= _names(run)
