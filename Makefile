@@ -34,9 +34,10 @@ gate: install
 gpu: install
 	$(BIN)/python -m tests.gpu
 
-# Every causal language model of transformers, and odd modules, on every mesh: each right or refused. --resume goes on.
+# Every causal language model of transformers, and odd modules, on every mesh: each right or refused. Goes on where it was
+# ended, and writes tests/zoo/results.jsonl and docs/zoo.md.
 zoo: install
-	$(BIN)/python -m tests.zoo --out runs/zoo.jsonl --resume
+	$(BIN)/python -m tests.zoo --resume && $(BIN)/python -m tests.zoo --write-docs
 
 check: install
 	$(BIN)/ruff format --check .

@@ -15,7 +15,7 @@ from rich.table import Table
 from tests.zoo import all as zoo
 from tests.zoo.case import COLUMNS, Cell
 from tests.zoo.page import page
-from tests.zoo.sweep import OUTCOMES, WELL_SPLIT, Row, cells, read, table, verdict, write
+from tests.zoo.sweep import OUTCOMES, RESULTS, WELL_SPLIT, Row, cells, read, table, tidy, tree, verdict, write
 
 PAGE = Path(__file__).parents[2] / "docs/zoo.md"
 
@@ -26,14 +26,14 @@ class Config:
     """a regular expression of names"""
     meshes: str = ""
     """columns, separated by semicolons, as "tp=2; tp=2, sequence"; by default all"""
-    out: Path = Path("runs/zoo.jsonl")
+    out: Path = RESULTS
     """a line for each cell is added here"""
     resume: bool = False
-    """leave out cells that the file has, but for those that hung"""
+    """leave out cells that the file has of this commit, torch and transformers, but for those that hung"""
     show: bool = False
     """only print the table of the file, and what is wrong in it"""
     write_docs: bool = False
-    """write docs/zoo.md from the file, and run nothing"""
+    """put the file in order, write docs/zoo.md from it, and run nothing"""
 
 
 def main(config: Config) -> int:
@@ -43,9 +43,10 @@ def main(config: Config) -> int:
     wanted = cells(chosen, columns, moes=zoo.moes(), padded=zoo.padded())
     wanted.sort(key=lambda cell: cell.ranks)  # stable: a model's cells stay together, and its oracle is kept
     if config.resume:
-        known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang"}
+        known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang" and row.of == tree()}
         wanted = [cell for cell in wanted if (cell.model, cell.column) not in known]
     if config.write_docs:
+        tidy(config.out, zoo.names())
         PAGE.write_text(page(read(config.out)))
         return 0
     if not config.show:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-
-import torch
-import transformers
 
 from tests.zoo import all as zoo
 from tests.zoo.case import COLUMNS
@@ -28,13 +25,13 @@ def page(rows: Sequence[Row]) -> str:
     lines = [
         "# Which models run on which axes",
         "",
-        "<!-- Written by `python -m tests.zoo --write-docs` after `make zoo`; do not edit. -->",
+        "<!-- Written by `make zoo` from tests/zoo/results.jsonl; do not edit. -->",
         "",
-        f"{'; '.join(title for group, title in GROUPS.items() if group in groups)}: all tiny, in fp64, with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]} on CPU, by `auto_plan` and the "
-        "defaults. **yes**: loss, every gradient and two optimizer steps equal one device; with the share of parameters that "
-        "tp, ep or etp split. no: refused before the first optimizer step; why stands below each table. – has not been "
-        'tried, or has no experts. padded: rows of a batch begin later. replicate: with `Strategy(unproved="replicate")`.',
+        f"{'; '.join(title for group, title in GROUPS.items() if group in groups)}: all tiny, in fp64, on CPU, by "
+        f"`auto_plan` and the defaults; {_of(rows)}. **yes**: loss, every gradient and two optimizer steps equal one device; "
+        "with the share of parameters that tp, ep or etp split. no: refused before the first optimizer step; why stands "
+        "below each table. – has not been tried, or has no experts. padded: rows of a batch begin later. replicate: with "
+        '`Strategy(unproved="replicate")`.',
     ]
     order = {name: index for index, name in enumerate(zoo.names())}
     rows = sorted(rows, key=lambda row: order.get(row.model, len(order)))
@@ -46,6 +43,15 @@ def page(rows: Sequence[Row]) -> str:
     lines += ["", "## Not in the sweep", "", "| model | why |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(SKIPPED.items())]
     return "\n".join(lines) + "\n"
+
+
+def _of(rows: Sequence[Row]) -> str:
+    """What was tried, and how many cells of it."""
+    trees = Counter(row.of for row in rows).most_common()
+    return "; ".join(
+        f"{count:,} cells with transformers {transformers}, torch {torch}, commit {commit}"
+        for (commit, torch, transformers), count in trees
+    )
 
 
 def _group(row: Row) -> str:

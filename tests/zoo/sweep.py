@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+
+import torch
+import transformers
 
 import meshkit as mk
 from tests.world import RankError, pool
 from tests.zoo.case import COLUMNS, Cell
 from tests.zoo.judge import Outcome, Said, judge
 
+RESULTS = Path(__file__).with_name("results.jsonl")
 SECONDS = 60.0
 OUTCOMES: tuple[Outcome, ...] = ("equal", "refused", "wrong", "crash", "hang")
 WELL_SPLIT = 0.9
@@ -23,7 +29,8 @@ OF_EDITS = ("tp=2", "tp=2, sequence", "pp=2", "cp=2", "cp=2, replicate")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What all ranks say of a cell. split: the smallest share of elements that tp, ep or etp split, of any rank."""
+    """What all ranks say of a cell. split: the smallest share of elements that tp, ep or etp split, of any rank. commit: with
+    "+changes" where the tree had some."""
 
     model: str
     column: str
@@ -32,6 +39,14 @@ class Row:
     split: float = 0.0
     seconds: float = 0.0
     traceback: str = ""
+    commit: str = ""
+    torch: str = ""
+    transformers: str = ""
+
+    @property
+    def of(self) -> tuple[str, str, str]:
+        """What was tried."""
+        return self.commit, self.torch, self.transformers
 
 
 def verdict(cell: Cell, ask: Callable[[Cell, str], Said] = judge) -> Row:
@@ -42,7 +57,20 @@ def verdict(cell: Cell, ask: Callable[[Cell, str], Said] = judge) -> Row:
         row.outcome == "hang" and "stuck" not in row.text
     ):  # time was up, but threads ran: a machine with much else to do
         row = _verdict(cell, ask)
-    return replace(row, seconds=round(time.monotonic() - begin, 2))
+    commit, of_torch, of_transformers = tree()
+    seconds = round(time.monotonic() - begin, 2)
+    return replace(row, seconds=seconds, commit=commit, torch=of_torch, transformers=of_transformers)
+
+
+@cache
+def tree() -> tuple[str, str, str]:
+    """As `Row.of`, of the tree that runs."""
+    folder = Path(__file__).parents[2]
+    commit, changed = (
+        subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "meshkit", "tests/**.py"])
+    )
+    return commit + "+changes" * bool(changed), torch.__version__.partition("+")[0], transformers.__version__
 
 
 def _verdict(cell: Cell, ask: Callable[[Cell, str], Said]) -> Row:
@@ -126,4 +154,17 @@ def read(path: Path) -> list[Row]:
 
 def write(path: Path, row: Row) -> None:
     with path.open("a") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+        file.write(_line(row))
+
+
+def tidy(path: Path, order: Sequence[str]) -> None:
+    """One row a cell, in the order of these models, without times, which are of the machine."""
+    kept = [replace(row, seconds=0.0) for row in read(path) if row.model in order]
+    places = {name: place for place, name in enumerate(order)}
+    kept.sort(key=lambda row: (places[row.model], row.column))
+    path.write_text("".join(map(_line, kept)))
+
+
+def _line(row: Row) -> str:
+    """Without what is empty."""
+    return json.dumps({name: value for name, value in asdict(row).items() if value}) + "\n"
