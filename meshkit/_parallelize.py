@@ -103,6 +103,7 @@ def parallelize(
             dtype=resolved.compute if resolved.memory.precision is not None else None,
             closed=resolved.experts,
             guards=guards,
+            called_twice=program.called_twice,
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)

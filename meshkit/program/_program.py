@@ -73,8 +73,8 @@ class Program:
         mode = mode_of(self.model)
         key = of, example.key, mode
         if key not in self._readings:
-            self._readings[key] = example, read(partial(twice, known=mode in self._modes))
-            self._modes.add(mode)
+            self._readings[key] = example, read(partial(twice, known=mode in self.called_twice))
+            self.called_twice.add(mode)
             if len(self._readings) > KEPT:
                 self._readings.popitem(last=False)
         self._readings.move_to_end(key)
@@ -85,8 +85,8 @@ class Program:
         return OrderedDict()
 
     @cached_property
-    def _modes(self) -> set[tuple[bool, ...]]:
-        """In which the model was called twice."""
+    def called_twice(self) -> set[tuple[bool, ...]]:
+        """The modes (which modules are in training) in which the model was called twice, and ran the same."""
         return set()
 
     def frozen(self) -> Program:

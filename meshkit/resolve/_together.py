@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
         # The refusal travels too: the others would wait for a rank that has raised.
         try:
             own = resolve(program, strategy, mesh.spec, device_type=device)
-            told = [_packed(own)]
+            told = [_packed(own, program.called_twice)]
         except MeshkitError as error:
             told = [_tellable(error)]
         except Exception as error:
@@ -64,8 +64,8 @@ def _tellable(error: MeshkitError) -> MeshkitError:
     return error
 
 
-def _packed(resolved: Resolved) -> bytes:
-    """Without the model and what the user gave, of which every rank has its own."""
+def _packed(resolved: Resolved, called_twice: Set[tuple[bool, ...]]) -> bytes:
+    """Without the model and what the user gave, of which every rank has its own. called_twice: see `Program`."""
     own = _own(resolved.program, resolved.strategy)
     names = {id(value): name for name, value in own.items()}
     if resolved.cut is not None:
@@ -76,7 +76,7 @@ def _packed(resolved: Resolved) -> bytes:
             return names.get(id(obj))
 
     packed = io.BytesIO()
-    Pickler(packed).dump(resolved)
+    Pickler(packed).dump((resolved, called_twice))
     return packed.getvalue()
 
 
@@ -87,7 +87,9 @@ def _unpacked(packed: bytes, program: Program, strategy: Strategy) -> Resolved:
         def persistent_load(self, pid: Any) -> Any:
             return generator_of(strategy.pipeline.schedule) if pid == _GENERATE else own[pid]
 
-    resolved: Resolved = Unpickler(io.BytesIO(packed)).load()
+    resolved: Resolved
+    resolved, called_twice = Unpickler(io.BytesIO(packed)).load()
+    program.called_twice.update(called_twice)
     return resolved
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -266,12 +266,13 @@ def cut_stages(
     dtype: torch.dtype | None = None,
     closed: Iterable[str] = (),
     guards: Sequence[Guard] = (),
+    called_twice: Set[tuple[bool, ...]] = frozenset(),
 ) -> nn.Module:
     """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module.
 
     full: the unchanged module, without values. on_rank: as `full`, but as it computes on this rank of other axes; changed by
     this. device: of batches. dtype: what it computes in, if that is not the dtype of its parameters. closed: modules whose
-    forward reads values. guards: of the other axes, see `Reading`.
+    forward reads values. guards, called_twice: see `Reading`.
     """
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, full, cut.stages, cut.stages_of(rank), device)
@@ -279,7 +280,7 @@ def cut_stages(
         for param in on_rank.parameters():
             if type(param.data) is Tensor and param.is_floating_point():
                 param.data = param.data.to(dtype)
-    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guards)
+    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guards, called_twice)
     # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,15 +32,21 @@ Guard = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 class Reading:
     """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
     modules whose inside is not read, as in `trace`. guards: called with the model, and the arguments that it is about to be
-    called with for the first time in these sizes."""
+    called with for the first time in these sizes. called_twice: the modes in which the model was called twice before it was
+    split."""
 
     def __init__(
-        self, model: nn.Module, stages: Stages, closed: Mapping[str, str], guards: Sequence[Guard] = ()
+        self,
+        model: nn.Module,
+        stages: Stages,
+        closed: Mapping[str, str],
+        guards: Sequence[Guard] = (),
+        called_twice: Set[tuple[bool, ...]] = frozenset(),
     ) -> None:
         self.model, self.stages, self.closed, self.guards = model, stages, closed, guards
         self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._readings: dict[Any, Readings] = {}
-        self._modes: set[tuple[bool, ...]] = set()  # in which the model was called twice
+        self._called_twice = set(called_twice)
 
     def flow(
         self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -65,12 +71,12 @@ class Reading:
         follow_mode(self.model, running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
         mode = mode_of(self.model)
-        again = partial(twice, known=mode in self._modes)
+        again = partial(twice, known=mode in self._called_twice)
         try:
             read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=again)
         except ReadingError as error:
             raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
-        self._modes.add(mode)
+        self._called_twice.add(mode)
         _refuse_mixed_logits(read)
         given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
         return replace(flow_of(read, self.model, self.stages), given=given)
