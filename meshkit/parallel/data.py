@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -264,7 +264,7 @@ def fully_shard(
     for unit in (module, *(modules[name] for name in shard_units(names, units))):
         assert isinstance(unit, FSDPModule)
         _torch.keep_class_name(unit)
-        _torch.before_gathers(unit, refuse)
+        _torch.before_gathers(unit, refuse, _not_twice)
         _torch.before_unit_backwards(unit, _refuse_twice)
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -277,10 +277,14 @@ def fully_shard(
 
 def _refuse_twice() -> None:
     if is_differentiated_again():
-        raise not_twice(
-            "FSDP frees gathered parameters after a first backward, and a second one would read them.",
-            "Use a mesh of tp alone, without a Precision",
-        )
+        _not_twice()
+
+
+def _not_twice() -> NoReturn:
+    raise not_twice(
+        "FSDP frees gathered parameters after a first backward, and a second one would read them.",
+        "Use a mesh of tp alone, without a Precision",
+    )
 
 
 def _submodules(modules: Mapping[str, nn.Module], argument: str, names: Iterable[str]) -> list[str]:

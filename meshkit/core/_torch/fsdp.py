@@ -15,6 +15,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from .autograd import in_functional_grad
+
 
 def find_units(module: FSDPModule) -> None:
     """Let FSDP's root find its units now, while all of them are in the tree, not at its first forward.
@@ -204,8 +206,11 @@ def keep_class_name(module: FSDPModule) -> None:
     type(module).__name__ = type(module).__bases__[-1].__name__
 
 
-def before_gathers(module: FSDPModule, replaced: Callable[[nn.Module, str], None]) -> None:
-    """Before a forward of this unit, call `replaced(owner, key)` for a parameter in whose place another tensor is.
+def before_gathers(
+    module: FSDPModule, replaced: Callable[[nn.Module, str], None], differentiated: Callable[[], None]
+) -> None:
+    """Before a forward of this unit, call `replaced(owner, key)` for a parameter in whose place another tensor is, and
+    `differentiated()` inside of torch.func.grad, where FSDP of torch 2.11 cannot gather.
 
     FSDP would put its own over that. Not in `without_hooks`, where it does not. A shard in place of a parameter that is
     gathered, as torch.func.functional_call puts it back after its call, is replaced by that.
@@ -215,6 +220,8 @@ def before_gathers(module: FSDPModule, replaced: Callable[[nn.Module, str], None
 
     def around(group: FSDPParamGroup) -> None:
         def pre_forward(*args: Any) -> Any:
+            if in_functional_grad():
+                differentiated()
             for param in group.fsdp_params:
                 info, own = param._module_info, (param.sharded_param, getattr(param, "_unsharded_param", None))
                 tied = zip(info.shared_modules, info.shared_param_names, strict=True)
