@@ -57,18 +57,18 @@ class Config(TrainFlags, ParallelFlags, LoraFlags, PairFlags):
     that is drawn towards the model (TR-DPO). none: for losses without one"""
     reference_file: Path | None = None
     """of stored; default: in --out. One of another model, template or truncation is refused"""
-    reference_every: int = 32
+    reference_every: mk.recipes.Count = 32
     """of moving: steps between its moves"""
-    reference_alpha: float = 0.6
+    reference_alpha: mk.recipes.Share = 0.6
     """of moving: the model's share in a move; 1 is a copy"""
     lora_alpha: float | None = 32.0
     out: Path = Path("runs/dpo")
     seq_len: int = 1024
     global_batch: int = 24
     """pairs of one optimizer step, over all ranks, packed into as few rows as they need"""
-    sft_steps: int = 200
+    sft_steps: mk.recipes.Count = 200
     """without --pretrained: steps on the chosen answers, of as many of them each"""
-    sft_lr: float = 5e-3
+    sft_lr: mk.recipes.NotNegative = 5e-3
     steps: int = 100
     lr: float = 1e-3
     warmup_steps: int = 10

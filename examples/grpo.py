@@ -49,11 +49,11 @@ TOL_SELFTEST = 1e-5  # of log-probabilities in fp32: generator and trainer sum i
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PolicyFlags, ParallelFlags):
-    entropy: float = 0.0
+    entropy: mk.recipes.NotNegative = 0.0
     """weight of a bonus for uncertain predictions"""
-    updates: int = 1
+    updates: mk.recipes.Count = 1
     """optimizer steps on the answers of a step"""
-    sampling_rounds: int = 10
+    sampling_rounds: mk.recipes.Count = 10
     """with dynamic sampling (DAPO): the most rounds of generation in a step, each of --prompts prompts"""
     selftest: bool = False
     """two steps at a learning rate of 0, without checkpoints: ratios must be 1, and generator and trainer agree"""

@@ -59,17 +59,17 @@ class Config(TrainFlags, ParallelFlags, TextFlags):
     eval_every: int = 70
     save_every: int = 35
 
-    rope_theta: float | None = None
+    rope_theta: mk.recipes.Positive | None = None
     """base wavelength of the rotary positions; more for longer texts than a pretrained model has seen"""
     scheme: Literal["auto", "ring", "all_gather", "group_cast", "ulysses"] = "auto"
     """how attention reaches the tokens of other ranks"""
     balance: Literal["auto", "contiguous", "zigzag", "per_document", "locality"] = "auto"
     """which rank holds which tokens"""
-    ulysses: int | None = None
+    ulysses: mk.recipes.Count | None = None
     """with ring or group_cast: the number of consecutive ranks that trade tokens for heads"""
-    slack: float = 0.0
+    slack: mk.recipes.NotNegative = 0.0
     """how much more than the mean the busiest rank may work, in order to send less"""
-    window: int = 64
+    window: mk.recipes.Count = 64
     """tokens that the comparison at the end can look back on"""
 
 

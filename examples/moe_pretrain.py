@@ -58,17 +58,17 @@ class Config(TrainFlags, ParallelFlags, PretrainFlags):
     out: Path = Path("runs/moe")
     steps: int = 200
 
-    bias_speed: float = 1e-2
+    bias_speed: mk.recipes.NotNegative = 1e-2
     """load balancing without a loss: how far a router's biases move after a step; 0: no biases"""
     balance_loss: Literal["none", "sequence", "batch", "global"] = "none"
     """load balancing by a loss: over which tokens it is computed"""
-    balance_coefficient: float = 1e-2
+    balance_coefficient: mk.recipes.NotNegative = 1e-2
     """of that loss"""
-    z_loss: float = 0.0
+    z_loss: mk.recipes.NotNegative = 0.0
     """coefficient of the loss that keeps the routers' logits small"""
-    capacity: float | None = None
+    capacity: mk.recipes.Positive | None = None
     """the most tokens an expert takes of a rank, as a multiple of its even share; default: all that choose it"""
-    picture_every: int = 20
+    picture_every: mk.recipes.Count = 20
     """the load of every layer and expert for TensorBoard"""
 
 

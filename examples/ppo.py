@@ -51,15 +51,15 @@ class Config(PolicyFlags, SamplerFlags):
     reward_model: Path | None = None
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
     preset: str = "PPO"
-    epochs: int = 2
+    epochs: mk.recipes.Count = 2
     """passes over the answers of a step"""
-    minibatches: int = 1
+    minibatches: mk.recipes.Count = 1
     """optimizer steps of a pass"""
-    decay: float = 0.95
+    decay: mk.recipes.Share = 0.95
     """lambda of GAE"""
-    critic_lr: float = 1e-3
+    critic_lr: mk.recipes.NotNegative = 1e-3
     """learning rate of the critic, constant"""
-    critic_warmup: int = 5
+    critic_warmup: mk.recipes.CountOrNone = 5
     """steps in which only the critic learns"""
     sequence: bool = False
     prompts: int = 128

@@ -49,17 +49,17 @@ from meshkit.recipes import (
 class Config(ParallelFlags, RolloutFlags):
     task: Literal["addition", "reversal", "countdown"] = "reversal"
     out: Path = Path("runs/rejection_sampling")
-    rounds: int = 40
+    rounds: mk.recipes.Count = 40
     """of writing and learning; --prompts, --eval-every, --save-every and --warmup-steps are of a round, or rounds"""
     prompts: int = 256
     samples: int = 4
-    best: int = 1
+    best: mk.recipes.Count = 1
     """the most answers to keep of each prompt"""
-    threshold: float = 1.0
+    threshold: mk.recipes.Finite = 1.0
     """the least score to keep"""
-    epochs: int = 2
+    epochs: mk.recipes.Count = 2
     """passes over the answers of a round"""
-    global_batch: int = 32
+    global_batch: mk.recipes.Count = 32
     """answers of one optimizer step, over all ranks"""
     seq_len: int = 64
     lr: float = 5e-4

@@ -56,12 +56,12 @@ class Config(TrainFlags, ParallelFlags, PairFlags):
     seq_len: int = 1024
     global_batch: int = 24
     """pairs of one optimizer step, over all ranks, packed into as few rows as they need"""
-    language_steps: int = 300
+    language_steps: mk.recipes.CountOrNone = 300
     """without --pretrained: steps as a language model of the chosen answers first, of as many of them each; 0: none"""
-    language_lr: float = 3e-3
+    language_lr: mk.recipes.NotNegative = 3e-3
     steps: int = 200
     lr: float = 1e-3
-    center: float = 0.01
+    center: mk.recipes.NotNegative = 0.01
     """keeps the scores of a pair around 0, which their order leaves free"""
     eval_every: int = 40
     save_every: int = 40

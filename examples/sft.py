@@ -79,9 +79,9 @@ class Config(TrainFlags, ParallelFlags, LoraFlags, InstructionFlags):
     lr: float = 4e-3
     eval_every: int = 60
     save_every: int = 60
-    eval_examples: int = 256
+    eval_examples: mk.recipes.Count = 256
     """held-out examples of an evaluation"""
-    sample_tokens: int = 64
+    sample_tokens: mk.recipes.Count = 64
     """of the answers that the model writes at the end"""
 
 

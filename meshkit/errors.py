@@ -2,7 +2,12 @@
 
 
 class MeshkitError(ValueError):
-    """Base of every error meshkit raises for something the caller can change."""
+    """Base of every error meshkit raises for something the caller can change.
+
+    exit_code: of a recipe that such an error ends: 2 where what it was given is wrong, 1 where the run failed.
+    """
+
+    exit_code = 2
 
 
 class MeshError(MeshkitError):
@@ -24,14 +29,22 @@ class DataError(MeshkitError):
 class StepError(MeshkitError):
     """An optimizer step that must not be taken: a loss or a gradient that is not finite."""
 
+    exit_code = 1
+
 
 class OffloadError(MeshkitError):
     """Activations that could not be moved or brought back: a full disk, a failing file, a tensor changed meanwhile."""
+
+    exit_code = 1
 
 
 class RewardError(MeshkitError):
     """Answers that could not be scored where that was not to be let pass, or a sandbox that the system cannot provide."""
 
+    exit_code = 1
+
 
 class CheckError(MeshkitError):
     """A run that `check` found to compute something other than one device would, or that it could not watch to the end."""
+
+    exit_code = 1

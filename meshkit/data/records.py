@@ -110,7 +110,7 @@ def _saved(folder: Path) -> list[tuple[str, Path]]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Save the data set again.") from None
     return value if isinstance(value, dict) else {}
 

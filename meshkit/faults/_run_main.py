@@ -17,9 +17,10 @@ from meshkit.faults.watchdog import Watchdog, report
 def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
     """Call `main` and end the process; an error is printed once, with its rank and its location in the training.
 
-    A MeshkitError is shown without a traceback. Most mistakes are made by every rank at once: the first to come speaks for
-    those with the same text. A rank that only lost the others names the rank that has ended, failed or stays away, and its
-    location: as soon as a connection closes, when a collective times out, and when torchrun ends it with SIGTERM.
+    A MeshkitError is shown without a traceback, and ends the process with its `exit_code`; any other error with 1. Most
+    mistakes are made by every rank at once: the first to come speaks for those with the same text. A rank that only lost the
+    others names the rank that has ended, failed or stays away, and its location: as soon as a connection closes, when a
+    collective times out, and when torchrun ends it with SIGTERM.
     Processes that the recipe starts have one thread each, as ranks that torchrun starts, unless OMP_NUM_THREADS says more.
     stall_s: how long a rank waits at one location before it names the rank it waits for; it goes on waiting, until
     the timeout of the mesh.
@@ -32,7 +33,7 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
         main()
     except Exception as error:
         _report_error(error, watchdog)
-        _exit(1)
+        _exit(error.exit_code if isinstance(error, MeshkitError) else 1)
     watchdog.leave("done")
     _exit(0)
 

@@ -33,6 +33,14 @@ from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
 from .policy import policy_tasks as policy_tasks
 from .policy import run_from as run_from
+from .ranges import Count as Count
+from .ranges import CountOrNone as CountOrNone
+from .ranges import Finite as Finite
+from .ranges import NotNegative as NotNegative
+from .ranges import Positive as Positive
+from .ranges import Range as Range
+from .ranges import Ranged as Ranged
+from .ranges import Share as Share
 from .session import Session as Session
 from .session import print0 as print0
 from .sft import sft_phase as sft_phase

@@ -38,22 +38,25 @@ from meshkit.strategy import (
     Strategy,
 )
 
+from .folders import refuse_folder
+from .ranges import Count, CountOrNone, NotNegative, Positive, Ranged, Share, Threshold
+
 # ------------------------------------------------------------------------------------------------ the run and its steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags:
+class RunFlags(Ranged):
     """Files and clocks of a run: what `Session` reads."""
 
     out: Path = Path("runs/recipe")
     """checkpoints, logs, traces and the final model"""
-    eval_every: int = 50
-    save_every: int = 50
-    keep: int = 2
+    eval_every: Count = 50
+    save_every: Count = 50
+    keep: Count = 2
     """number of checkpoints to keep; older ones are deleted"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
-    gc_every: int = 100
+    gc_every: CountOrNone = 100
     """collect Python's garbage in every so many steps, in the same ones on all ranks, and never else; 0: when Python does"""
     fp32_precision: Literal["ieee", "tf32"] = "ieee"
     """of fp32 products on CUDA, such as a router's in backward: whole, or by TF32 with 10 bits of each factor"""
@@ -64,14 +67,14 @@ class RunFlags:
 class LearnFlags(RunFlags):
     """Size, learning rate and clipping of a training step."""
 
-    seq_len: int = 256
+    seq_len: Count = 256
     """tokens of a row"""
-    microbatches: int = 1
+    microbatches: Count = 1
     """gradient accumulation: the number of parts in which a rank runs its rows"""
-    lr: float = 3e-3
-    warmup_steps: int = 15
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    lr: NotNegative = 3e-3
+    warmup_steps: CountOrNone = 15
+    weight_decay: NotNegative = 0.1
+    clip: Threshold = 1.0
     """gradient clipping: the largest norm of a step's gradients"""
 
 
@@ -79,9 +82,9 @@ class LearnFlags(RunFlags):
 class StepFlags(LearnFlags):
     """Number of training steps, and the learning rate schedule over them."""
 
-    steps: int = 160
+    steps: Count = 160
     lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    max_skips: int = 0
+    max_skips: CountOrNone = 0
     """how many steps in a row may be skipped because gradients are not finite"""
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
@@ -95,7 +98,7 @@ class StepFlags(LearnFlags):
 class TrainFlags(StepFlags):
     """Training steps on given data."""
 
-    global_batch: int = 16
+    global_batch: Count = 16
     """sequences, or rows of packed examples, of one optimizer step, over all ranks"""
 
 
@@ -120,7 +123,7 @@ STRATEGY_FIELDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelFlags:
+class ParallelFlags(Ranged):
     """Parallelism and memory of a model: the choices of `mk.parallelize`."""
 
     mesh: str = "dp_shard=-1"
@@ -133,7 +136,7 @@ class ParallelFlags:
     """with pp: a name of `python -m meshkit draw`, or a CSV file with a table of yours"""
     recompute: Literal["none", "activation", "selective", "full"] = "none"
     """activation checkpointing: how much blocks compute again in backward"""
-    loss_chunk: int | None = None
+    loss_chunk: Count | None = None
     """chunked cross-entropy: tokens whose logits exist at a time; default: all of them"""
     offload: Literal["none", "host", "disk"] = "none"
     """activation offload: where the activations that backward needs are kept, if not on the device"""
@@ -154,7 +157,8 @@ class ParallelFlags:
 
         args: default those of the process. options: of `tyro.cli`.
         Raises: PlanError for a flag that is given beside --strategy and says otherwise than the file, also if what it says
-        is the flag's default; DataError for a warm-up that is longer than the run.
+        is the flag's default; DataError for a warm-up that is longer than the run, and for an --out or
+        --cache where no folder can be. A number outside of its range ends the process with 2, as what tyro cannot read.
         """
         import tyro  # of the extra `recipes`; without it a Config can still be made by keyword
 
@@ -164,6 +168,9 @@ class ParallelFlags:
             raise DataError(
                 f"--warmup-steps {config.warmup_steps} does not fit into --steps {config.steps}. Give 0 to {config.steps}."
             )
+        for flag in ("out", "cache"):
+            if flag in vars(config):
+                refuse_folder(flag, getattr(config, flag))
         if config.strategy is None:
             return config
         # tyro says what a flag holds, not whether it was given: a default that was typed must be refused beside the file,
@@ -242,7 +249,7 @@ def _shown(choice: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags:
+class ModelFlags(Ranged):
     """The weights and the shape that a model begins with."""
 
     pretrained: Path | None = None
@@ -260,11 +267,11 @@ class ModelFlags:
 class LoraFlags(ModelFlags):
     """Adapters (LoRA, QLoRA) instead of all weights."""
 
-    lora_rank: int | None = None
+    lora_rank: Count | None = None
     """train adapters of this rank on a frozen model, and write them alone, as a folder of PEFT's"""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """default: twice the rank"""
-    lora_dropout: float = 0.0
+    lora_dropout: Share = 0.0
     """of the adapters' inputs"""
     lora_base: Literal["nf4", "int8"] | None = None
     """QLoRA: hold the frozen weights in 4 or 8 bits"""
@@ -296,7 +303,7 @@ class TextFlags(ModelFlags):
     """folder with a tokenizer.json; default: that of --pretrained, or one trained on the data, once"""
     cache: Path = Path("~/.cache/meshkit")
     """tokenizers and tokens made from the data"""
-    eval_batches: int = 8
+    eval_batches: Count = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +316,7 @@ class PretrainFlags(TextFlags):
     """print what each rank holds and sends, by mk.explain"""
     prompt: str = "import os\n\n\ndef "
     """of the sample"""
-    sample_tokens: int = 80
+    sample_tokens: Count = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +327,7 @@ class InstructionFlags(ModelFlags):
     """JSONL or Parquet files, or folders of `datasets`; empty: Python's standard library"""
     eval_data: tuple[str, ...] = ()
     """rows that are only evaluated on; empty: a part of --data"""
-    held_out: float = 0.1
+    held_out: Share = 0.1
     """that part"""
     tokenizer: Path | None = None
     """folder with a tokenizer.json and a chat template; default: that of --pretrained, or one trained on the data"""
@@ -342,13 +349,13 @@ class PairFlags(ModelFlags):
     """JSONL, Parquet or Arrow files, or folders of them; empty: functions of Python's standard library"""
     split: str | None = None
     """which split of a saved data set with several"""
-    held_out: float = 0.1
+    held_out: Share = 0.1
     """part of the rows that is only evaluated on"""
     tokenizer: Path | None = None
     """folder with a tokenizer and, for messages, its chat template; default: --pretrained's, or one trained here, once"""
     kinds: tuple[WrongBody, ...] = ("scrambled", "reversed", "repeated")
     """without --data: how bodies are made wrong; mismatched is the body of another function"""
-    limit_bytes: int = 400
+    limit_bytes: Count = 400
     """without --data: longer functions are left out"""
     truncate: Truncation = "drop"
     """how to treat a pair longer than seq_len"""
@@ -366,30 +373,30 @@ class RolloutFlags(LearnFlags, ModelFlags):
     """without --data"""
     data: tuple[Path, ...] = ()
     """JSONL, Parquet or Arrow files with prompts and the fields that the reward reads; needs --pretrained"""
-    held_out: float = 0.05
+    held_out: Share = 0.05
     """part of the rows that is only evaluated on"""
     reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
     """default: the task's; "exact" with --data"""
-    reward_timeout_s: float = 10.0
+    reward_timeout_s: Positive = 10.0
     """of each answer"""
     fail_fast: bool = False
     """stop if an answer cannot be scored; otherwise such answers are left out, counted and shown"""
-    prompts: int = 32
+    prompts: Count = 32
     """of one step, over all ranks"""
-    samples: int = 16
+    samples: Count = 16
     """answers to each"""
-    temperature: float = 1.0
-    max_new_tokens: int | None = None
+    temperature: NotNegative = 1.0
+    max_new_tokens: Count | None = None
     """default: the task's, 256 with --data; with an overlong penalty (DAPO) a quarter more is written, at a cost"""
     engine: Literal["meshkit", "vllm"] = "meshkit"
     """inference engine that writes the answers; vllm, a separate install, has all weights on every rank, synced each step"""
-    vllm_memory: float = 0.3
+    vllm_memory: Share = 0.3
     """the share of a GPU's memory that vllm may take"""
-    sft_steps: int | None = None
+    sft_steps: CountOrNone | None = None
     """without --pretrained: steps on right answers before; default: the task's"""
-    sft_lr: float | None = None
+    sft_lr: NotNegative | None = None
     """of those steps; default: the task's"""
-    eval_prompts: int = 512
+    eval_prompts: Count = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +405,7 @@ class PolicyFlags(StepFlags, RolloutFlags):
 
     preset: str = "GRPO"
     """a loss of meshkit.algos.policy; the recipe says which it can"""
-    kl: float = 0.0
+    kl: NotNegative = 0.0
     """coefficient of the KL to the reference model, the policy before training, in place of the preset's; 0 needs none"""
 
     def policy_loss(self, *, critic: bool) -> PolicyLoss:
@@ -430,7 +437,7 @@ class SamplerFlags(ParallelFlags):
 
     sampler_mesh: str | None = None
     """mesh of the sampler, a copy of the actor that gets its weights by weight sync; default: the actor itself writes"""
-    sampler_ranks: int = 0
+    sampler_ranks: CountOrNone = 0
     """number of ranks, the last ones, that only the sampler uses; 0: it shares all ranks"""
-    staleness: int = 0
+    staleness: CountOrNone = 0
     """number of steps that the sampler runs ahead, with weights older by as many"""

@@ -33,6 +33,7 @@ from meshkit.mesh.world import main_rank_first
 from meshkit.models import LlamaConfig
 
 from .flags import InstructionFlags, PairFlags, TextFlags
+from .folders import make_folder
 
 SMALL_PREFERENCE_MODEL = LlamaConfig(
     vocab_size=1024,
@@ -52,7 +53,7 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
 
     vocab_size: of a tokenizer that is trained here.
     """
-    is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
+    is_main, cache = dist.get_rank() == 0, make_folder("cache", config.cache)
     corpus = find_corpus(config.data) if config.data else standard_library()
     # A pretrained model knows only its own tokens, so its tokenizer comes before any that is trained here.
     folder = config.tokenizer or config.pretrained
@@ -118,7 +119,7 @@ def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenize
         if folder is not None:
             encoder = load_encoder(folder, rows)
         else:
-            is_main, cache = dist.get_rank() == 0, config.cache.expanduser()
+            is_main, cache = dist.get_rank() == 0, make_folder("cache", config.cache)
             encoder = prepare_tokenizer(
                 standard_library(),
                 cache,

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
-from meshkit.errors import MeshkitError, PlanError, StepError
+from meshkit.errors import MeshkitError, StepError
 from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
@@ -41,6 +41,7 @@ from meshkit.parallel.pipeline import record_trace
 from meshkit.step import Run
 
 from .flags import RunFlags, StepFlags
+from .folders import make_folder, refuse_folder
 from .process import collecting_garbage, multiplying_fp32
 
 Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
@@ -79,7 +80,7 @@ class Session:
         unit: str = "step",
         writes: bool = True,
     ) -> None:
-        _refuse(config)
+        (make_folder if writes else refuse_folder)("out", config.out)
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = 0, False, False
         # Recipes without --max-skips stop at the first step that is not finite.
@@ -270,17 +271,3 @@ class Session:
             if run is not None:
                 extra = state if index == 0 else None
                 checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)
-
-
-def _refuse(config: RunFlags) -> None:
-    """Before the first step, not at the first evaluation or checkpoint."""
-    if config.gc_every < 0:
-        raise PlanError(f"--gc-every {config.gc_every}: give at least 1, or 0 to let Python collect when it does.")
-    for flag in ("eval_every", "save_every"):
-        if getattr(config, flag) < 1:
-            raise PlanError(
-                f"--{flag.replace('_', '-')} {getattr(config, flag)}: give at least 1; more steps than the run has is "
-                "only at its end."
-            )
-    if config.out.exists() and not config.out.is_dir():
-        raise PlanError(f"--out {config.out} is a file. Give a folder.")

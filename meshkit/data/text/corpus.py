@@ -85,6 +85,11 @@ def _files_at(path: str) -> list[tuple[str, Path]]:
         if not files:
             raise DataError(f"{path}: matches no file. Check the path; relative ones start at {os.getcwd()}.")
     readable = [(file.relative_to(root).as_posix(), file) for file in files if file.suffix in READERS]
+    for _, file in readable:
+        if file.exists() and not file.is_file():
+            raise DataError(
+                f"{file}: a pipe or a device, whose reader may wait for ever. Give a file, or leave it out."
+            )
     if not readable:
         raise DataError(f"{path}: none of its {len(files)} files can be read. Give files of one of {kinds}.")
     return readable
