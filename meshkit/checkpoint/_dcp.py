@@ -6,6 +6,7 @@ PyTorch's own tools read the folder too.
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -30,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from meshkit.core import _torch
 from meshkit.errors import CheckpointError
 
 
@@ -80,13 +84,13 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
 def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
     """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`."""
     try:
-        load(dict(targets), storage_reader=FileSystemReader(folder), process_group=group)
+        load(dict(targets), storage_reader=_Reader(folder), process_group=group)
     except CheckpointException as failure:
         raise _first_failure(failure, f"reading {folder}, with the run half loaded") from failure
 
 
 def read_index(folder: Path) -> Index:
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = _Reader(folder).read_metadata()
     tensors = {
         key: (tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
@@ -99,6 +103,26 @@ def read_index(folder: Path) -> Index:
         candidate = (storage.offset, index.fqn)
         first[storage.relative_path] = min(first.get(storage.relative_path, candidate), candidate)
     return Index(tensors=tensors, first_keys={file: key for file, (_, key) in first.items()})
+
+
+class _Reader(FileSystemReader):
+    """Reads an index that names DCP's own records alone, and files of its folder: a checkpoint is data, and runs nothing."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _torch.read_dcp_metadata(file)
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+        for storage in metadata.storage_data.values():
+            if Path(storage.relative_path).name != storage.relative_path:
+                raise CheckpointError(
+                    f"{path} is damaged: it names {storage.relative_path!r}, which is not in its folder."
+                )
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class _PartPlanner(DefaultSavePlanner):

@@ -122,7 +122,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises: CheckpointError if it is not there, not what was written, or of another format."""
+    """Raises: CheckpointError if it is not there, not what was written, of another format, or of another step."""
     path = folder / MANIFEST
     try:
         body: dict[str, Any] = json.loads(path.read_bytes())
@@ -139,6 +139,11 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if _body_checksum(body) != written:
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
+    if step_name(body["step"]) != folder.name:
+        raise CheckpointError(
+            f"{folder} is not the step that its name says: it was saved as {step_name(body['step'])}. Give it that name "
+            "again."
+        )
     body["tensors"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in body["tensors"].items()}
     body["files"] = {name: File(**file) for name, file in body["files"].items()}
     return Manifest(**body)

@@ -63,7 +63,7 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
             tokenizer = load_tokenizer(folder)
         else:
             tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=is_main)
-        return tokenizer, prepare(corpus, tokenizer, cache, progress=is_main)
+        return tokenizer, prepare(corpus, tokenizer, cache, verify=is_main, progress=is_main)
 
 
 def instruction_rows(config: InstructionFlags) -> TaskSplits:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshkit.checkpoint import Checkpointer, _checkpointer, _dcp
+from meshkit.checkpoint import Checkpointer, _checkpointer, _dcp, _folder
 from meshkit.errors import CheckpointError
 from tests.checkpoint.training import build, refusal, saved_run
 from tests.world import pool
@@ -240,6 +242,57 @@ def test_with_no_sound_checkpoint_left_the_error_says_so(sound: Path, tmp_path: 
     assert len(set(texts)) == 1
     assert "step-00000002/__0_0.distcp is damaged" in texts[0]
     assert "there is no sound checkpoint before it" in texts[0]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def swapped_index(folder: Path, content: bytes) -> None:
+    """An index in the place of the one that was written, which the manifest vouches for, as an attacker would do."""
+    (folder / ".metadata").write_bytes(content)
+    manifest = _folder.read_manifest(folder)
+    found = _folder.checksum_file(folder / ".metadata")
+    file = _folder.File(bytes=found.bytes, crc32=found.crc32)
+    _folder.write_manifest(folder, replace(manifest, files={**manifest.files, ".metadata": file}))
+
+
+def elsewhere(content: bytes) -> bytes:
+    metadata = pickle.loads(content)
+    for index, storage in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(storage, relative_path=f"../{storage.relative_path}")
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda content: pickle.dumps(Evil()), "it names posix.system, which no checkpoint's index does"),
+        (lambda content: pickle.dumps([1, 2]), "it holds a list"),
+        (lambda content: content[:-40], "is damaged"),
+        (elsewhere, "it names '../__0_0.distcp', which is not in its folder"),
+    ],
+)
+def test_an_index_runs_no_code_and_names_no_other_folder(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(sound, tmp_path / "changed")
+    step = folder / "step-00000002"
+    swapped_index(step, change((step / ".metadata").read_bytes()))
+    with pytest.raises(CheckpointError, match=re.escape(what)):
+        _dcp.read_index(step)
+    for text in pool(2).run(first_load, str(folder)):
+        assert ".metadata is damaged" in text
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_step_under_another_name_is_not_loaded(sound: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sound, tmp_path / "renamed")
+    (folder / "step-00000002").rename(folder / "step-00000007")
+    for text in pool(2).run(first_load, str(folder)):
+        assert "step-00000007 is not the step that its name says: it was saved as step-00000002" in text
 
 
 def test_any_flipped_bit_of_the_manifest_is_noticed(sound: Path, tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def test_files_are_filled_up_to_the_limit_and_the_index_counts_their_bytes(tmp_p
     assert index["weight_map"] == {
         key: file.name for file, content in zip(files, contents, strict=True) for key in content
     }
+    # Whoever may read the folder may read the weights.
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "out" / "config.json").stat().st_mode}
 
 
 def test_a_tied_head_is_saved_once_and_loaded_from_either_name(tmp_path: Path) -> None:
@@ -314,8 +316,14 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+REFUSED_THETAS = [
+    ({"model_type": "llama", "rope_theta": theta}, f"rope_theta is {theta!r}, and must be a number above 0.")
+    for theta in (0, -1.0, math.nan, math.inf, "1e4", True)
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "text"), REFUSED_CONFIGS, ids=lambda value: "" if isinstance(value, dict) else value
+    ("fields", "text"), REFUSED_CONFIGS + REFUSED_THETAS, ids=lambda value: "" if isinstance(value, dict) else value
 )
 def test_what_llama_does_not_do_is_refused_by_field(fields: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
@@ -430,6 +438,11 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"damaged or incomplete: .*{first}"):
         load_pretrained(Llama(model.config), folder)
+    for elsewhere in ("../model.safetensors", "/etc/passwd", "sub/model.safetensors", "", 7):
+        index.write_text(json.dumps({"weight_map": {**content["weight_map"], first: elsewhere}}))
+        with pytest.raises(CheckpointError, match=rf"{first!r} is in {elsewhere!r}, which is no file of this folder"):
+            load_pretrained(Llama(model.config), folder)
+    index.write_text(json.dumps(content))
     (folder / content["weight_map"][last]).unlink()
     with pytest.raises(CheckpointError, match=r"of-\d+.safetensors does not exist, but model.safetensors.index.json"):
         load_pretrained(Llama(model.config), folder)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from meshkit.data.text.corpus import Corpus, corpus_bytes, corpus_fingerprint, read_documents
 from meshkit.data.text.documents import Document
 from meshkit.data.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
-from meshkit.data.text.tokens import Tokens, TokenWriter, open_tokens
+from meshkit.data.text.tokens import Tokens, TokenWriter, open_tokens, verify_tokens
 from meshkit.errors import DataError
 
 _BATCH_CHARACTERS = 1 << 22
@@ -44,15 +44,23 @@ def prepare_tokenizer(
 
 
 def prepare(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, held_out: float = 0.02, progress: bool = False
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    held_out: float = 0.02,
+    verify: bool = True,
+    progress: bool = False,
 ) -> Splits:
     """The token files of `corpus`, from the cache in `folder` or else built and put there.
 
     The cache is keyed by corpus, tokenizer and `held_out`: change one and the files are built anew beside the old.
     held_out: the part of the documents set aside, chosen by a hash of each document's name alone: a file stays on its
     side when other files come or go, a line of JSONL or a row of Parquet as long as its number stays.
+    verify: read what was in the cache and compare it with the digest of what was written, once for all ranks of a host; a
+    disk may have changed it.
     With several ranks, let one of them call this before the others do; the others then find its files.
-    Raises: DataError for a bad file, or if one of the two halves would be empty.
+    Raises: DataError for a bad file, for one that is not what was written, or if one of the two halves would be empty.
     """
     if not 0 < held_out < 1:
         raise DataError(f"held_out={held_out}: not a part of the documents. Give a number between 0 and 1.")
@@ -62,10 +70,14 @@ def prepare(
     where = folder / f"tokens-{_key(corpus_fingerprint(corpus), tokenizer.fingerprint, recipe, held_out)}"
     paths = where / "train.tokens", where / "held_out.tokens"
     # A file has its name only when it is complete, see `TokenWriter`: no lock and no mark are needed.
-    if not all(path.exists() for path in paths):
+    cached = all(path.exists() for path in paths)
+    if not cached:
         with _shown(corpus, "tokenise", progress) as documents:
             _build(documents, tokenizer, paths, held_out)
     train, evaluation = (open_tokens(path, tokenizer=tokenizer) for path in paths)
+    if cached and verify:
+        verify_tokens(train)
+        verify_tokens(evaluation)
     return Splits(train=train, held_out=evaluation)
 
 

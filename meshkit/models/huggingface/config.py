@@ -212,7 +212,10 @@ def _rope_from(raw: dict[str, Any], max_positions: int, family: _Family, path: P
     rope_fields: dict[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     values = {name: value for name, value in rope_fields.items() if value is not None}
     # Where both versions' fields are present the nested one wins, as in transformers 5.
-    theta = values.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta
+    given = values.pop("rope_theta", None), raw.get("rope_theta"), family.rope_theta
+    theta = next(each for each in given if each is not None)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not (theta > 0 and math.isfinite(theta)):
+        raise PlanError(f"{path}: rope_theta is {theta!r}, and must be a number above 0.")
     kind, legacy_kind = values.pop("rope_type", None), values.pop("type", None)
     kind = kind or legacy_kind or "default"
     if kind not in ROPE_SCALINGS:

@@ -115,6 +115,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} is damaged: it has no weight_map.")
+    for key, name in weight_map.items():
+        if not (isinstance(name, str) and name and Path(name).name == name):
+            raise CheckpointError(f"{index} is damaged: {key!r} is in {name!r}, which is no file of this folder.")
     return {key: folder / name for key, name in weight_map.items()}
 
 
@@ -225,6 +228,8 @@ def save_pretrained(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_config(raw, partial, extra)
+        for file in shards:  # safetensors makes files that their owner alone can read
+            shutil.copymode(partial / CONFIG_FILE, partial / file)
         partial.rename(folder)
 
     on_rank_zero(model, begin)

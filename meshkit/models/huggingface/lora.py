@@ -67,6 +67,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
     def finish() -> None:
         save_file(adapters, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)  # as in folder.py
         partial.rename(folder)
 
     on_rank_zero(model, begin)

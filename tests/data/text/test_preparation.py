@@ -18,6 +18,7 @@ from meshkit.data import (
     token_bytes,
     train_tokenizer,
 )
+from meshkit.data.text.tokens import HEADER_BYTES
 from meshkit.errors import DataError
 
 TEXTS = {f"file{i:03}.txt": f"document {i}: naïve 東京 <|eos|>\n" * (1 + i % 7) for i in range(120)}
@@ -55,6 +56,17 @@ def test_evaluation_predicts_every_byte_of_the_held_out_half_once(folder: Path, 
         for batch in evaluation_batches(held_out, seq_len=16, batch=2, rank=rank, ranks=3):
             total += int(token_bytes(tokenizer)[batch["labels"][batch["labels"] >= 0]].sum())
     assert total == held_out.text_bytes
+
+
+def test_a_bit_that_flipped_in_the_cache_is_found(folder: Path, tokenizer: Tokenizer) -> None:
+    corpus = find_corpus(folder / "text")
+    path = prepare(corpus, tokenizer, folder / "cache").train.path
+    content = bytearray(path.read_bytes())
+    content[HEADER_BYTES] ^= 1  # of an id, which stays in the vocabulary
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="its content is not what was written"):
+        prepare(corpus, tokenizer, folder / "cache")
+    prepare(corpus, tokenizer, folder / "cache", verify=False)
 
 
 def test_second_call_writes_nothing_and_finds_the_same(folder: Path, tokenizer: Tokenizer) -> None:
