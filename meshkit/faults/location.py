@@ -80,7 +80,7 @@ def location_now() -> Location:
     frame = sys._current_frames().get(main)
     frames: list[Frame] = []
     while frame is not None:
-        frames.append((frame, frame.f_lineno))
+        frames.append((frame, frame.f_lineno or frame.f_code.co_firstlineno))  # between two lines it is in none
         frame = frame.f_back
     if waits is None and any(frame.f_code.co_name == _BACKWARD for frame, _ in frames):
         waits = _wait_of_backward()

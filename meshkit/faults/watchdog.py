@@ -44,6 +44,7 @@ class Watchdog:
         self._heartbeat: Heartbeat | None = None
         self._beat = 0
         self._store_failed = False  # the store did not take a beat
+        self._failed = False  # it met what it does not know, and has said so
         self._answered_at = time.monotonic()  # when the store last took a beat
         self._location, self._since = Location(text="", waits=False), time.monotonic()
         self._report_lock = threading.Lock()
@@ -115,7 +116,12 @@ class Watchdog:
             if readable and signal.SIGTERM in self._signal_reader.recv(64):
                 self._end()
             elif not readable and not self._store_failed:
-                self._beat_and_watch()
+                try:
+                    self._beat_and_watch()
+                except Exception as error:  # whatever it is: without this thread nobody would hear a SIGTERM
+                    if not self._failed:
+                        report(f"The watchdog of this process failed, and goes on: {type(error).__name__}: {error}.")
+                    self._failed = True
 
     def _beat_and_watch(self) -> None:
         if self._find_heartbeat() is None:

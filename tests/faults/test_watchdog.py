@@ -30,7 +30,29 @@ def never_ends() -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("act", "status"), [(ends_a_child, 0), (never_ends, 128 + signal.SIGTERM)])
+def fails_to_beat() -> None:
+    watchdog = Watchdog(stall_s=60)
+    failed = 0
+
+    def fail() -> None:
+        nonlocal failed
+        failed += 1
+        raise ValueError("no such line")
+
+    watchdog._beat_and_watch = fail  # type: ignore[method-assign]
+    deadline = time.monotonic() + 30
+    while failed < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if failed < 2:
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("act", "status"),
+    [(ends_a_child, 0), (never_ends, 128 + signal.SIGTERM), (fails_to_beat, 128 + signal.SIGTERM)],
+)
 def test_a_signal_ends_the_process_it_is_for(act: Callable[[], None], status: int) -> None:
     process = fork(act)
     process.join(40)
