@@ -36,6 +36,7 @@ from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
 
 FILE = arg(metavar="FILE")
+DRAWN = 1 << 14  # microbatches of all ranks in a drawing; one of four times as many took a minute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,13 @@ def draw(options: Draw) -> None:
 
 
 def find_schedule(options: Draw, times: Times) -> Schedule:
+    """Raises: PlanError for what cannot be drawn, and for what nobody could see in a drawing."""
     name = options.schedule
+    if (cells := options.ranks * options.microbatches * (options.chunks or 1)) > DRAWN:
+        raise PlanError(
+            f"draw {name} with {cells:,} microbatches on ranks: of so many none is seen, and they take minutes. Give --ranks "
+            f"times --microbatches (times --chunks) of at most {DRAWN:,}; a schedule repeats itself."
+        )
     if name.lower().endswith(".csv"):
         schedule = read_csv(Path(name))
         check(schedule)
@@ -158,7 +165,8 @@ def main() -> None:
                 )
             )
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

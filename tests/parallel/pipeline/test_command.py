@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import subprocess
@@ -26,9 +27,12 @@ def meshkit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, words: str) -> str:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     with pytest.raises(SystemExit) as stop:
         meshkit(monkeypatch, words)
-    return str(stop.value)
+    assert stop.value.code == 2
+    return said.getvalue().strip()
 
 
 def test_it_draws_text_and_prints_the_numbers(
@@ -120,6 +124,8 @@ def test_what_it_cannot_do_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "--times F=one: cannot read 'F=one'" in refused(monkeypatch, "draw zbv --times F=one")
     assert "f_s has 2 values, but schedule '1f1b' has 4 stages" in refused(monkeypatch, "draw 1f1b --times F=1:2")
     assert "ranks=0 is not a whole number of at least 1" in refused(monkeypatch, "draw 1f1b --ranks 0")
+    for large in ("--ranks 100000", "--microbatches 1000000", "--ranks 128 --microbatches 128 --chunks 2"):
+        assert "of at most 16,384" in refused(monkeypatch, f"draw interleaved {large}")
 
 
 def test_help_names_the_command_and_the_schedules(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -50,9 +51,12 @@ def estimate(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     with pytest.raises(SystemExit) as stop:
         estimate(monkeypatch, *words)
-    return str(stop.value)
+    assert stop.value.code == 2
+    return said.getvalue().strip()
 
 
 def test_the_recipe_is_estimated_before_it_has_data(
@@ -104,12 +108,9 @@ def test_a_script_without_the_two_names_is_shown_them(monkeypatch: pytest.Monkey
     assert "there is no file nowhere.py" in refused(monkeypatch, "nowhere.py")
 
 
-def test_an_unknown_flag_is_refused_by_the_script_s_own_parser(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
-) -> None:
-    assert refused(monkeypatch, recipe, "--recompte", "full") == "2"
-    shown = capsys.readouterr()
-    assert "recompte" in shown.out + shown.err and "--recompute" in shown.out + shown.err
+def test_an_unknown_flag_is_refused_by_the_script_s_own_parser(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    shown = refused(monkeypatch, recipe, "--recompte", "full")
+    assert "recompte" in shown and "--recompute" in shown
 
 
 def test_sizes_are_read_in_both_units() -> None:
