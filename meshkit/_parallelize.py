@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshkit._guards import guards_of, state_of
+from meshkit._guards import guards_of, rows_of, state_of
 from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
@@ -104,6 +104,7 @@ def parallelize(
             closed=resolved.experts,
             guards=guards,
             called_twice=program.called_twice,
+            data=mesh.tokens,
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)
@@ -122,5 +123,5 @@ def parallelize(
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
-    run.state = state_of(model, resolved, guards)
+    run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
     return run

@@ -38,6 +38,7 @@ from meshkit.parallel.data import after_inference, before_microbatch, normalises
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
+from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
@@ -108,6 +109,7 @@ class Run:
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
+    rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
     @property
@@ -179,6 +181,8 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
+        if self.rows is not None:
+            self.rows.begin_step(microbatches)
         if self.state is not None:
             self.state.begin_step(self.model, microbatches)
         if self.agreement is not None:

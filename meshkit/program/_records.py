@@ -156,6 +156,10 @@ class Unreadable(PlanError):
     """What the forward does cannot be followed."""
 
 
+class Draws(Unreadable):
+    """It draws random numbers of Python's or numpy's."""
+
+
 class OnlyAlone(PlanError):
     """What the forward does was followed, and is not the same on a mesh."""
 
