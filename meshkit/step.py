@@ -42,7 +42,7 @@ from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
-from meshkit.program import model_line, without_values
+from meshkit.program import FUNCTIONAL, is_functional, model_line, without_values
 from meshkit.resolve import Resolved
 from meshkit.strategy import Strategy
 
@@ -264,6 +264,9 @@ class Run:
         try:
             yield
         except RuntimeError as error:
+            if is_functional(error):
+                kind = type(self.resolved.program.model).__name__
+                raise PlanError(f"{kind} at {model_line(error)}: {FUNCTIONAL}") from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             tp, model = self.mesh["tp"].size(), type(self.resolved.program.model).__name__

@@ -31,6 +31,8 @@ from ._records import CLOSED_BY_VALUE as CLOSED_BY_VALUE
 from ._records import ClassRead as ClassRead
 from ._records import Draws as Draws
 from ._records import Fold as Fold
+from ._records import FUNCTIONAL as FUNCTIONAL
+from ._records import is_functional as is_functional
 from ._records import ModuleCall as ModuleCall
 from ._records import Operation as Operation
 from ._records import ReadingError as ReadingError
