@@ -17,6 +17,7 @@ from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
+from meshkit.core.optimizer_step import look_at_optimizers, parameters_before
 from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
@@ -58,7 +59,7 @@ def parallelize(
     if mesh.spec.world_size > 1:
         refuse_shared_memory(model)
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
-    hooks = take_hooks(model)
+    hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     change_linears(model, resolved)
@@ -122,6 +123,7 @@ def parallelize(
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+    look_at_optimizers(model, before)
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
     run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
     return run
