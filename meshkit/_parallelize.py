@@ -24,6 +24,7 @@ from meshkit.mesh import Mesh
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
+from meshkit.parallel.later import parameter_slots
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
@@ -123,6 +124,7 @@ def parallelize(
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+    run.slots = parameter_slots(model) if mesh.tokens.size() > 1 else None
     look_at_optimizers(model, before)
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
     run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
