@@ -46,13 +46,19 @@ _MOST = 8  # tensors of an output that are looked at one by one
 
 
 def refuse_mixed_rows(
-    program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str], ranks: bool = True
+    program: Program,
+    example: Example,
+    *,
+    blocks: Sequence[str],
+    closed: Mapping[str, str],
+    ranks: bool = True,
+    first: Callable[[Trace], None] = lambda read: None,
 ) -> bool:
     """Whether the forward could be read. One that cannot be followed, as it sorts tokens by its own experts, is tried on
     values.
 
     closed: modules whose inside is not read, as in `trace`. ranks: whether rows are split over ranks, which gather
-    parameters; else they are split into microbatches alone.
+    parameters; else they are split into microbatches alone. first: what may refuse the reading before its rows are looked at.
     Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward, with its line.
     """
     try:
@@ -66,6 +72,7 @@ def refuse_mixed_rows(
         return False
     read, again = found
     refuse_writes(read, program.model, gathered=ranks)
+    first(read)
     if ranks:
         refuse_backwards(read, program.model, blocks)
     try:
@@ -134,7 +141,7 @@ class RowsGuard:
     the same modules in training, and arguments that differ in sizes, and in numbers within a power of two.
 
     shown: the arguments of a kind that need not be looked at. ranks: whether rows are split over ranks; else only steps of
-    several microbatches are looked at.
+    several microbatches are looked at, and `first` gets the reading and their number.
     Wire: nothing; every rank reads for itself.
     """
 
@@ -146,8 +153,10 @@ class RowsGuard:
         blocks: Sequence[str],
         closed: Mapping[str, str],
         ranks: bool,
+        first: Callable[[Trace, int], None],
     ) -> None:
         self._program, self._blocks, self._closed, self._ranks = program, blocks, closed, ranks
+        self._first = first
         self._microbatches = 1
         self._looked: set[Hashable] = set() if shown is None else {_kind(program.model, shown)}
         self._calls: set[Hashable] = set()
@@ -166,7 +175,14 @@ class RowsGuard:
         kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
         if kind not in self._looked:
             with torch.inference_mode(False):
-                refuse_mixed_rows(self._program, example, blocks=self._blocks, closed=self._closed, ranks=self._ranks)
+                refuse_mixed_rows(
+                    self._program,
+                    example,
+                    blocks=self._blocks,
+                    closed=self._closed,
+                    ranks=self._ranks,
+                    first=lambda read: None if self._ranks else self._first(read, self._microbatches),
+                )
         self._looked.add(kind)
         self._calls.add(call)
 

@@ -114,6 +114,11 @@ def refuse_state_writes(writes: Iterable[StateWrite], repeated: Mapping[str, str
             )
 
 
+def refuse_of_microbatches(read: Trace, microbatches: int) -> None:
+    """`refuse_state_writes` of a forward, where nothing but microbatches runs it again."""
+    refuse_state_writes(state_writes(read), {}, microbatches)
+
+
 class StateGuard:
     """Before a call of a kind that none was before: `refuse_state_writes` by its reading. For stages, whose ranks must all
     refuse.

@@ -20,6 +20,7 @@ from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.rows import refuse_mixed_rows
+from meshkit.parallel.state_writes import refuse_of_microbatches
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
 from meshkit.parallel.tensor.proof import closed_of, prove_layout
@@ -87,7 +88,14 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     given = example or program.example or example_of(program.model)
     ranks, rows = spec.pp * spec.dp_replicate * spec.dp_shard > 1, None
     if given is not None and (ranks or (strategy.microbatches or 1) > 1):
-        read = refuse_mixed_rows(program, given, blocks=names.blocks, closed=closed, ranks=ranks)
+        read = refuse_mixed_rows(
+            program,
+            given,
+            blocks=names.blocks,
+            closed=closed,
+            ranks=ranks,
+            first=lambda read: None if ranks else refuse_of_microbatches(read, strategy.microbatches or 1),
+        )
         rows = given if read else None
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
