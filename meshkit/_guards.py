@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from meshkit.parallel.rows import RowsGuard
-from meshkit.parallel.state_writes import StateGuard, StateWatch
+from meshkit.parallel.state_writes import StateGuard, StateWatch, refuse_of_microbatches
 from meshkit.parallel.tensor.guard import Guard
 from meshkit.resolve import Resolved
 
@@ -18,11 +18,17 @@ def guards_of(resolved: Resolved) -> list[Guard | RowsGuard | StateGuard]:
     if resolved.layout is not None:
         found.append(Guard(program, resolved.layout, resolved.example, resolved.outline, blocks=blocks))
     closed = dict.fromkeys(resolved.experts, "experts")
-    if spec.pp * spec.dp_replicate * spec.dp_shard > 1:
-        found.append(RowsGuard(program, resolved.rows, blocks=blocks, closed=closed))
+    ranks = spec.pp * spec.dp_replicate * spec.dp_shard > 1
+    found.append(
+        RowsGuard(program, resolved.rows, blocks=blocks, closed=closed, ranks=ranks, first=refuse_of_microbatches)
+    )
     if resolved.cut is not None:
         found.append(StateGuard(program, closed=closed, repeated=resolved.repeated))
     return found
+
+
+def rows_of(guards: Sequence[Guard | RowsGuard | StateGuard]) -> RowsGuard:
+    return next(each for each in guards if isinstance(each, RowsGuard))
 
 
 def state_of(

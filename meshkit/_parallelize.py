@@ -11,18 +11,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshkit._guards import guards_of, state_of
+from meshkit._guards import guards_of, rows_of, state_of
 from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group
+from meshkit.core.optimizer_step import look_at_optimizers, parameters_before
 from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
+from meshkit.parallel.later import parameter_slots
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
@@ -58,7 +60,7 @@ def parallelize(
     if mesh.spec.world_size > 1:
         refuse_shared_memory(model)
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
-    hooks = take_hooks(model)
+    hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     change_linears(model, resolved)
@@ -104,6 +106,7 @@ def parallelize(
             closed=resolved.experts,
             guards=guards,
             called_twice=program.called_twice,
+            data=mesh.tokens,
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)
@@ -121,6 +124,8 @@ def parallelize(
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
+    run.slots = parameter_slots(model) if mesh.tokens.size() > 1 else None
+    look_at_optimizers(model, before)
     run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
-    run.state = state_of(model, resolved, guards)
+    run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
     return run

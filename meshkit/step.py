@@ -36,12 +36,14 @@ from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.later import Slots, refuse_later_changes
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
+from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
-from meshkit.program import model_line, without_values
+from meshkit.program import FUNCTIONAL, is_functional, model_line, without_values
 from meshkit.resolve import Resolved
 from meshkit.strategy import Strategy
 
@@ -108,6 +110,8 @@ class Run:
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     agreement: Agreement | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
+    slots: Slots | None = None  # of parameters, with data ranks
+    rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
     @property
@@ -179,6 +183,10 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
+        if self.slots is not None:
+            refuse_later_changes(self.model, self.slots)
+        if self.rows is not None:
+            self.rows.begin_step(microbatches)
         if self.state is not None:
             self.state.begin_step(self.model, microbatches)
         if self.agreement is not None:
@@ -260,6 +268,9 @@ class Run:
         try:
             yield
         except RuntimeError as error:
+            if is_functional(error):
+                kind = type(self.resolved.program.model).__name__
+                raise PlanError(f"{kind} at {model_line(error)}: {FUNCTIONAL}") from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             tp, model = self.mesh["tp"].size(), type(self.resolved.program.model).__name__

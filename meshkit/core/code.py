@@ -10,7 +10,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def code_of(function: Any) -> Any:
@@ -20,10 +20,17 @@ def code_of(function: Any) -> Any:
     return getattr(getattr(function, "__func__", function), "__code__", None) or type(function)
 
 
-def changes_nothing(function: Any) -> bool:
-    """Whether a function, called once more, certainly changes nothing, and runs no model but those it is given: it reaches
-    only constants, torch's losses without weights, and functions of which the same holds."""
-    return all(map(_is_harmless, _reached(function, set())))
+def held_tensors(function: Any) -> list[Tensor] | None:
+    """The tensors that a function reaches beside its arguments, as weights of classes, where it certainly changes nothing but
+    those if it is called once more, and runs no model but those it is given. None where it may.
+
+    It may reach constants, tensors, torch's losses, and functions and objects of which the same holds.
+    """
+    reached = list(_reached(function, set()))
+    if not all(map(_is_harmless, reached)):
+        return None
+    modules = [each for each in reached if isinstance(each, nn.Module)]
+    return [each for each in reached if isinstance(each, Tensor)] + [each for m in modules for each in m.buffers()]
 
 
 _ROOMS = ("torch", "meshkit", "einops", "math")
@@ -35,8 +42,8 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, CodeType):
         return not _SAYS & {*value.co_names} and not any(each.opname in _WRITES for each in dis.get_instructions(value))
     if isinstance(value, nn.Module):
-        return type(value).__module__ == "torch.nn.modules.loss" and not [*value.buffers()]
-    plain = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
+        return type(value).__module__ == "torch.nn.modules.loss"
+    plain = (Tensor, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
     return isinstance(value, (*plain, ModuleType, BuiltinFunctionType))
 
 
@@ -50,6 +57,13 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
         parts = [value.__func__, value.__self__]
+    elif _is_object(value):
+        parts = [*vars(value).values()]
+        for kind in type(value).__mro__[:-1]:
+            own = {name: each for name, each in vars(kind).items() if name == "__call__" or not name.startswith("__")}
+            parts += [each for each in own.values() if isinstance(each, FunctionType | property)]
+    elif isinstance(value, property):
+        parts = [value.fget]
     elif isinstance(value, tuple | frozenset):
         parts = [*value]
     elif isinstance(value, FunctionType):
@@ -66,6 +80,16 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
     for part in parts:
         yield from _reached(part, seen)
+
+
+def _is_object(value: Any) -> bool:
+    """Of a class of the user's, which writes no attributes by itself."""
+    kind = type(value)
+    known = (kind.__module__ or "").partition(".")[0] in (*_ROOMS, "builtins")
+    plain = hasattr(value, "__dict__") and "__setattr__" not in {
+        name for each in kind.__mro__[:-1] for name in vars(each)
+    }
+    return plain and not known and not isinstance(value, nn.Module | ModuleType | FunctionType | type | Tensor)
 
 
 def is_ours(function: Any) -> bool:

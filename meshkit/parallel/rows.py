@@ -17,6 +17,8 @@ from meshkit.parallel.writes import refuse_backwards, refuse_writes
 from meshkit.program import (
     CLOSED,
     CLOSED_BY_VALUE,
+    ClassRead,
+    Draws,
     Example,
     Fold,
     Held,
@@ -33,6 +35,7 @@ from meshkit.program import (
     mode_of,
     prove,
     read_by_guesses,
+    same_draws,
     tensors,
     trace,
     without_values,
@@ -42,19 +45,36 @@ _PARTS = ((0, 1), (2, 3))  # not one row: a model may treat that apart
 _MOST = 8  # tensors of an output that are looked at one by one
 
 
-def refuse_mixed_rows(program: Program, example: Example, *, blocks: Sequence[str], closed: Mapping[str, str]) -> bool:
+def refuse_mixed_rows(
+    program: Program,
+    example: Example,
+    *,
+    blocks: Sequence[str],
+    closed: Mapping[str, str],
+    ranks: bool = True,
+    first: Callable[[Trace], None] = lambda read: None,
+) -> bool:
     """Whether the forward could be read. One that cannot be followed, as it sorts tokens by its own experts, is tried on
     values.
 
-    closed: modules whose inside is not read, as in `trace`.
+    closed: modules whose inside is not read, as in `trace`. ranks: whether rows are split over ranks, which gather
+    parameters; else they are split into microbatches alone. first: what may refuse the reading before its rows are looked at.
     Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward, with its line.
     """
-    if (found := read_forward(program, of_rows(example, len(_PARTS[0])), closed)) is None:
+    try:
+        found = read_forward(program, of_rows(example, len(_PARTS[0])), closed)
+    except ClassRead:
+        if ranks:
+            raise
+        found = None  # what changes classes refuses it by itself
+    if found is None:
         _try(program, example)
         return False
     read, again = found
-    refuse_writes(read, program.model)
-    refuse_backwards(read, program.model, blocks)
+    refuse_writes(read, program.model, gathered=ranks)
+    first(read)
+    if ranks:
+        refuse_backwards(read, program.model, blocks)
     try:
         if any("c10d" in operation.name for operation in read.operations):
             return True  # it asks the other ranks by itself
@@ -89,7 +109,7 @@ def _try(program: Program, example: Example) -> None:
 def _mixed(model: nn.Module, why: str) -> PlanError:
     return PlanError(
         f"{type(model).__name__} mixes the rows of a batch, of which each data rank and each microbatch has a part: {why} "
-        "Compute it of each row, as the loss does of each token, or use a mesh without dp and pp."
+        "Compute it of each row, as the loss does of each token, or use a mesh without dp and pp and microbatches=1."
     )
 
 
@@ -100,6 +120,8 @@ def read_forward(program: Program, example: Example, closed: Mapping[str, str]) 
         read = program.read(example, closed)
     except OnlyAlone:
         raise
+    except Draws:  # others in each reading, which may then differ by chance
+        return _alike(program.model, example.args, example.kwargs, closed=closed), _alike
     except PlanError:
         pass
     if read is not None and not read.asked and all(each.name != CLOSED_BY_VALUE for each in read.operations):
@@ -108,23 +130,42 @@ def read_forward(program: Program, example: Example, closed: Mapping[str, str]) 
     return by_guesses if by_guesses or read is None else (read, trace)
 
 
+def _alike(*args: Any, **kwargs: Any) -> Trace:
+    """`trace`, with the same draws of Python's random numbers in each."""
+    with same_draws():
+        return trace(*args, **kwargs)
+
+
 class RowsGuard:
     """Before a call that trains and is of a kind that none was before: `refuse_mixed_rows` by that call. Calls of a kind have
     the same modules in training, and arguments that differ in sizes, and in numbers within a power of two.
 
-    shown: the arguments of a kind that need not be looked at.
+    shown: the arguments of a kind that need not be looked at. ranks: whether rows are split over ranks; else only steps of
+    several microbatches are looked at, and `first` gets the reading and their number.
     Wire: nothing; every rank reads for itself.
     """
 
     def __init__(
-        self, program: Program, shown: Example | None, *, blocks: Sequence[str], closed: Mapping[str, str]
+        self,
+        program: Program,
+        shown: Example | None,
+        *,
+        blocks: Sequence[str],
+        closed: Mapping[str, str],
+        ranks: bool,
+        first: Callable[[Trace, int], None],
     ) -> None:
-        self._program, self._blocks, self._closed = program, blocks, closed
+        self._program, self._blocks, self._closed, self._ranks = program, blocks, closed, ranks
+        self._first = first
+        self._microbatches = 1
         self._looked: set[Hashable] = set() if shown is None else {_kind(program.model, shown)}
         self._calls: set[Hashable] = set()
 
+    def begin_step(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not (self._ranks or self._microbatches > 1):
             return
         example = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
         call = _kind(model, example)
@@ -134,7 +175,14 @@ class RowsGuard:
         kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
         if kind not in self._looked:
             with torch.inference_mode(False):
-                refuse_mixed_rows(self._program, example, blocks=self._blocks, closed=self._closed)
+                refuse_mixed_rows(
+                    self._program,
+                    example,
+                    blocks=self._blocks,
+                    closed=self._closed,
+                    ranks=self._ranks,
+                    first=lambda read: None if self._ranks else self._first(read, self._microbatches),
+                )
         self._looked.add(kind)
         self._calls.add(call)
 

@@ -7,7 +7,7 @@ depend on the other rows, and a loss of all must be the sum of those of the halv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -15,16 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
-from meshkit.core.code import changes_nothing
+from meshkit.core.code import held_tensors
 from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program import Example, copied
 
 ROWS = 8
 _MOST = 1 << 33  # elements of parameters times those of an input: a second or so of one core for each call
 _FEW = 1 << 28  # beyond it one draw
+_HELD = 1 << 24  # elements that a loss holds, copied for each call
 _DRAWS = 3  # of parameters and rows: the largest of two halves may be alike once
 _DTYPES = ((torch.float64, 1e-8), (torch.float32, 1e-4))  # some models compute in fp32 whatever they are given
 _SCALE = 0.1  # of random numbers: gates neither close nor open for all
@@ -51,7 +53,17 @@ def mixes_in_loss(
 
     None where that is not shown: also of a loss that may change something, as what it logs to, or that has other models.
     """
-    return _tried(model, Example((dict(batch),)), loss, _adds_up) if changes_nothing(loss) else None
+    held = held_tensors(loss)
+    if held is None or any(isinstance(each, DTensor) or each.is_meta or _torch.is_fake(each) for each in held):
+        return None
+    if sum(each.numel() for each in held) > _HELD:
+        return None
+
+    def call(*args: Any) -> Tensor:
+        with _Replaced(held, next(args[0].parameters()).dtype):
+            return loss(*args)
+
+    return _tried(model, Example((dict(batch),)), call, _adds_up)
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -171,16 +183,34 @@ def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.G
 
 
 def _more_rows(tensor: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:
-    """Of so many rows: its own, and those again with their elements in another place."""
-    if tensor.shape == torch.Size(size):
-        return tensor
+    """Of so many rows: its own, each beside itself with its elements in another place. So what the halves have differs, and a
+    mean by what labels weigh is another in each."""
+    if tensor.shape == torch.Size(size) or (rows := tensor.shape[0]) >= size[0]:
+        return tensor[: size[0]] if size else tensor
     rolled = tensor.roll(1, -1) if tensor.ndim > 1 else tensor
-    times = -(-size[0] // max(1, 2 * tensor.shape[0]))
-    return torch.cat([tensor, rolled] * times)[: size[0]]
+    both = torch.stack([tensor, rolled], 1).flatten(0, 1)
+    return both[torch.arange(size[0]) * 2 * rows // size[0]]
 
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+class _Replaced(TorchFunctionMode):
+    """Inside, copies are in place of some tensors, on the host and in a dtype: what a loss reads is there, and what it writes
+    is lost."""
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._copies = {id(each): self._copied(each, dtype) for each in tensors}
+
+    @staticmethod
+    def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _torch.tree_map(lambda leaf: self._copies.get(id(leaf), leaf), (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
 
 
 class Undropped(TorchFunctionMode):

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
+from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.rows import of_rows, read_forward
 from meshkit.parallel.snapshot import Snapshot
 from meshkit.program import Example, Operation, Program, Trace, follow_mode, kind_of_call, mode_of, tensors
@@ -113,6 +114,11 @@ def refuse_state_writes(writes: Iterable[StateWrite], repeated: Mapping[str, str
             )
 
 
+def refuse_of_microbatches(read: Trace, microbatches: int) -> None:
+    """`refuse_state_writes` of a forward, where nothing but microbatches runs it again."""
+    refuse_state_writes(state_writes(read), {}, microbatches)
+
+
 class StateGuard:
     """Before a call of a kind that none was before: `refuse_state_writes` by its reading. For stages, whose ranks must all
     refuse.
@@ -162,7 +168,7 @@ class StateWatch:
         self._compiled = compiled  # which a mode that sees what is read would prevent
         self._microbatches, self._forwards = 1, Counter[Hashable]()
         self._call: Example | None = None
-        self._watching = False
+        self._watching, self._looked = False, set[Hashable]()
         model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def begin_step(self, model: nn.Module, microbatches: int) -> None:
@@ -189,8 +195,22 @@ class StateWatch:
             self._watching, self._call = False, None
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._watching:
-            self._call = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
+        if not self._watching:
+            return
+        self._call = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
+        kind = mode_of(model), kind_of_call(model, self._call), self._microbatches > 1
+        if kind in self._looked or any(map(_torch.is_fake, _torch.tree_leaves((args, kwargs)))):
+            return
+        self._looked.add(kind)
+        follow_mode(self._program.model, model)
+        with torch.inference_mode(False):
+            refuse_other_calls(
+                self._program,
+                of_rows(self._call, 2),
+                closed=self._closed,
+                repeated=self._repeated,
+                microbatches=self._microbatches,
+            )
 
     def _known(self, written: Iterable[str]) -> list[StateWrite]:
         """What a reading tells of them; of a model that cannot be read, that they are read."""

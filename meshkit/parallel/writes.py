@@ -14,14 +14,32 @@ from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.program import Operation, Rewritten, TensorRef, Trace, tensors
 
+# Done again they change nothing.
+_ONCE = (
+    "aten.clamp_.",
+    "aten.clamp_min_.",
+    "aten.clamp_max_.",
+    "aten.embedding_renorm_.",
+    "aten.fill_.",
+    "aten.zero_.",
+)
 
-def refuse_writes(read: Trace, model: nn.Module) -> None:
+
+def refuse_writes(read: Trace, model: nn.Module, *, gathered: bool = True) -> None:
     """Raises: PlanError for a forward that changes a parameter's values, and for gradients that are sparse or divided by how
-    often a batch has a token."""
+    often a batch has a token.
+
+    gathered: whether it runs on gathered or split parameters; else in several microbatches alone."""
     kind = type(model).__name__
     for operation in read.operations:
         for source in _written(operation, read):
-            raise Rewritten(model, f"writes into its {source} in forward ({operation})")
+            if gathered:
+                raise Rewritten(model, f"writes into its {source} in forward ({operation})")
+            if not operation.name.startswith(_ONCE):
+                raise PlanError(
+                    f"{kind} writes into its {source} in forward ({operation}), which each microbatch does again, and a "
+                    "single device once in a step. Do it after the optimizer's step, or use microbatches=1."
+                )
         if operation.name == "aten.embedding.default":
             frequent, sparse = (*operation.args[3:], False, False)[:2]
             if frequent or sparse:

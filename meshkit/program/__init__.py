@@ -21,11 +21,18 @@ from ._states import Uneven as Uneven
 from ._states import Unproved as Unproved
 from ._walk import draws as draws
 from ._proof import prove as prove
+from ._repeat import Change as Change
+from ._repeat import changes as changes
+from ._repeat import same_draws as same_draws
 from ._repeat import twice as twice
 from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS
 from ._records import CLOSED as CLOSED
 from ._records import CLOSED_BY_VALUE as CLOSED_BY_VALUE
+from ._records import ClassRead as ClassRead
+from ._records import Draws as Draws
 from ._records import Fold as Fold
+from ._records import FUNCTIONAL as FUNCTIONAL
+from ._records import is_functional as is_functional
 from ._records import ModuleCall as ModuleCall
 from ._records import Operation as Operation
 from ._records import ReadingError as ReadingError
@@ -33,6 +40,7 @@ from ._records import OnlyAlone as OnlyAlone
 from ._records import Rewritten as Rewritten
 from ._records import TensorRef as TensorRef
 from ._records import Trace as Trace
+from ._records import Unreadable as Unreadable
 from ._records import tensors as tensors
 from ._trace import trace as trace
 from ._values import Read as Read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 _PACKAGE = Path(__file__).parent.parent
 # Frames that are no model's code. Our own models are.
 _OTHERS = (
+    contextlib.__file__,
     str(Path(torch.__file__).parent),
     *(str(_PACKAGE / room) for room in ("program", "core", "parallel", "loss")),
 )

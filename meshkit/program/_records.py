@@ -156,6 +156,10 @@ class Unreadable(PlanError):
     """What the forward does cannot be followed."""
 
 
+class Draws(Unreadable):
+    """It draws random numbers of Python's or numpy's."""
+
+
 class OnlyAlone(PlanError):
     """What the forward does was followed, and is not the same on a mesh."""
 
@@ -185,8 +189,21 @@ class ReadingError(PlanError):
     """The forward raised. module: the innermost one."""
 
     def __init__(self, module: str, where: str, error: Exception) -> None:
-        super().__init__(f"{module or 'the model'} at {where}: {type(error).__name__}: {error}")
+        said = FUNCTIONAL if is_functional(error) else f"{type(error).__name__}: {error}"
+        super().__init__(f"{module or 'the model'} at {where}: {said}")
         self.module = module
+
+
+FUNCTIONAL = (
+    "torch.func.grad and its kin (vjp, jacrev, hessian) let nobody look at what backward saves, so a forward with them is "
+    "not read, nor run under recompute or offload. Write torch.autograd.grad(..., create_graph=True), or use dp axes only, "
+    "without recompute and offload."
+)
+
+
+def is_functional(error: BaseException) -> bool:
+    """Whether torch.func raised since tensors are saved otherwise."""
+    return "yet support saved tensor hooks" in str(error)
 
 
 CLOSED, CLOSED_BY_VALUE = "closed", "closed by a value"

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
 from meshkit.core.patch_class import patch_class
-from meshkit.program._records import ClassRead, TensorRef, Trace, Unreadable
+from meshkit.program._records import ClassRead, Draws, TensorRef, Trace, Unreadable
 from meshkit.program._state import NEW, cells, same, state, view_of
 from meshkit.program._watch import is_source, watched
 
@@ -68,6 +69,74 @@ def twice(model: nn.Module, read: Callable[[], Trace], *, known: bool = False) -
     return first
 
 
+@dataclass(frozen=True)
+class Change:
+    """What makes each call of a model another one, beside tensors. module: "" for the model. drawn: of random numbers."""
+
+    module: str
+    what: str
+    drawn: bool = False
+
+
+def changes(model: nn.Module, read: Callable[[], Trace], *, inside: Collection[str]) -> tuple[Trace, list[Change]]:
+    """For `trace(again=...)`: the program, and what makes that of a later call another one. What a first call makes and later
+    ones leave as it is, as a table that is kept, is none. inside: modules whose draws of Python's random numbers are told."""
+    found: dict[Change, None] = {}
+    for name in {"": None, **dict.fromkeys(inside)}:
+        _note_draws(model.get_submodule(name), partial(found.setdefault, Change(name, "", drawn=True)))
+    first, before = read(), state(model)
+    second = read()
+    for cell in list(cells(model)):
+        if is_source(cell.value) or not same(before.get(cell.key, NEW), view_of(cell.value)):
+            change = Change(cell.key[0], f"depends on {cell.label!r}, which each call changes")
+            if (number := watched(cell.value, partial(found.setdefault, change))) is not None:
+                cell.owner[cell.place] = number
+    third = read()
+    if not found and (parted := _parting(second, third)) is not None:
+        found.setdefault(Change(*parted))
+    return first, list(found)
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """After it, Python's and numpy's random numbers go on as if none had been drawn inside."""
+    before, numpy = _drawn(), cast(Any, sys.modules.get("numpy"))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if before[1:]:
+            numpy.random.set_state(before[1:])
+
+
+def _note_draws(module: nn.Module, note: Callable[[], Any]) -> None:
+    forward = module.forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        before = _drawn()
+        out = forward(*args, **kwargs)
+        if any(map(_differ, before, _drawn())):
+            note()
+        return out
+
+    module.__dict__["forward"] = noting
+
+
+def _drawn() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    return (random.getstate(), *(numpy.random.get_state() if numpy else ()))
+
+
+def _parting(first: Trace, second: Trace) -> tuple[str, str] | None:
+    """(module, what) of the first operation that another call does not run."""
+    for one, other in zip_longest(first.operations, second.operations):
+        if one is None or other is None or not _alike(first, one, second, other):
+            trace, operation = (first, one) if other is None else (second, other)
+            name = trace.calls[operation.call].name if operation.call >= 0 else ""
+            return name, f"is another at {operation.where} in each call"
+    return None
+
+
 def _asked(name: str, asked: list[str]) -> str:
     return f"{name}: what runs next depends on {asked[0]!r}, which each call changes, {REMEDY}."
 
@@ -99,9 +168,13 @@ def difference(first: Trace, second: Trace) -> str | None:
     for one, other in zip_longest(first.operations, second.operations):
         if one is None or other is None:
             return (one or other).where
-        if one.name != other.name or _arguments(first, one) != _arguments(second, other):
+        if not _alike(first, one, second, other):
             return other.where
     return None
+
+
+def _alike(first: Trace, one: Any, second: Trace, other: Any) -> bool:
+    return bool(one.name == other.name and _arguments(first, one) == _arguments(second, other))
 
 
 def _arguments(trace: Trace, operation: Any) -> Any:
@@ -129,7 +202,7 @@ def _without_draws(name: str) -> Iterator[None]:
         numpy.random.set_state(of_numpy)
     if drawn:
         random.setstate(before)
-        raise Unreadable(f"{name}: its forward draws of {drawn}, which is not the same on all ranks, {REMEDY}.")
+        raise Draws(f"{name}: its forward draws of {drawn}, which is not the same on all ranks, {REMEDY}.")
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -149,5 +149,5 @@ def _decided(model: nn.Module, lines: list[str], where: str) -> PlanError:
     return PlanError(
         f"{type(model).__name__} at {', '.join(lines[:3])}: it reads values of floats, which are others of a part of the "
         f"batch, as each data rank and each microbatch has, and {where} depends on them. Compute with tensors, of each row "
-        "(torch.where), or use a mesh without dp and pp."
+        "(torch.where), or use a mesh without dp and pp and microbatches=1."
     )

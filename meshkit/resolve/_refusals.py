@@ -144,8 +144,8 @@ def _read(resolved: Resolved) -> Trace | None:
 
 def refuse_writes_of_state(resolved: Resolved) -> None:
     """Where the program has been read. Else the first step shows it: see `StateGuard` and `StateWatch`."""
-    program, spec, closed = resolved.program, resolved.spec, dict.fromkeys(resolved.experts, "experts")
-    if resolved.rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
+    program, closed = resolved.program, dict.fromkeys(resolved.experts, "experts")
+    if resolved.rows is not None:
         found = read_forward(program, of_rows(resolved.rows, 2), closed)
         read = None if found is None else found[0]
     else:

@@ -16,9 +16,11 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import plan_context, refuse_whole_tokens
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
+from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
 from meshkit.parallel.rows import refuse_mixed_rows
+from meshkit.parallel.state_writes import refuse_of_microbatches
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
 from meshkit.parallel.tensor.proof import closed_of, prove_layout
@@ -83,10 +85,18 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         names = replace(names, plan=plan)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
-    rows = example or program.example or example_of(program.model)
-    if rows is not None and spec.pp * spec.dp_replicate * spec.dp_shard > 1:
-        read = refuse_mixed_rows(program, rows, blocks=names.blocks, closed=closed)
-        rows = rows if read else None
+    given = example or program.example or example_of(program.model)
+    ranks, rows = spec.pp * spec.dp_replicate * spec.dp_shard > 1, None
+    if given is not None and (ranks or (strategy.microbatches or 1) > 1):
+        read = refuse_mixed_rows(
+            program,
+            given,
+            blocks=names.blocks,
+            closed=closed,
+            ranks=ranks,
+            first=lambda read: None if ranks else refuse_of_microbatches(read, strategy.microbatches or 1),
+        )
+        rows = given if read else None
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
@@ -142,6 +152,14 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     )
     refuse_units(resolved)
     refuse_writes_of_state(resolved)
+    if given is not None and spec.pp * spec.tp * spec.cp == 1:  # where such a forward is not refused anyway
+        refuse_other_calls(
+            program,
+            given,
+            closed=closed,
+            repeated=resolved.repeated,
+            microbatches=strategy.microbatches or 1,
+        )
     return resolved
 
 

@@ -20,6 +20,7 @@ from meshkit.parallel.context import _attention
 from meshkit.parallel.expert import _exchange
 from meshkit.parallel.pipeline import _split_backward
 from meshkit.parallel.tensor import regather
+from meshkit.strategy import MemoryPolicy
 from tests.laws.parity.cases import mesh_for
 from tests.world import RankError, pool
 
@@ -171,6 +172,16 @@ class InsideOfBlocks(Net):
         self.layers = nn.ModuleList(self.Descent() for _ in range(2))  # type: ignore[misc]
 
 
+class FunctionalInside(Net):
+    class Descent(InsideOfBlocks.Descent):
+        def forward(self, x: Tensor) -> Tensor:
+            return -torch.func.grad(lambda each: self.energy(each).square().sum())(x) / 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Descent() for _ in range(2))  # type: ignore[misc]
+
+
 def squares(model: Any, part: dict[str, Tensor]) -> Tensor:
     return model(part["x"]).square().sum()
 
@@ -192,7 +203,7 @@ def rows(part: dict[str, Tensor]) -> Tensor:
     return torch.tensor(len(part["x"]))
 
 
-def off(mesh: str, kind: type[Net], loss: Any) -> float | str:
+def off(mesh: str, kind: type[Net], loss: Any, recompute: Any = "none") -> float | str:
     """How far the loss and the gradients of a step are off one device; the text of a refusal."""
     batch = {"x": values(ROWS, WIDTH, seed=4)}
     torch.manual_seed(0)
@@ -202,7 +213,8 @@ def off(mesh: str, kind: type[Net], loss: Any) -> float | str:
     torch.manual_seed(0)
     world = mesh_for(mesh)
     try:
-        run = mk.parallelize(kind().double(), world, example=mk.Example((batch["x"],)))
+        memory, plan = MemoryPolicy(recompute=recompute), mk.Plan(blocks=["layers.*"]) if recompute != "none" else None
+        run = mk.parallelize(kind().double(), world, example=mk.Example((batch["x"],)), plan=plan, memory=memory)
         own = {name: each.tensor_split(world.data_ranks)[world.data_rank] for name, each in batch.items()}
         found = run.forward_backward(own, loss=loss, count=rows)
     except PlanError as error:
@@ -228,6 +240,7 @@ def off(mesh: str, kind: type[Net], loss: Any) -> float | str:
         ("tp=2", Forces, squares),
         ("tp=2", InsideOfBlocks, squares),
         ("dp_shard=2", InsideOfBlocks, squares),
+        ("dp_shard=2", FunctionalInside, squares),
     ],
 )
 def test_derivatives_in_losses_and_forwards_are_those_of_one_device(mesh: str, kind: type[Net], loss: Any) -> None:
@@ -251,6 +264,15 @@ def test_derivatives_that_a_mesh_cannot_have_are_refused(mesh: str, kind: type[N
         assert isinstance(said, str), said
         assert text in said
         assert "Use a mesh of tp alone" in said
+
+
+@pytest.mark.parametrize(("mesh", "recompute"), [("tp=2", "none"), ("pp=2", "none"), ("dp_shard=2", "full")])
+def test_gradients_by_torch_func_are_refused_where_they_are_not_read_or_run_again(mesh: str, recompute: str) -> None:
+    for said in pool(2).run(off, mesh, FunctionalInside, squares, recompute):
+        assert isinstance(said, str), said
+        assert "test_double_backward.py:" in said
+        assert "torch.func.grad and its kin (vjp, jacrev, hessian) let nobody look at what backward saves" in said
+        assert "Write torch.autograd.grad(..., create_graph=True), or use dp axes only" in said
 
 
 def test_a_gradient_penalty_across_stages_is_refused() -> None:

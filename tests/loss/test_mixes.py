@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.core.code import changes_nothing
+from meshkit.core.code import held_tensors
 from meshkit.errors import PlanError
 from meshkit.parallel.rows_tried import mixes_in_loss
 from tests.loss.test_mean import items, module, per_item, rows_of, run_of, whole
@@ -174,7 +174,6 @@ def test_a_loss_that_may_have_effects_or_runs_other_models_is_not_called_once_mo
     for loss in (
         logs,
         says,
-        sums_up,
         distills,
         calls_another,
         Counts().loss,
@@ -183,8 +182,76 @@ def test_a_loss_that_may_have_effects_or_runs_other_models_is_not_called_once_mo
         lambda m, p: logs(m, p),
         of_another_room(_TEACHER),
     ):
-        assert not changes_nothing(loss)
+        assert held_tensors(loss) is None
         assert mixes_in_loss(module(), loss, whole(6)) is None
     assert SEEN == []
     for loss in (weighs, partial(weighs), lambda m, p: weighs(m, p), of(MIXES["contrastive"]), both):
-        assert changes_nothing(loss)
+        assert held_tensors(loss) == []
+
+
+# ------------------------------------------------------------------------------------------------ losses that hold tensors
+
+_WEIGHTS = torch.linspace(0.5, 2.0, 5, dtype=torch.float64)
+_WEIGHTED = nn.CrossEntropyLoss(weight=_WEIGHTS, reduction="sum")
+
+
+class Weighted:
+    """A loss as an object with settings."""
+
+    def __init__(self, weights: Tensor, mean: bool) -> None:
+        self.weights, self.mean = weights, mean
+
+    def count(self, part: Any) -> int:
+        return len(part["y"])
+
+    def __call__(self, model: nn.Module, part: Any) -> Tensor:
+        if not self.mean:
+            return F.cross_entropy(model(part["x"]), part["y"], weight=self.weights, reduction="sum")
+        return F.cross_entropy(model(part["x"]), part["y"], weight=self.weights) * self.count(part)
+
+
+def weighted_mean(model: nn.Module, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["y"], weight=_WEIGHTS) * len(part["y"])
+
+
+def weighted_sum(model: nn.Module, part: Any) -> Tensor:
+    return _WEIGHTED(model(part["x"]), part["y"])
+
+
+def weighted_by(model: nn.Module, part: Any, *, weights: Tensor) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["y"], weight=weights) * len(part["y"])
+
+
+HELD_MIXES = (
+    weighted_mean,
+    partial(weighted_by, weights=_WEIGHTS.float()),
+    Weighted(_WEIGHTS, True),
+    Weighted(_WEIGHTS, True).__call__,
+)
+HELD_KEEPS = (weighted_sum, Weighted(_WEIGHTS, False), sums_up)
+
+
+def test_a_loss_with_tensors_of_its_own_is_tried_with_copies_of_them() -> None:
+    for loss in HELD_MIXES:
+        assert mixes_in_loss(module(), loss, whole(6)) is True
+    for loss in HELD_KEEPS:
+        assert mixes_in_loss(module(), loss, whole(6)) is False
+    assert torch.equal(_WEIGHTS, torch.linspace(0.5, 2.0, 5, dtype=torch.float64))
+    assert float(_SUMS) == 0
+
+
+def held_in_a_step(mesh: str) -> list[str]:
+    run, found = run_of(mesh), []
+    for loss in (weighted_mean, weighted_sum):
+        try:
+            run.forward_backward(rows_of(run, 8), loss=loss, count=items)
+            found.append("")
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_mean_by_weights_of_classes_is_refused_in_its_first_step() -> None:
+    for mixes, keeps in pool(2).run(held_in_a_step, "dp_shard=2"):
+        assert REFUSED in mixes
+        assert keeps == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -292,3 +293,84 @@ def frozen_norms(mesh: str) -> str:
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
 def test_modules_of_other_stages_are_read_in_their_own_mode(mesh: str) -> None:
     assert pool(2).run(frozen_norms, mesh) == ["", ""]
+
+
+# ------------------------------------------------------------------------------------------- microbatches without data ranks
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_microbatches_of_one_rank_are_parts_too(name: str) -> None:
+    example = Example((torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"),))
+    program, one = read_program(model_of(MIXES[name]), example), MeshSpec.parse("dp_shard=1")
+    with pytest.raises(PlanError, match=r"mixes the rows of a batch(.|\n)*and microbatches=1"):
+        resolve(program, Strategy(microbatches=2), one)
+    resolve(program, Strategy(), one)
+
+
+def steps_of_one_rank(mesh: str) -> tuple[str, str]:
+    """What is raised in a step of one microbatch, and in one of two."""
+    run = mk.parallelize(model_of(MIXES["by their mean"]), mesh_for(mesh))
+    batch = {key: value.double() for key, value in features(0).items()}
+    said = []
+    for microbatches in (1, 2):
+        try:
+            run.forward_backward(batch, loss=squares, count=row_count, microbatches=microbatches)
+            said.append("")
+        except PlanError as error:
+            said.append(str(error))
+    one, two = said
+    return one, two
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "tp=2"])
+def test_the_first_step_of_several_microbatches_shows_it(mesh: str) -> None:
+    for one, two in pool(MeshSpec.parse(mesh).world_size).run(steps_of_one_rank, mesh):
+        assert one == ""
+        assert "mixes the rows of a batch" in two
+
+
+class Writes(Layers):
+    """Changes a parameter in forward, as it does or so that once more changes nothing."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            _ = self.enter.weight.mul_(0.9) if self.again else self.enter.weight.clamp_(-1, 1)
+        return x
+
+
+def test_a_parameter_that_each_microbatch_writes_is_refused_on_one_rank_too() -> None:
+    example = Example((torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"),))
+    one = MeshSpec.parse("dp_shard=1")
+    with pytest.raises(
+        PlanError, match=r"'enter.weight' in forward .* which each microbatch does again, and a single device"
+    ):
+        resolve(read_program(Writes(True).double(), example), Strategy(microbatches=2), one)
+    resolve(read_program(Writes(True).double(), example), Strategy(), one)
+    resolve(read_program(Writes(False).double(), example), Strategy(microbatches=2), one)
+
+
+class DrawsOfPython(Layers):
+    """Leaves blocks out by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.enter(x))
+        for block in self.blocks:
+            x = block(x) if random.random() > 0.5 else x
+        return self.leave(x)
+
+
+def test_draws_of_python_are_the_same_in_all_readings() -> None:
+    example = Example((torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"),))
+    for seed in range(8):
+        random.seed(seed)
+        state = random.getstate()
+        model = DrawsOfPython().double()
+        resolve(read_program(model, example), Strategy(), MeshSpec.parse("dp_shard=2"))
+        model.middle = MIXES["by their mean"]  # type: ignore[method-assign]
+        with pytest.raises(PlanError, match="mixes the rows of a batch"):
+            resolve(read_program(model, example), Strategy(), MeshSpec.parse("dp_shard=2"))
+        assert random.getstate() == state

@@ -18,6 +18,7 @@ from tests.zoo import (
     masked,
     nasty,
     nasty_backward,
+    nasty_losses,
     odd,
     paths,
     swapped,
@@ -32,7 +33,7 @@ NO_MODELS = (odd.Layers, odd.Residual)
 def odd_modules() -> dict[str, type[nn.Module]]:
     """Hand-written models by the name they have in their file."""
     found: dict[str, type[nn.Module]] = {}
-    files = (decoders, blocks, paths, masked, nasty, nasty_backward, counted, swapped, kinds)
+    files = (decoders, blocks, paths, masked, nasty, nasty_backward, nasty_losses, counted, swapped, kinds)
     by_hand = dict.fromkeys(files, decoders.Plain)
     for file, base in {**by_hand, odd: nn.Module, calls: nn.Module}.items():
         for name, each in vars(file).items():

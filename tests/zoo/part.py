@@ -53,6 +53,12 @@ EQUAL = [
     ("odd.CountsTied", "pp=2 tp=2"),
     ("odd.MlpHalved", "dp_shard=2 tp=2"),
     ("odd.BlockHalved", "tp=2"),
+    ("odd.DetachedHead", "pp=2"),
+    ("odd.TiedDetachedHead", "pp=2 tp=2"),
+    ("odd.UnusedSide", "pp=2"),
+    ("odd.ValueHead", "pp=2"),
+    ("odd.Codebook", "tp=2"),
+    ("odd.Adversary", "dp_shard=2"),
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
@@ -61,6 +67,7 @@ REFUSED = {
     ("odd.MaskedSum", "cp=2"): "cumsum",
     ("odd.BatchNorm", "dp_shard=2"): "BatchNorm1d",
     ("odd.RunningMean", "dp_shard=2"): "mixes the rows of a batch",
+    ("odd.WeightedMean", "dp_shard=2"): "mixes the rows of a batch",
     ("odd.OnValue", "dp_shard=2"): "reads values of floats",
     ("odd.OnValue", "pp=2"): "reads values of floats",
     ("odd.ItemScale", "dp_shard=2"): "reads values of floats",

@@ -104,10 +104,14 @@ def defer_gradient_reduction(module: FSDPModule) -> None:
 def reduce_deferred_gradients(module: FSDPModule) -> None:
     """Reduce the gradients that backwards have left, free unsharded parameters, and wait.
 
-    Private: what torch.distributed.pipelining does at the end of its own schedules on 2.11. Checked: 2.11, 2.15. Replaced by:
+    Private: what torch.distributed.pipelining does at the end of its own schedules on 2.11; for 2.15, what marks a unit whose
+    gradients wait, which a backward does that goes through the output of some unit. Checked: 2.11, 2.15. Replaced by:
     finalize_backward, public with 2.15.
     """
     if hasattr(module, "finalize_backward"):
+        for state in module._get_fsdp_state()._state_ctx.all_states:
+            for group in _groups_of(state):
+                group._post_backward_pending |= not all(map(_lacks_gradient, group.fsdp_params))
         module.finalize_backward()
         module.set_manual_backward_finalization(False)
         return

@@ -18,6 +18,7 @@ from meshkit.errors import PlanError, StepError
 from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
+from meshkit.parallel.pipeline._produced import Produced
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
 from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, StagedModel, refuse_other_arguments
@@ -178,6 +179,7 @@ def execute(
     flows: Sequence[Flow],
     loss: Loss,
     scale: Tensor,
+    produced: Produced,
     recording: Recording | None = None,
 ) -> tuple[list[Tensor], list[tuple[Collected, float]]]:
     """Run the forwards and backwards of all microbatches.
@@ -185,9 +187,10 @@ def execute(
     Returns the losses, if the last stage is on this rank, and for each forward (report of its routers, weight of its loss);
     both in the order of the table.
     microbatches: (microbatch, weight of its loss). flows: of each microbatch. scale: losses are divided by it before their
-    backward. The two halves of an FB row run one after the other, with the messages of both under way.
+    backward. produced: tells which values have a gradient. The two halves of an FB row run one after the other, with the
+    messages of both under way.
     """
-    step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, recording)
+    step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, produced, recording)
     if recording is not None:
         recording.begin(schedule)
     for index, row in enumerate(schedule.ranks[rank]):
@@ -219,10 +222,12 @@ class _Step:
         flows: Sequence[Flow],
         loss: Loss,
         scale: Tensor,
+        produced: Produced,
         recording: Recording | None,
     ) -> None:
         self.stages, self.staged, self.p2p, self.microbatches = schedule.stages, staged, p2p, microbatches
-        self.flows, self.loss, self.scale, self.recording = flows, loss, scale, recording
+        self.flows, self.loss, self.scale, self.produced = flows, loss, scale, produced
+        self.recording = recording
         self.live: dict[tuple[int, int], _Live] = {}
         self.losses: list[Tensor] = []
         self.reports: list[tuple[Collected, float]] = []
@@ -270,17 +275,20 @@ class _Step:
 
     def _backward(self, task: Task, grads: list[Tensor]) -> None:
         state = self.live[task.stage, task.microbatch]
+        # See [Note: gradients that are not there].
+        made = self.produced.asked(task.stage, task.microbatch, len(grads)) if grads else []
+        roots = [(edge, number) for edge, number in state.roots if number is None or made[number]]
         with defer_weight_gradients(state.deferred) if task.op == "I" else nullcontext():
-            if state.roots:
+            if roots:
                 # One call for all roots, so that a node which several reach runs once, with the sum of their gradients. A
                 # loss is a scalar: its gradient, None here, is 1.
                 torch.autograd.backward(
-                    [edge for edge, _ in state.roots],
-                    [None if number is None else grads[number] for _, number in state.roots],
+                    [edge for edge, _ in roots], [None if number is None else grads[number] for _, number in roots]
                 )
         if task.stage:
             floating = [value for value in state.received if value.is_floating_point()]
-            # What the stage only passes to operations without a gradient has none: that is zero.
+            # Before they are sent: who waits for them goes on.
+            self.produced.tell(task.stage - 1, task.microbatch, [value.grad is not None for value in floating])
             back = [torch.zeros_like(value) if value.grad is None else value.grad for value in floating]
             self.p2p.send(output_of(task), back)
         # The inputs and the graph are freed now, even where W is still to come: what it needs is in `deferred`.

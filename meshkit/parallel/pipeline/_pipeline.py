@@ -27,6 +27,7 @@ from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
 from meshkit.parallel.pipeline._execute import Loss, arguments, execute, forward
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._p2p import P2P
+from meshkit.parallel.pipeline._produced import Produced
 from meshkit.parallel.pipeline._reading import Guard, Reading
 from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import split_linears
@@ -43,7 +44,7 @@ _KEY = "_meshkit_pipeline"
 class Pipeline:
     """Runs one rank's stages. Made by `pipeline_parallel`.
 
-    reading: tells what crosses the cuts for a batch.
+    reading: tells what crosses the cuts for a batch. produced: what of it has a gradient.
     """
 
     staged: StagedModel
@@ -51,6 +52,7 @@ class Pipeline:
     axis: DeviceMesh
     cut: Cut
     channels: Channels
+    produced: Produced
     _tables: dict[int, Checked] = field(default_factory=dict)
     _recording: Recording | None = None
 
@@ -97,15 +99,26 @@ class Pipeline:
                     f"pipeline {checked.schedule.name!r}: pp rank {self.rank}, stage {stage}, F of microbatch {index}"
                 )
                 raise
+        self.produced.begin_step([self.reading.kind(model, microbatch, loss) for microbatch, _ in microbatches])
         # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
         p2p = self._p2p(checked.messages, flows)
         losses, reports = execute(
-            checked.schedule, self.rank, self.staged, p2p, microbatches, flows, loss, scale, self._recording
+            checked.schedule,
+            self.rank,
+            self.staged,
+            p2p,
+            microbatches,
+            flows,
+            loss,
+            scale,
+            self.produced,
+            self._recording,
         )
         # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
         self._add_tied_gradients()
+        self.produced.end_step()
         return self.total(losses, scale.device, beside), reports
 
     @torch.no_grad()
@@ -155,12 +168,13 @@ class Pipeline:
         first = self.rank == self.cut.ends[0]
         peer = self.cut.ends[1] if first else self.cut.ends[0]
         params = dict(self.staged.model.named_parameters(remove_duplicate=False))
+        both = [params[head if first else tail] for head, tail in self.cut.copied]
+        trained = [param for param in both if param.requires_grad]
+        made = self.produced.tied([param.grad is not None for param in trained], first=first)
         gradients = []
-        for head, tail in self.cut.copied:
-            param = params[head if first else tail]
-            if not param.requires_grad:
-                continue
-            assert param.grad is not None, "both ends used the parameter"
+        for param in trained:
+            if param.grad is None:  # this end has not used it
+                param.grad = torch.zeros_like(param)
             gradients.append(local_tensor(param.grad))
         received = [torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in gradients]
         sent = [grad.contiguous() for grad in gradients]
@@ -170,6 +184,9 @@ class Pipeline:
                 work.wait()
         for grad, other in zip(gradients, received, strict=True):
             grad += other
+        for param, has in zip(trained, made, strict=True):
+            if not has:
+                param.grad = None
 
     def _checked(self, microbatches: int) -> Checked:
         if microbatches not in self._tables:
@@ -267,12 +284,13 @@ def cut_stages(
     closed: Iterable[str] = (),
     guards: Sequence[Guard] = (),
     called_twice: Set[tuple[bool, ...]] = frozenset(),
+    data: DeviceMesh | None = None,
 ) -> nn.Module:
     """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module.
 
     full: the unchanged module, without values. on_rank: as `full`, but as it computes on this rank of other axes; changed by
     this. device: of batches. dtype: what it computes in, if that is not the dtype of its parameters. closed: modules whose
-    forward reads values. guards, called_twice: see `Reading`.
+    forward reads values. guards, called_twice: see `Reading`. data: the ranks with other rows.
     """
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, full, cut.stages, cut.stages_of(rank), device)
@@ -286,7 +304,7 @@ def cut_stages(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
     channels = open_channels(group, rounds_of(cut.placement, tied=bool(cut.copied)), device)
-    module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels)
+    module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels, Produced(mesh, data))
     return module
 
 

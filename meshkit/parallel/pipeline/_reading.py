@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,8 +52,7 @@ class Reading:
         self, running: nn.Module, microbatch: Any, loss: Any, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> Flow:
         """The flow of a microbatch. running: says what is in training. call: what the loss function calls the model with."""
-        kind, sizes = _like(microbatch)
-        kind = (kind, code_of(loss), torch.is_grad_enabled(), mode_of(running))
+        kind, sizes = self.kind(running, microbatch, loss), _like(microbatch)[1]
         if (kind, sizes) not in self._flows:
             for guard in self.guards:
                 guard(running, *call())
@@ -66,6 +65,10 @@ class Reading:
             if len(self._flows) > KEPT:
                 self._flows.popitem(last=False)
         return self._flows[kind, sizes]
+
+    def kind(self, running: nn.Module, microbatch: Any, loss: Any) -> Hashable:
+        """What microbatches have alike whose flows differ in numbers alone."""
+        return _like(microbatch)[0], code_of(loss), torch.is_grad_enabled(), mode_of(running)
 
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
         follow_mode(self.model, running)
