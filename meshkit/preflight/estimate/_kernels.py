@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshkit.core.noting import being_read
 
@@ -62,12 +62,17 @@ def _rms_norm_or(norm: Any) -> Any:
         input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         # CUDA has no kernel for two dtypes either. A reading of the program wants torch's operators.
-        if being_read() or (weight is not None and weight.dtype != input.dtype):
+        if being_read() or _has_values(input) or (weight is not None and weight.dtype != input.dtype):
             return norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
         out: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
         return out
 
     return rms_norm
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """As of a model that is tried on some, which an estimate is not about: these kernels compute nothing."""
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _flash_or(attend: Any) -> Any:
@@ -76,7 +81,7 @@ def _flash_or(attend: Any) -> Any:
         # It saves q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
         half = query.dtype in (torch.bfloat16, torch.float16)
         plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
-        if half and plain and query.shape[-1] == value.shape[-1] and not being_read():
+        if half and plain and query.shape[-1] == value.shape[-1] and not (being_read() or _has_values(query)):
             is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
         return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
