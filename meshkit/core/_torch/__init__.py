@@ -79,6 +79,7 @@ from .tracing import graph_node as graph_node
 from .tracing import is_fake as is_fake
 from .tracing import is_fake_type as is_fake_type
 from .tracing import packs_saved as packs_saved
+from .tracing import prepend_forward_hook as prepend_forward_hook
 from .tracing import TorchDispatchMode as TorchDispatchMode
 from .tracing import without_fake_errors as without_fake_errors
 from .tracing import without_modes as without_modes

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, in_kernel_invocation_manager
@@ -220,6 +220,19 @@ def wraps_tensors(kind: type) -> bool:
     """
     dispatch = getattr(kind, "__torch_dispatch__", None)
     return dispatch is not None and dispatch is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def prepend_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """`register_forward_hook(hook, prepend=True)` for a module that is compiled later.
+
+    Private: Module._forward_hooks, an OrderedDict: torch.compile names a hook by its number in the dict below it, in which
+    what was moved to the front is last still, and guards on another hook (2.11). Checked: 2.11, 2.15. Replaced by: 2.12 or
+    later.
+    """
+    module.register_forward_hook(hook, prepend=True)
+    hooks = [*module._forward_hooks.items()]
+    module._forward_hooks.clear()
+    module._forward_hooks.update(hooks)
 
 
 def allow_recompiles(modules: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.collectives import copy_to_axis, gather_dim, join_dim, reduce_from_axis, scatter_sum_dim, split_dim
 from meshkit.core.sharding import chunk
@@ -201,11 +202,11 @@ def _communicate(
     elif call.kind in ("leave", "leave_whole"):
         scatter = sequence and call.kind == "leave"
         # Prepended, so that it runs before the hook of `_localize` that adds a row's bias: the bias is added to the sum.
-        module.register_forward_hook(
+        _torch.prepend_forward_hook(
+            module,
             lambda module, args, out: (
                 scatter_sum_dim(out, SEQUENCE_DIM, mesh) if scatter else reduce_from_axis(out, mesh)
             ),
-            prepend=True,
         )
     elif call.kind == "split_after":
         _on_first_output(module, lambda out: split_dim(out, SEQUENCE_DIM, mesh))
