@@ -141,6 +141,37 @@ def _own_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
         rank.define(out, rank.replay.elements(source).index_select(operation.args[1], own), "varying")
 
 
+def _own_positions(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Constants: their values are in the trace."""
+
+
+def _sum_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
+    """Sums or means over the tokens of all ranks, read by ranks as they like."""
+    full = proof.next(operations[0])
+    (result,) = tensors(full.outputs)
+    (theirs,) = tensors(full.args)
+    proof.full.define(result)
+    for rank, operation, source, out in proof.each(operations):
+        where = rank.where(operation)
+        _, dim, keepdim, mean, *_ = operation.args
+        dims = full.args[1] if len(full.args) > 1 else None
+        ndim = len(source.shape)
+        same = (
+            full.name == ("aten.mean.dim" if mean else "aten.sum.dim_IntList")
+            and isinstance(dims, list)
+            and [each % ndim for each in dims] == [dim % ndim]
+            and (full.args[2] if len(full.args) > 2 else False) == keepdim
+            and not full.kwargs
+        )
+        if not same:
+            raise Unproved(f"{where}: the single-device model runs {full} there.")
+        if rank.needs_gradient(source):
+            proof.require(rank, operation, source, "varying")
+        if not proof.is_tokens(rank, proof.slice(rank, theirs, source, where), dim % ndim):
+            raise Unproved(f"{where}: it sums {source}, which is not of this rank's tokens.")
+        rank.define(out, proof.full.elements(result), "replicated")
+
+
 def _own_backward(proof: Walk, operations: Sequence[Operation]) -> None:
     """What a model's own backward changes: gradients that are whole; of parts only if element by element."""
     full = proof.next(operations[0])
@@ -182,6 +213,8 @@ STEPS: dict[str, Step] = {
     "context_attend": _attend,
     "gather_tokens": _all_tokens,
     "own_tokens": _own_tokens,
+    "own_positions": _own_positions,
+    "sum_tokens": _sum_tokens,
     "meshkit.decode_few_bits.default": _decode,
     RETURNED: _returned,
     OF_ELEMENTS: _own_backward,

@@ -4,11 +4,13 @@ from ._apply import attention_shape as attention_shape
 from ._apply import context_of as context_of
 from ._apply import context_parallel as context_parallel
 from ._apply import plan_context as plan_context
+from ._apply import refuse_counted as refuse_counted
 from ._apply import refuse_whole_tokens as refuse_whole_tokens
 from ._apply import split_batch as split_batch
 from ._scheme import Choice as Choice
 from ._scheme import choose as choose
 from ._scheme import choose_for_rows as choose_for_rows
+from ._counted import notes_of_counted as notes_of_counted
 from ._layout import Layout as Layout
 from ._reading import Doors as Doors
 from ._reading import Reader as Reader

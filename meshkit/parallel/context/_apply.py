@@ -137,6 +137,28 @@ def refuse_whole_tokens(doors: Doors) -> None:
         )
 
 
+def refuse_counted(doors: Doors, *, sequence: bool, compiled: bool, tp: int) -> None:
+    """Raises: PlanError for lines that are of all tokens, with what does not know them."""
+    if not doors.counted:
+        return
+    operator, where = min(call for each in doors.counted.values() for call in each.calls)
+    line = f"context parallelism: {operator} at {where} is of all tokens"
+    if sequence:
+        raise PlanError(
+            f"{line}, but with sequence=True a rank of tp has some of those of its rank of cp. Use sequence=False, or a mesh "
+            "without cp."
+        )
+    if compiled:
+        raise PlanError(
+            f"{line}, which is told by its line, and a compiled graph has none. Use compile=False, or a mesh without cp."
+        )
+    if tp > 1 and any(each.sums for each in doors.counted.values()):
+        raise PlanError(
+            f"{line}, and it is not known how much of what is summed over the tokens a rank of tp={tp} has. Use tp=1, or a "
+            "mesh without cp."
+        )
+
+
 def _call(program: Program, policy: ContextPolicy) -> Call | None:
     """How a rank calls the model, as the program's example shows it; None for a model that takes no token ids."""
     example = program.example or example_of(program.model)

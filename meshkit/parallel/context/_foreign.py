@@ -35,14 +35,24 @@ class Attending(Protocol):
 _running: ContextVar[Attending | None] = ContextVar("split mask", default=None)
 
 
+# Whether that forward has masks made of all tokens, by transformers' own functions, for modules that run on all tokens.
+_makes_masks: ContextVar[bool] = ContextVar("masks of all tokens", default=False)
+
+
 @contextmanager
-def following(mask: Attending) -> Iterator[None]:
+def following(mask: Attending, *, makes_masks: bool = False) -> Iterator[None]:
     """Inside, it is the mask of the forward."""
-    token = _running.set(mask)
+    tokens = _running.set(mask), _makes_masks.set(makes_masks)
     try:
         yield
     finally:
-        _running.reset(token)
+        _running.reset(tokens[0])
+        _makes_masks.reset(tokens[1])
+
+
+def mask_to_make() -> Attending | None:
+    """The mask of the forward, where masks are made of all tokens."""
+    return _running.get() if _makes_masks.get() else None
 
 
 def mask_of_forward() -> Attending:
@@ -78,6 +88,20 @@ def use_registry(module: nn.Module, name: str = TRANSFORMERS_NAME, attention: Ca
             config_copy = copies.setdefault(id(config), copy.copy(config))
             config_copy._attn_implementation = name
             child.config = config_copy  # type: ignore[assignment]  # stubs: a Tensor or Module
+
+
+def use_masks(masks: Callable[..., Any]) -> None:
+    """Let `masks` make the tensors of transformers' masks, from their own function and that function's arguments.
+
+    For all models of the process: a name of ours in the config would change what models run that ask for theirs. So `masks`
+    must do as before outside of a forward that is split.
+    """
+    from transformers import AttentionMaskInterface
+
+    for name in ("eager", "sdpa"):
+        own = AttentionMaskInterface()[name]
+        if getattr(own, "func", None) is not masks:
+            AttentionMaskInterface.register(name, functools.partial(masks, own))
 
 
 def follow_patterns(module: nn.Module, patterns: Mapping[str, Pattern]) -> None:
@@ -143,18 +167,23 @@ def _transformers_attention(
 # ----------------------------------------------------------------------- modules that call scaled_dot_product_attention
 
 
-def with_mask_set(forward: Callable[..., Any], *, hand_on: bool = False) -> Callable[..., Any]:
-    """The forward, and what it calls can ask for the mask. hand_on: to a forward that takes it among others."""
+def with_mask_set(
+    forward: Callable[..., Any], *, hand_on: bool = False, positions: bool = True, makes_masks: bool = False
+) -> Callable[..., Any]:
+    """The forward, and what it calls can ask for the mask. hand_on: to a forward that takes it among others. positions:
+    whether a forward that takes position_ids is given them. makes_masks: of all tokens."""
     # `split_batch` puts the mask among the model's inputs; a model that knows none must not be given it. Nor positions.
     parameters = inspect.signature(forward).parameters
     takes_mask = hand_on or "mask" in parameters
-    takes_positions = "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_positions = positions and (
+        "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    )
 
     @functools.wraps(forward)
     def forward_with_mask(self: nn.Module, *args: Any, mask: Attending, **kwargs: Any) -> Any:
         if not takes_positions:
             kwargs.pop("position_ids", None)
-        with following(mask):
+        with following(mask, makes_masks=makes_masks):
             return forward(self, *args, **kwargs, **({"mask": mask} if takes_mask else {}))
 
     return forward_with_mask

@@ -77,6 +77,18 @@ def pattern_of(function: Callable[..., Any], *, padded: bool, packed: bool) -> P
     return CAUSAL if kind == "causal" else FULL
 
 
+def function_of(pattern: Pattern) -> Callable[..., Any]:
+    """A mask function of transformers with that pattern, of tokens that are one document."""
+    from transformers import masking_utils
+
+    parts = [masking_utils.causal_mask_function] if pattern.causal else [masking_utils.bidirectional_mask_function]
+    if pattern.window is not None:
+        parts.append(masking_utils.sliding_window_overlay(pattern.window))
+    if pattern.chunk is not None:
+        raise PlanError("its mask has chunks, and modules that run on all tokens are given none.")
+    return parts[0] if len(parts) == 1 else masking_utils.and_masks(*parts)
+
+
 def _joined(parts: list[Pattern]) -> Pattern:
     joined = FULL
     for part in parts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshkit.core import noting
@@ -20,18 +21,26 @@ _NAME = "meshkit_read"
 
 
 class ReadMask:
-    """Stands for a split mask while a program is read: its attention is one operation."""
+    """Stands for a split mask while a program is read: its attention is one operation.
 
-    ranks = 2  # that have the tokens together
+    tokens: of a rank. ranks: that have the tokens of a row together; 1 where all tokens are gathered.
+    """
 
-    def __init__(self, pattern: Pattern | None = None) -> None:
-        self.pattern = pattern
+    def __init__(self, pattern: Pattern | None = None, *, tokens: int = 0, ranks: int = 2) -> None:
+        self.pattern, self.tokens, self.ranks = pattern, tokens, ranks
+
+    @property
+    def row_tokens(self) -> int:
+        return self.tokens * self.ranks
+
+    def of_all_tokens(self) -> ReadMask:
+        return ReadMask(self.pattern, tokens=self.row_tokens, ranks=1)
 
     def windowed(self, window: int | None) -> ReadMask:
-        return self if window is None else ReadMask(Pattern(causal=False, window=window))
+        return self if window is None else self.following(Pattern(causal=False, window=window), "")
 
     def following(self, pattern: Pattern, who: str) -> ReadMask:
-        return ReadMask(pattern)
+        return ReadMask(pattern, tokens=self.tokens, ranks=self.ranks)
 
     def attend(
         self,
@@ -69,9 +78,10 @@ def read_registry(model: nn.Module, *, packed: bool) -> None:
     use_registry(model, _NAME, _read_attention)
 
 
-def read_calls(module: nn.Module) -> None:
-    """Let calls of scaled_dot_product_attention inside of the module be read."""
-    patch_class(module, forward=_with_calls_read(type(module).forward))
+def read_calls(module: nn.Module, *, masked: bool) -> None:
+    """Let calls of scaled_dot_product_attention inside of the module be read. masked: whether one with a mask of its own is
+    read as it is, since its module may run on all tokens; else it is refused."""
+    patch_class(module, forward=_with_calls_read(type(module).forward, masked))
 
 
 def _describe(
@@ -137,9 +147,15 @@ def _read_dot_products(
     return ReadMask(CAUSAL if is_causal else FULL).attend(q, k, v, scale=scale).transpose(1, 2)
 
 
-def _with_calls_read(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _read_or_run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **given: Any) -> Tensor:
+    run = _read_dot_products if attn_mask is None else F.scaled_dot_product_attention
+    out: Tensor = run(query, key, value, attn_mask, **given)
+    return out
+
+
+def _with_calls_read(forward: Callable[..., Any], masked: bool) -> Callable[..., Any]:
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Interception(_read_dot_products):
+        with Interception(_read_or_run if masked else _read_dot_products):
             return forward(self, *args, **kwargs)
 
     return read

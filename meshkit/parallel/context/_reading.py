@@ -7,7 +7,7 @@ through us. In both, attention is one operation. The rest must treat each token 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
+from meshkit.parallel.context._counted import Counted, counted_in, positions_known
 from meshkit.parallel.context._foreign import (
     follow_patterns,
     is_transformers,
+    use_masks,
     use_registry,
     with_attention_intercepted,
     with_mask_set,
 )
 from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
-from meshkit.parallel.context._whole import Whole, whole_around
+from meshkit.parallel.context._whole import Whole, masks_of_all_tokens, whole_around
 from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
     CLOSED,
@@ -70,12 +72,16 @@ class Attention:
 class Doors:
     """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
     scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. Neither: the forward
-    takes `mask`. whole: modules that run on all tokens, on every rank. calls: of attention, in order, where it was read."""
+    takes `mask`. whole: modules that run on all tokens, on every rank. counted: lines of modules that are about all tokens.
+    positions: whether position_ids of the split are handed to a model that could count them itself. calls: of attention, in
+    order, where it was read."""
 
     registry: bool = False
     intercepted: tuple[str, ...] = ()
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    counted: Mapping[str, Counted] = field(default_factory=dict)
+    positions: bool = True
     calls: tuple[Attention, ...] | None = None
 
     @property
@@ -87,7 +93,8 @@ class Doors:
     @property
     def key(self) -> Hashable:
         """The same of doors that change a module alike."""
-        return self.registry, self.intercepted, repr((self.patterns, self.whole))
+        counted = sorted((name, sorted(each.calls)) for name, each in self.counted.items())
+        return self.registry, self.intercepted, repr((self.patterns, self.whole, counted)), self.positions
 
     def open(self, module: nn.Module) -> None:
         """Let the module's attention follow the split mask that its forward is given."""
@@ -98,11 +105,19 @@ class Doors:
             use_registry(module)
             follow_patterns(module, self.patterns)
         takes = {"mask", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
+        for counted in self.counted.values():
+            counted.open(module)
         for each in self.whole.values():
             each.open(module)
-        if self.registry or self.intercepted or self.whole or not takes:
+        makes_masks = bool(self.whole) and not self.registry and is_transformers(module)
+        if makes_masks:
+            use_masks(masks_of_all_tokens)
+        if self.registry or self.intercepted or self.whole or self.counted or not takes or not self.positions:
             hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
-            patch_class(module, forward=with_mask_set(type(module).forward, hand_on=hand_on))
+            forward = with_mask_set(
+                type(module).forward, hand_on=hand_on, positions=self.positions, makes_masks=makes_masks
+            )
+            patch_class(module, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -189,21 +204,48 @@ class Reader:
             if places or not registry:
                 break
         doors = replace(doors, calls=tuple(_attention(name, each) for name, each in _attentions(full)))
+        first: PlanError | None = None
+        for replicate in (False, True) if self.replicate else (False,):
+            for each in self._ways(doors, full, call):
+                try:
+                    return self._proved(each, full, call, replicate=replicate)
+                except (Unproved, ReadingError) as error:
+                    first = first or error
+        assert first is not None
+        raise first
+
+    def _ways(self, doors: Doors, full: Trace, call: Call) -> Iterator[Doors]:
+        """As it is; with lines of its code that are of all tokens; and where the model counts positions itself. Others are
+        looked for only after the first has failed."""
+        yield doors
+        counted = counted_in(full, self._wider(doors, call))
+        if counted:
+            yield replace(doors, counted=counted)
+        takes = any(
+            "position_ids" in each for each in (call.kwargs, inspect.signature(self.program.model.forward).parameters)
+        )
+        if takes and "position_ids" not in call.given:
+            yield replace(doors, counted=counted, positions=False)
+
+    def _proved(self, doors: Doors, full: Trace, call: Call, *, replicate: bool) -> Doors:
         while True:
             try:
                 self._prove(full, doors, call, _TOKENS)
                 return doors
             except (Unproved, ReadingError) as error:
-                if not self.replicate or not (found := self._whole_around(error, full, doors, call)):
+                if not replicate or not (found := self._whole_around(error, full, doors, call)):
                     raise
                 inside = {name for name in doors.whole if any(name.startswith(f"{other}.") for other in found)}
                 kept = {name: each for name, each in doors.whole.items() if name not in inside}
                 doors = replace(doors, whole={**kept, **found})
 
+    def _wider(self, doors: Doors, call: Call) -> Trace:
+        return self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
+
     def _whole_around(
         self, error: Unproved | ReadingError, full: Trace, doors: Doors, call: Call
     ) -> Mapping[str, Whole]:
-        wider = self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
+        wider = self._wider(doors, call)
         return whole_around(error, full, wider, apart=self.closed.keys(), known=doors.whole, blocks=self.blocks)
 
     def prove(self, doors: Doors, call: Call) -> None:
@@ -252,8 +294,9 @@ class Reader:
 
         call = self._complete(call)
         with self._explained():
-            _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens])
-            _refuse_difference(on_rank, len(_TOKENS[0]), lengths)
+            counted = frozenset(call for each in doors.counted.values() for call in each.calls)
+            _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens], counted)
+            _refuse_difference(on_rank, len(_TOKENS[0]), lengths, counted, ranks=ReadMask().ranks)
 
     def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:
         """The single-device model's program."""
@@ -268,12 +311,12 @@ class Reader:
                 read_registry(model, packed=packed)
             else:
                 for name in self.named or ("",):
-                    read_calls(model.get_submodule(name))
+                    read_calls(model.get_submodule(name), masked=self.replicate)
             found = trace(model, args, kwargs, closed=self.closed, again=again)
             refuse_writes(found, self.program.model)
             return self._with_values(live(found))
 
-        of = "attention", registry, packed, self.named, frozenset(self.closed.items())
+        of = "attention", registry, packed, self.named, self.replicate, frozenset(self.closed.items())
         return self.program.kept(of, Example(args, dict(kwargs)), read)
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:
@@ -282,7 +325,9 @@ class Reader:
         def read(again: Again) -> Trace:
             model = without_values(self.program.model)
             doors.open(model)
-            return self._with_values(live(trace(model, args, {**kwargs, "mask": ReadMask()}, closed=self.closed)))
+            return self._with_values(
+                live(trace(model, args, {**kwargs, "mask": ReadMask(tokens=tokens)}, closed=self.closed))
+            )
 
         of = "on a rank", doors.key, frozenset(self.closed.items())
         return self.program.kept(of, Example(args, kwargs), read)
@@ -323,15 +368,30 @@ class Reader:
 
 
 def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:
-    """The trace with the values of positions that the batch did not have: they are the numbers of the tokens."""
-    if "position_ids" in call.given:
-        return trace
-    own = torch.tensor(tokens)
-    storages = [replace(kept, value=own) if kept.source == "input position_ids" else kept for kept in trace.storages]
+    """The trace with the values of positions that the batch did not have: they are the numbers of the tokens. So are those
+    that the model counts."""
+    own, known = torch.tensor(tokens), positions_known(trace, tokens)
+    given = "position_ids" in call.given
+    storages = [
+        replace(kept, value=known[number])
+        if number in known
+        else replace(kept, value=own)
+        if kept.source == "input position_ids" and not given
+        else kept
+        for number, kept in enumerate(trace.storages)
+    ]
     return replace(trace, storages=tuple(storages))
 
 
-def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterable[int]) -> None:
+def _refuse_difference(
+    read: Callable[[int], Trace],
+    proved: int,
+    counts: Iterable[int],
+    counted: Collection[tuple[str, str]],
+    *,
+    ranks: int = 1,
+) -> None:
+    """counted: lines whose factor is the number of tokens of a row, of which one of `ranks` is read."""
     expected = computing(read(proved))
     for count in counts:
         for a, b in zip_longest(expected, computing(read(count))):
@@ -341,11 +401,16 @@ def _refuse_difference(read: Callable[[int], Trace], proved: int, counts: Iterab
                     f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
                 )
             for (name, there), (_, here) in zip(_factors(a), _factors(b), strict=True):
-                if there != here:
+                is_count = (_operator(b), b.where) in counted and (there, here) == (proved * ranks, count * ranks)
+                if there != here and not is_count:
                     raise PlanError(
                         f"{b}: of {count} tokens it computes with {name}={here}, and of {proved} with {there}, so its values "
                         "depend on the number of tokens, of which a rank has a part."
                     )
+
+
+def _operator(operation: Operation) -> str:
+    return operation.op if isinstance(operation.op, str) else operation.op.overloadpacket.__name__
 
 
 def _factors(operation: Operation) -> list[tuple[str, Any]]:

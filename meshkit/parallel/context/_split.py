@@ -326,6 +326,16 @@ class SplitMask:
             self._index = to_device(self._index, values.device)
         return flat.index_select(1, self._index)
 
+    @property
+    def real_tokens(self) -> int:
+        """This rank's tokens without what fills it up, which comes last."""
+        return sum(after - first for first, after in self.layout.runs[self.rank])
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T]: of this rank's tokens in their rows; on the host. What fills it up counts as the first token."""
+        return _token_index(self.layout, self.rank)[0] % self.row_tokens
+
     @cached_property
     def table_of_all(self) -> Tensor:
         """Of attention on all tokens."""

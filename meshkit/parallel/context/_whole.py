@@ -20,7 +20,9 @@ from meshkit.core import _torch
 from meshkit.core.collectives import gather_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
-from meshkit.parallel.context._foreign import following, mask_of_forward
+from meshkit.errors import PlanError
+from meshkit.parallel.context._foreign import following, mask_of_forward, mask_to_make
+from meshkit.parallel.context._pattern import function_of, pattern_of
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
 from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
@@ -132,11 +134,12 @@ def _dims_of(call: ModuleCall, wider: ModuleCall) -> tuple[dict[Path, int], dict
     """The dims of tokens of a call's inputs and outputs; None where a tensor has them in no dim of its own."""
     found: list[dict[Path, int]] = []
     tokens: set[int] = set()
-    pairs: list[tuple[Trees, Trees]] = [
+    pairs: set[tuple[int, Path]] = set()
+    both: list[tuple[Trees, Trees]] = [
         (_arguments(call.args, call.kwargs), _arguments(wider.args, wider.kwargs)),
         ({0: call.output}, {0: wider.output}),
     ]
-    for each, other in pairs:
+    for each, other in both:
         refs, others = _refs(each), _refs(other)
         if refs.keys() != others.keys():
             return None
@@ -144,14 +147,16 @@ def _dims_of(call: ModuleCall, wider: ModuleCall) -> tuple[dict[Path, int], dict
         for path, ref in refs.items():
             grown = [dim for dim, (a, b) in enumerate(zip(ref.shape, others[path].shape, strict=True)) if a != b]
             if len(grown) > 1:
-                return None
-            if grown:
+                # A mask of all pairs of tokens is handed on: it must be one of all tokens already, which the proof sees. So
+                # are probabilities that are returned: what reads them has them of all tokens.
+                pairs.add((len(found), path))
+            elif grown:
                 dims[path] = grown[0]
                 tokens.add(ref.shape[grown[0]])
         found.append(dims)
     inputs, outputs = found
     # What it returns of all tokens alike, such as a loss, each rank would count.
-    complete = outputs.keys() == _refs({0: call.output}).keys()
+    complete = all(path in outputs or (1, path) in pairs for path in _refs({0: call.output}))
     return (inputs, outputs) if inputs and outputs and complete and len(tokens) == 1 else None
 
 
@@ -171,13 +176,52 @@ def _refs(trees: Trees) -> dict[Path, TensorRef]:
 # --------------------------------------------------------------------------------------------------------- running
 
 
+def masks_of_all_tokens(
+    make: Callable[..., Any],
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    **given: Any,
+) -> Any:
+    """A mask of transformers for modules that run on all tokens: of those, and not of the rank's own.
+
+    make: transformers' own function for the rest. Documents and padding are no part of it: a batch with such is refused,
+    for there the single-device model's mask depends on the batch.
+    """
+    mask = mask_to_make()
+    if not isinstance(mask, SplitMask | ReadMask):
+        return make(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **given,
+        )
+    if q_length != mask.tokens or kv_length != mask.tokens:
+        raise PlanError(f"its mask is of {q_length} × {kv_length} tokens, and this rank has {mask.tokens}.")
+    pattern = pattern_of(mask_function, padded=attention_mask is not None, packed=False)
+    rows = mask.rows if isinstance(mask, SplitMask) and mask.rows else batch_size
+    return make(
+        batch_size=rows,
+        q_length=mask.row_tokens,
+        kv_length=mask.row_tokens,
+        mask_function=function_of(pattern),
+        **given,
+    )
+
+
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
     @functools.wraps(forward)
     def on_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
-        if not isinstance(mask, SplitMask | ReadMask):  # of generation, whose ranks see all tokens
+        # Of generation, or inside of a module that is whole: the rank has all tokens.
+        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
             return forward(self, *args, **kwargs)
-        inside = AllTokens(mask) if isinstance(mask, SplitMask) else mask
+        inside = AllTokens(mask) if isinstance(mask, SplitMask) else mask.of_all_tokens()
 
         def gathered(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, SplitMask):

@@ -11,7 +11,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of
+from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_counted
 from meshkit.parallel.pipeline import Checked, Cut, check, simulate
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
@@ -94,6 +94,7 @@ def explain_resolved(
     ]
     notes = list(dict.fromkeys(batch.note for batch in batches if batch.note))
     notes += notes_of(resolved.reading[1].whole, spec.cp)
+    notes += notes_of_counted(resolved.reading[1].counted, spec.cp)
     for batch in batches:
         if spec.cp > 1:
             add_context(log, rank_model, batch)

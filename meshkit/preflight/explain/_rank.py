@@ -123,9 +123,9 @@ class RankModel:
         return self.resolved.compute
 
     def treatment(self, module: str) -> Treatment:
-        """The activation checkpointing of the block that holds the module. A block without gradients recomputes nothing."""
+        """The activation checkpointing of the block that is the module, or holds it; without gradients none."""
         # Autograd saves nothing for a block through which no gradient flows, so there is nothing to recompute either.
-        owner = next((block for block in self.treatments if module.startswith(f"{block}.")), "")
+        owner = next((block for block in self.treatments if f"{module}.".startswith(f"{block}.")), "")
         if owner and not self.flow.leaves(owner):
             return Treatment()
         return self.treatments.get(owner, Treatment(regather=self.memory.regather))

@@ -28,6 +28,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
+    _add_sums(log, rank_model, batch)
     for module, shape, layout in _attentions(rank_model, batch):
         if not rank_model.runs(module):
             continue
@@ -88,6 +89,18 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
                 "all tokens of a module, backward",
                 int(trains and rank_model.flow.enters(module)),
             )
+
+
+def _add_sums(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """Sums and means over the tokens of all ranks; their gradients are summed too."""
+    for module, counted in rank_model.resolved.reading[1].counted.items():
+        if not rank_model.runs(module):
+            continue
+        again = not rank_model.treatment(module).recompute.keeps("collective")
+        for size, trains in counted.sent(batch.rows, rank_model.compute):
+            log.add("cp", "all_reduce", size, "sums over the tokens, forward")
+            log.add("cp", "all_reduce", size, "sums over the tokens, recompute", int(again))
+            log.add("cp", "all_reduce", size, "sums over the tokens, backward", int(trains))
 
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:

@@ -71,8 +71,6 @@ ALONE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 MIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a running sum": (lambda x: x + x.cumsum(1), "aten.cumsum.default"),
-    "the mean of tokens": (lambda x: x - x.mean(1, keepdim=True), "aten.mean.dim"),
-    "the sum of tokens": (lambda x: x * x.sum(1, keepdim=True), "aten.mul.Tensor"),
     "a softmax of tokens": (lambda x: x * x.softmax(1), "_softmax"),
     "the token before": (lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], "aten.add.Tensor"),
     "the first token": (lambda x: x + x[:, :1], "aten.add.Tensor"),
@@ -80,11 +78,24 @@ MIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "tokens turned": (lambda x: x + x.flip(1), "aten.add.Tensor"),
     "tokens rolled": (lambda x: x + x.roll(1, 1), "aten.add.Tensor"),
     "every other token": (lambda x: x + x[:, ::2].repeat_interleave(2, 1), "aten.add.Tensor"),
-    "counted positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "aten.add.Tensor"),
-    "the number of tokens": (lambda x: x / x.shape[1], "aten.div.Tensor"),
     "products of tokens": (lambda x: (x @ x.mT).tril() @ x, "aten.bmm.default"),
     "a part of the tokens": (lambda x: torch.cat([x[:, :4].tanh(), x[:, 4:]], 1), "aten.tanh.default"),
 }  # fmt: skip
+
+
+COUNTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "the mean of tokens": (lambda x: x - x.mean(1, keepdim=True), "mean"),
+    "the sum of tokens": (lambda x: x * x.sum(1, keepdim=True), "sum"),
+    "counted positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "arange"),
+    "the number of tokens": (lambda x: x / x.shape[1], "div"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_lines_of_all_tokens_are_found(name: str) -> None:
+    inside, operator = COUNTED[name]
+    found = read(Decoder(inside)).counted
+    assert operator in {called for each in found.values() for called, _ in each.calls}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -118,9 +129,8 @@ class CountsItself(Decoder):
         return super().forward(input_ids)
 
 
-def test_positions_that_the_forward_counts_by_itself_are_refused() -> None:
-    with pytest.raises(PlanError, match="another part of another tensor"):
-        read(CountsItself())
+def test_positions_that_the_forward_counts_by_itself_are_those_of_a_ranks_tokens() -> None:
+    assert [called for each in read(CountsItself()).counted.values() for called, _ in each.calls] == ["arange"]
 
 
 def test_attention_that_is_not_named_is_refused() -> None:

@@ -1,0 +1,278 @@
+"""What a model's own code does with all tokens in a line of its own, and what a rank runs there: positions that it counts
+(torch.arange), the number of tokens as a factor, and sums and means over the tokens.
+
+The lines are found in the single-device model's program, read on two numbers of tokens: what differs there is the number of
+tokens. That a rank computes the same with them is proved as everything else is; a line that is not only about the tokens is
+left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from meshkit.core.collectives import all_reduce
+from meshkit.core.noting import noted
+from meshkit.core.patch_class import patch_class
+from meshkit.errors import PlanError
+from meshkit.parallel.context._foreign import mask_of_forward
+from meshkit.parallel.context._read_attention import ReadMask
+from meshkit.parallel.context._split import SplitMask
+from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
+
+OWN_POSITIONS, SUM_TOKENS = "own_positions", "sum_tokens"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE). sums: (elements of a row, dtype,
+    whether it has a gradient) of each sum over the tokens that a forward makes."""
+
+    module: str
+    calls: frozenset[tuple[str, str]]
+    sums: tuple[tuple[int, torch.dtype, bool], ...] = ()
+
+    def open(self, model: nn.Module) -> None:
+        module = model.get_submodule(self.module)
+        patch_class(module, forward=_of_all_tokens(type(module).forward, tuple(sorted(self.calls))))
+
+    def sent(self, rows: int, compute: torch.dtype) -> list[tuple[int, bool]]:
+        """(bytes, whether the gradient is summed too) of each all-reduce of one forward."""
+        return [(rows * count * _wide(compute).itemsize, trains) for count, _, trains in self.sums]
+
+
+def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
+    """By module. full, wider: the single-device model's program on two numbers of tokens."""
+    if len(full.operations) != len(wider.operations):
+        return {}
+    tokens = tuple(_row_tokens(each) for each in (full, wider))
+    found: dict[str, set[tuple[str, str]]] = {}
+    sums: dict[str, list[tuple[int, torch.dtype, bool]]] = {}
+    others: set[tuple[str, str]] = set()  # the same line does the same with something else too
+    for a, b in zip(full.operations, wider.operations, strict=True):
+        if isinstance(a.op, str) or a.name != b.name or a.where.startswith(_MASKS):
+            continue
+        name = a.op.overloadpacket.__name__
+        if name not in _NAMES:
+            continue
+        call = name, a.where
+        if not _of_tokens(name, a, b, tokens):
+            others.add(call)
+            continue
+        module = full.calls[a.call].name
+        found.setdefault(module, set()).add(call)
+        if name in _SUMS:
+            (out,) = tensors(a.outputs)
+            sums.setdefault(module, []).append((torch.Size(out.shape).numel(), out.dtype, a.trains))
+    # All or nothing of a line: which of its calls is meant could not be told when it runs.
+    return {
+        module: Counted(module, frozenset(calls - others), tuple(sums.get(module, ())))
+        for module, calls in found.items()
+        if calls - others
+    }
+
+
+def _row_tokens(trace: Trace) -> int:
+    return next(int(ref.shape[1]) for ref in tensors(dict(trace.inputs)) if len(ref.shape) > 1)
+
+
+def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
+    """Whether an operator reads the number of tokens, or sums over them."""
+    if name == "arange":
+        (first, after, step), (other_first, other_after, other_step) = _range(a), _range(b)
+        whole = (after - first, other_after - other_first) == tokens
+        return whole and first == other_first and step == other_step == 1
+    if name in ("mul", "div"):
+        numbers = a.args[1], b.args[1]
+        return not any(isinstance(each, TensorRef) for each in numbers) and numbers == tokens
+    refs, others = tensors(a.args), tensors(b.args)
+    dims = a.args[1] if len(a.args) > 1 else None
+    if not isinstance(dims, list) or len(dims) != 1 or not refs[0].dtype.is_floating_point or a.kwargs:
+        return False
+    return (refs[0].shape[dims[0]], others[0].shape[dims[0]]) == tokens
+
+
+def _range(operation: Operation) -> tuple[Any, Any, Any]:
+    given = operation.args
+    return (0, given[0], 1) if len(given) == 1 else (given[0], given[1], given[2] if len(given) > 2 else 1)
+
+
+def positions_known(trace: Trace, own: tuple[int, ...]) -> dict[int, Tensor]:
+    """By storage, the values of positions that are those of a rank's tokens."""
+    found = {}
+    for operation in trace.operations:
+        if operation.name == OWN_POSITIONS:
+            out = tensors(operation.outputs)[0]
+            found[out.storage] = (torch.tensor(own) + operation.args[1]).to(out.dtype)
+    return found
+
+
+def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
+    """Which lines are about all tokens: a line for each place in the code."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for name, each in counted.items():
+        for call in sorted(each.calls):
+            modules.setdefault(call, []).append(name)
+    return [
+        f"cp={ranks}: {operator} at {where} in {names[0] or 'the model'}"
+        f"{f' and {len(names) - 1} more' * (len(names) > 1)} is of all tokens: {_MEANING[operator]}"
+        for (operator, where), names in modules.items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def with_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mask = mask_of_forward()
+        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
+            return forward(self, *args, **kwargs)  # this rank has all tokens: inside of what is whole, or in generation
+        with _Lines(frozenset(calls), mask):
+            return forward(self, *args, **kwargs)
+
+    # A line is told by its frame: in a graph that somebody compiles around it, it would stay one of a rank's own tokens.
+    disabled: Callable[..., Any] = torch.compiler.disable(with_all_tokens)
+    return disabled
+
+
+_busy: ContextVar[bool] = ContextVar("a line of all tokens is running", default=False)
+
+
+class _Lines(TorchFunctionMode):
+    """Inside, the lines do what they do of all tokens. A mode, as `Interception`: for this thread and forward only."""
+
+    def __init__(self, calls: frozenset[tuple[str, str]], mask: SplitMask | ReadMask) -> None:
+        super().__init__()
+        self.calls, self.mask = calls, mask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = _OPERATORS.get(getattr(func, "__name__", ""))
+        if operator is None or _busy.get() or (operator, model_line()) not in self.calls:
+            return func(*args, **kwargs)
+        token = _busy.set(True)
+        try:
+            return _RUN[operator](func, self.mask, *args, **kwargs)
+        finally:
+            _busy.reset(token)
+
+
+def _arange(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Tensor:
+    counted: Tensor = func(*args, **kwargs)
+    _refuse_other_size("arange", counted.shape[0], mask)
+    first = args[0] if len(args) > 1 else kwargs.get("start", 0)
+    positions: Tensor = own_positions(counted, first, mask)
+    return positions
+
+
+def _factor(func: Callable[..., Any], mask: Any, x: Any, number: Any, **kwargs: Any) -> Any:
+    if isinstance(x, Tensor) and not isinstance(number, Tensor):
+        _refuse_other_size("a factor", number, mask)
+        return func(x, mask.row_tokens, **kwargs)
+    return func(x, number, **kwargs)
+
+
+def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    dim = args[0] if args else kwargs.get("dim")
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
+    _refuse_other_size("a sum", x.shape[only], mask)
+    total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
+    return total
+
+
+def _refuse_other_size(what: str, size: Any, mask: Any) -> None:
+    if size != mask.tokens:
+        raise PlanError(
+            f"context parallelism: {what} at {model_line()} was one of all tokens when the model was read, but is of {size} "
+            f"now, and this rank has {mask.tokens} tokens. Use cp=1, or leave it to the other axes."
+        )
+
+
+def _as_counted(counted: Tensor, first: int, mask: Any) -> Tensor:
+    return counted
+
+
+@noted(reading=_as_counted)
+def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
+    """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
+    positions: Tensor = mask.positions.to(counted.device)
+    return (positions + first).to(counted.dtype)
+
+
+def _as_summed(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Tensor:
+    return x.sum(dim, keepdim=keepdim)
+
+
+@noted(reading=_as_summed)
+def sum_tokens(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Tensor:
+    """The sum, or mean, over the tokens of all ranks, for each row. Wire: all-reduce; backward the same.
+
+    Sums are at least fp32. Raises: PlanError for rows that are laid end to end, of which a rank has parts.
+    """
+    if mask.rows > 1:
+        raise PlanError(
+            f"context parallelism: {model_line()} sums over the tokens of a row, but rows with masks of their own are laid "
+            "end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+        )
+    # What fills a rank up is no token.
+    local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=_wide(x.dtype))
+    total: Tensor = _SumOverAxis.apply(local, mask.axis)
+    return (total / mask.row_tokens if mean else total).to(x.dtype)
+
+
+class _SumOverAxis(torch.autograd.Function):
+    """All-reduce, both ways: each rank reads the sum as it likes, so its gradients are summands."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: DeviceMesh) -> Tensor:
+        ctx.axis = axis
+        # Recompute stops after the last tensor that is saved: with one here it comes this far always, as `explain` says.
+        ctx.save_for_backward(tensor.new_empty(0))
+        return all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        return _SumOverAxis.apply(grad, ctx.axis), None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+_MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positions
+_SUMS = ("sum", "mean")
+_NAMES = ("arange", "mul", "div", *_SUMS)
+_MEANING = {
+    "arange": "positions of a rank's own tokens",
+    "mul": "the number of tokens is that of a row",
+    "div": "the number of tokens is that of a row",
+    "sum": "summed over the ranks",
+    "mean": "summed over the ranks",
+}
+_RUN: dict[str, Callable[..., Any]] = {
+    "arange": _arange,
+    "mul": _factor,
+    "div": _factor,
+    "sum": functools.partial(_summed, False),
+    "mean": functools.partial(_summed, True),
+}
+# By the name that torch's functions have in Python.
+_OPERATORS = {
+    "arange": "arange",
+    "sum": "sum",
+    "mean": "mean",
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "div"),
+}
