@@ -208,9 +208,9 @@ def context_of(module: nn.Module) -> Context | None:
 def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torch.dtype) -> Shape:
     """The shape of one rank's attention layer: from `heads`, else from the config; one head where both are silent."""
     if heads is None:
-        query = getattr(config, "num_attention_heads", 1)
-        per_head = getattr(config, "head_dim", None) or getattr(config, "hidden_size", query) // query
-        heads = (query, getattr(config, "num_key_value_heads", None) or query, per_head)
+        query = _told(config, "num_attention_heads") or 1
+        per_head = _told(config, "head_dim") or (_told(config, "hidden_size") or query) // query
+        heads = (query, _told(config, "num_key_value_heads") or query, per_head)
     return Shape(
         heads=heads[0],
         kv_heads=heads[1],
@@ -218,6 +218,14 @@ def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torc
         itemsize=dtype.itemsize,
         sum_itemsize=torch.promote_types(dtype, torch.float32).itemsize,
     )
+
+
+def _told(config: Any, name: str) -> int | None:
+    try:
+        value: int | None = getattr(config, name, None)
+    except Exception:  # transformers' own, of a config whose layers differ in it
+        return None
+    return value
 
 
 def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

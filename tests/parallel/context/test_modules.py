@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
+from meshkit.parallel.context import attention_shape
 from meshkit.step import next_token_loss
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
@@ -117,3 +118,15 @@ def errors_of_interleaved_microbatches() -> float:
 
 def test_recompute_sees_the_split_of_its_own_microbatch() -> None:
     assert max(pool(2).run(errors_of_interleaved_microbatches)) <= TOL
+
+
+def test_a_config_whose_layers_differ_has_a_shape_all_the_same() -> None:
+    class Config:
+        num_attention_heads, hidden_size = 4, 64
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("layers differ")
+
+    shape = attention_shape(Config(), None, torch.float32)
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 4, 16)
