@@ -93,7 +93,7 @@ REFUSES: dict[Callable[..., Any], str] = {
 # By mirrors, or of operators of torch on the gradient alone.
 DIFFERENTIABLE = {
     *("_CopyToAxis", "_ReduceFromAxis", "_GatherDim", "_ScatterSumDim", "_SplitDim", "_JoinDim"),
-    *("_Drop", "_ContiguousGradient", "_OneNode", "_Product", "_WideProduct"),
+    *("_Drop", "_ContiguousGradient", "_OneNode", "_Product", "_WideProduct", "_SumOverAxis"),
 }
 # One that no backward reaches, one for shapes alone, and one of torch 2.11.
 OTHERS = {"_Save", "_FusedRMSNorm", "_LocalShard"}
