@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 from meshkit.errors import DataError
 
@@ -55,10 +56,22 @@ def _ranges(kind: type) -> dict[str, Range]:
     """By field. One that a recipe names again, for another default, keeps its range."""
     found: dict[str, Range] = {}
     for base in kind.__mro__:
-        for name, hint in get_type_hints(base, include_extras=True).items():
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            hint = _hint(annotation, base)
             declared = [
                 each for each in (hint, *get_args(hint)) if get_origin(each) is Annotated
             ]  # alone, or beside None
             for said in (said for each in declared for said in each.__metadata__ if isinstance(said, Range)):
                 found.setdefault(name, said)
     return found
+
+
+def _hint(annotation: Any, base: type) -> Any:
+    """Of the text of an annotation what it stands for; None where its names are not those of a module, as in a notebook's
+    function: then it has no range of its own."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[base.__module__]))
+    except Exception:
+        return None

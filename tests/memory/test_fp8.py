@@ -101,7 +101,7 @@ def scales_of_steps(cell: Cell, shared: bool) -> tuple[list[Tensor], list[int]]:
                 seen.append(args[0][0].nbytes)
             return func(*args, **(kwargs or {}))
 
-    without = mock.patch("meshkit.step.shared_scales", lambda model: nullcontext())
+    without = mock.patch("meshkit.step._run.shared_scales", lambda model: nullcontext())
     with nullcontext() if shared else without:
         for batch in batches(cell)[:2]:
             seen.clear()

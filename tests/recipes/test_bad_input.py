@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from meshkit.errors import DataError, StepError
+from meshkit.recipes import TrainFlags
 from meshkit.recipes.ranges import Range, _ranges
 from tests.recipes.launch import ROOT, run_alone
 
@@ -63,6 +64,20 @@ def test_a_range_stays_where_a_recipe_changes_the_default() -> None:
     assert next(field.default for field in fields(kind) if field.name == "steps") == 240
     with pytest.raises(DataError, match="--steps 0: give a number that is at least 1"):
         kind(steps=0)
+
+
+def test_a_config_with_names_of_a_function_is_made_and_keeps_the_ranges_that_it_inherits() -> None:
+    class Local:
+        pass
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(TrainFlags):
+        own: Local | None = None
+        lr: float = 0.5
+
+    assert Config().lr == 0.5
+    with pytest.raises(DataError, match="--lr -1"):
+        Config(lr=-1)
 
 
 @pytest.mark.parametrize(

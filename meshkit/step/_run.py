@@ -1,31 +1,23 @@
-"""The training step on any mesh: gradient accumulation, loss normalisation over the whole step, gradient clipping."""
+"""A run: training steps on any mesh (gradient accumulation, loss normalised over the whole step), evaluation, inference."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
-from meshkit.core.gradient import gradient_of
-from meshkit.core.model_state import copies_of
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
-from meshkit.loss import IGNORED, LossWatch, cross_entropy
-from meshkit.loss.linear_logits import LinearLogits
+from meshkit.loss import LossWatch
 from meshkit.mask import Mask
 from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
@@ -43,52 +35,12 @@ from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
-from meshkit.program import FUNCTIONAL, is_functional, model_line, without_values
+from meshkit.program import without_values
 from meshkit.resolve import Resolved
+from meshkit.step._explained import explained
+from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
+from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
 from meshkit.strategy import Strategy
-
-Batch = dict[str, Tensor]
-Loss = Callable[[nn.Module, Batch], Tensor]
-Count = Callable[[Batch], Tensor]
-
-
-def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
-
-    batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, attention_mask [B, T] where some
-    tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as
-    `.logits`. Raises: DataError for an attention_mask that the model does not take.
-    """
-    extra = {name: batch[name] for name in ("position_ids", "attention_mask", "mask") if name in batch}
-    if "attention_mask" in extra and "attention_mask" not in inspect.signature(model.forward).parameters:
-        raise DataError(
-            "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
-            f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
-        )
-    ids = _named(batch, "input_ids")
-    output = model(ids, **extra)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor | LinearLogits):
-        raise PlanError(
-            f"next_token_loss: {type(model).__name__} returns a {type(output).__name__}, and the loss of forward_backward "
-            "takes logits [B, T, V], plain or as `.logits`. Return those, or give it a loss of your own: "
-            "forward_backward(batch, loss=, count=), where loss(model, part) is a sum and count(batch) what it is over."
-        )
-    return cross_entropy(logits, _named(batch, "labels"))
-
-
-def count_labels(batch: Batch) -> Tensor:
-    """The number of labels that are not ignored."""
-    return (_named(batch, "labels") != IGNORED).sum()
-
-
-def _named(batch: Batch, name: str) -> Tensor:
-    if name not in batch:
-        raise DataError(
-            f"forward_backward: the batch has {', '.join(sorted(batch)) or 'nothing'}, and no {name!r}. Give input_ids and "
-            "labels, both [B, T], or a loss and a count of your own: forward_backward(batch, loss=, count=)."
-        )
-    return batch[name]
 
 
 @dataclass(eq=False)
@@ -263,52 +215,8 @@ class Run:
         with self._explained(), watch, self.agreement.forward() if self.agreement is not None else nullcontext():
             yield
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if is_functional(error):
-                kind = type(self.resolved.program.model).__name__
-                raise PlanError(f"{kind} at {model_line(error)}: {FUNCTIONAL}") from error
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            tp, model = self.mesh["tp"].size(), type(self.resolved.program.model).__name__
-            if _runs_backward(error):
-                raise PlanError(self._of_backward(error, model)) from error
-            if not self._runs_forward(error):
-                raise PlanError(
-                    f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, "
-                    "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
-                ) from error
-            raise PlanError(
-                f"{model} at {model_line(error)}: a parameter is used outside of the forward of the module that holds it (by "
-                "a parent, or in another method), and there it is a shard. "
-                + (
-                    f"Use tp=1 instead of tp={tp}, or call the module. Logits are split too: your own loss gathers them by "
-                    "`full_tensor()`, or is one of mk.loss."
-                    if tp > 1
-                    else "Leave that module out of the plan's blocks and units (Plan(blocks=...)), or call its forward; for "
-                    "a method of the model or of a unit, torch.distributed.fsdp.register_fsdp_forward_method(module, name)."
-                )
-            ) from error
-
-    def _of_backward(self, error: BaseException, model: str) -> str:
-        if _called_modules(error):
-            return (
-                f"{model} at {model_line(error)}: a backward that the model writes itself runs modules again (reversible "
-                "layers), whose parameters are shards by then: nothing gathers them there. Leave these layers out of the "
-                "plan's blocks and units (Plan(blocks=...)), or let autograd run them, under recompute to keep as little."
-            )
-        return (
-            f"{model}: the loss computes with shards of parameters (a penalty on weights), or with logits that are split "
-            "over the vocabulary, and in backward they meet a plain tensor. A penalty on weights is the optimizer's "
-            "weight_decay; logits are for mk.cross_entropy(logits, labels), or logits.full_tensor()."
-        )
-
-    def _runs_forward(self, error: BaseException) -> bool:
-        """Whether it was raised inside of the model's forward, and not in a loss."""
-        return any(module is self.model for module in _called_modules(error))
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(self.model, self.resolved.program.model, self.mesh["tp"].size())
 
     def _refuse_batch_norm(self, microbatches: int) -> None:
         """`resolve` refuses it too, but a model may be put into training mode later."""
@@ -394,13 +302,13 @@ class Run:
         # All of it is 0, so that what a loss counts beside sees nothing. But in a batch without `input_ids` floats are those
         # of the rank's first row, or random on a rank that has none: of zeros features a model may make NaN (x / x.norm()),
         # and NaN times 0 is.
-        _refuse_odd_rows(batch, mask)
+        refuse_odd_rows(batch, mask)
         first = 0
         for part in split_rows(batch, microbatches):
             rows = min((tensor.shape[0] for tensor in part.values()), default=0)
             masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
             if not rows:
-                part = {name: _spare_row(name, tensor, batch) for name, tensor in batch.items()}
+                part = {name: spare_row(name, tensor, batch) for name, tensor in batch.items()}
                 if not isinstance(mask, Mask | None):
                     ids = part.get("input_ids")  # a user's loss may read other tensors instead
                     # No token sees another, as position_ids of zeros say too.
@@ -434,150 +342,5 @@ class Run:
         return value
 
 
-def _called_modules(error: BaseException) -> list[Any]:
-    """Those whose call raised, outermost first."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "_call_impl"]
-
-
-def _runs_backward(error: BaseException) -> bool:
-    """Whether autograd raised it, or what it ran."""
-    return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in walk_tb(error.__traceback__))
-
-
-def _spare_row(name: str, tensor: Tensor, batch: Batch) -> Tensor:
-    """Of a microbatch without rows."""
-    if name == "attention_mask":  # attention to nothing would be NaN
-        return tensor.new_ones((1, *tensor.shape[1:]))
-    row = tensor.new_zeros((1, *tensor.shape[1:]))
-    if "input_ids" in batch or not tensor.is_floating_point():
-        return row
-    return tensor[:1] if len(tensor) else row.normal_(generator=torch.Generator(row.device).manual_seed(0))
-
-
 def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:
     return code_of(loss), code_of(count)
-
-
-def _refuse_odd_rows(batch: Batch, mask: Mask | Sequence[Mask] | None) -> None:
-    rows = {name: tensor.shape[0] for name, tensor in batch.items()}
-    if len(set(rows.values())) > 1:
-        raise DataError(f"batch: the tensors have different numbers of rows: {rows}. The first dim is the row.")
-    if not isinstance(mask, Mask | None) and rows and len(mask) != next(iter(rows.values())):
-        raise DataError(
-            f"batch: {len(mask)} masks for {next(iter(rows.values()))} rows. Give one Mask, or one for each row."
-        )
-
-
-def refuse_microbatches(count: int) -> None:
-    """Raises: DataError for a number of microbatches that is no whole number of at least 1."""
-    if type(count) is not int or count < 1:
-        raise DataError(f"microbatches={count!r}: a step has a whole number of microbatches, at least 1.")
-
-
-def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
-    """The batch in `parts` runs of consecutive rows. Their lengths differ by at most one; with few rows some are empty."""
-    refuse_microbatches(parts)
-    split = {name: tensor.tensor_split(parts) for name, tensor in batch.items()}
-    return ({name: pieces[index] for name, pieces in split.items()} for index in range(parts))
-
-
-def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
-    """The gradient norm: the 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
-
-    Each gradient is counted once however it is sharded or replicated, by its placements.
-    Wire: one all-reduce of a few scalars per mesh axis that shards some gradient, and one over pp.
-    """
-    axes: dict[str, DeviceMesh] = {}
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for grad in _gradients(model, counted=True):
-        by_axes.setdefault(_sharded_over(grad, axes), []).append(_local(grad))
-    where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
-    sums = {}
-    for sharded, grads in by_axes.items():
-        squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
-        sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
-    total = _sum_over(sums, axes)
-    if isinstance(model, Run) and model.pipeline is not None:
-        total = total.to(model.mesh.device)
-        dist.all_reduce(total, group=model.mesh["pp"].get_group())
-    return total.sqrt()
-
-
-def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
-    """Names of the mesh axes that a gradient is sharded over. Adds their meshes to `axes`."""
-    if not isinstance(grad, DTensor):
-        return ()
-    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
-    sharded = sorted(
-        name
-        for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True))
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    )
-    for name in sharded:
-        if name not in axes:  # a slice of a mesh takes a millisecond
-            axes[name] = mesh[name]
-    return tuple(sharded)
-
-
-def _sum_over(sums: dict[tuple[str, ...], Tensor], axes: dict[str, DeviceMesh]) -> Tensor:
-    """The global sum. sums: by the axes that their gradients are sharded over, of this rank's shards.
-
-    Axis by axis: the sums of gradients that an axis shards are all-reduced over it in one message, and then belong to the
-    remaining axes. Every rank has the same placements, so all issue the same all-reduces in the same order.
-    """
-    for axis in sorted(axes):
-        over = {sharded: value for sharded, value in sums.items() if axis in sharded}
-        reduced = torch.stack(list(over.values()))
-        dist.all_reduce(reduced, group=axes[axis].get_group())
-        for sharded, value in zip(over, reduced, strict=True):
-            del sums[sharded]
-            rest = tuple(name for name in sharded if name != axis)
-            sums[rest] = sums[rest] + value if rest in sums else value
-    return sums[()] if sums else torch.zeros((), dtype=torch.float64)
-
-
-def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. See `grad_norm`.
-
-    The factor is max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it.
-    """
-    model = model if isinstance(model, (Run, nn.Module)) else list(model)
-    norm = grad_norm(model)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for on_device in _by_device([_local(grad) for grad in _gradients(model)]):
-        # One call a dtype: a factor rounded to bf16 would scale fp32 gradients by 0.2 % too much or too little.
-        for dtype in dict.fromkeys(grad.dtype for grad in on_device):
-            grads = [grad for grad in on_device if grad.dtype == dtype]
-            _torch.foreach_mul_(grads, factor.to(grads[0].device, dtype))
-    return norm
-
-
-def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
-    """counted: without those of parameters that another rank of pp owns and counts."""
-    if not isinstance(model, (Run, nn.Module)):
-        grads = [gradient_of(param) for param in model]
-    else:
-        copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
-        grads = [gradient_of(param) for name, param in model.named_parameters() if name not in copies]
-    return [grad for grad in grads if grad is not None]
-
-
-def _by_device(grads: list[Tensor]) -> list[list[Tensor]]:
-    """With a part of the optimizer on the host, gradients are on two devices."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    return list(by_device.values())
-
-
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    # The widest of them: torch takes no norm in a narrower dtype than its input's.
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    # Norms in one kernel for all gradients; squared and added in fp64, so that the sum hardly depends on how they are
-    # sharded.
-    return torch.stack(list(_torch.foreach_norm(grads, dtype=dtype))).double().square().sum()
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -1,0 +1,55 @@
+"""The default loss of a step and its count; the kinds of both, of a user's too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from meshkit.errors import DataError, PlanError
+from meshkit.loss import IGNORED, cross_entropy
+from meshkit.loss.linear_logits import LinearLogits
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Count = Callable[[Batch], Tensor]
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of `labels` (already shifted, -100 ignored), summed over the valid tokens; a scalar.
+
+    batch: input_ids [B, T], labels [B, T], position_ids [B, T] where documents are packed, attention_mask [B, T] where some
+    tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as
+    `.logits`. Raises: DataError for an attention_mask that the model does not take.
+    """
+    extra = {name: batch[name] for name in ("position_ids", "attention_mask", "mask") if name in batch}
+    if "attention_mask" in extra and "attention_mask" not in inspect.signature(model.forward).parameters:
+        raise DataError(
+            "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
+            f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
+        )
+    ids = _named(batch, "input_ids")
+    output = model(ids, **extra)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor | LinearLogits):
+        raise PlanError(
+            f"next_token_loss: {type(model).__name__} returns a {type(output).__name__}, and the loss of forward_backward "
+            "takes logits [B, T, V], plain or as `.logits`. Return those, or give it a loss of your own: "
+            "forward_backward(batch, loss=, count=), where loss(model, part) is a sum and count(batch) what it is over."
+        )
+    return cross_entropy(logits, _named(batch, "labels"))
+
+
+def count_labels(batch: Batch) -> Tensor:
+    """The number of labels that are not ignored."""
+    return (_named(batch, "labels") != IGNORED).sum()
+
+
+def _named(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise DataError(
+            f"forward_backward: the batch has {', '.join(sorted(batch)) or 'nothing'}, and no {name!r}. Give input_ids and "
+            "labels, both [B, T], or a loss and a count of your own: forward_backward(batch, loss=, count=)."
+        )
+    return batch[name]

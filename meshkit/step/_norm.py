@@ -1,0 +1,117 @@
+"""The gradient norm on any mesh, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshkit.core import _torch
+from meshkit.core.gradient import gradient_of
+from meshkit.core.model_state import copies_of
+from meshkit.step._run import Run
+
+
+def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
+    """The gradient norm: the 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
+
+    Each gradient is counted once however it is sharded or replicated, by its placements.
+    Wire: one all-reduce of a few scalars per mesh axis that shards some gradient, and one over pp.
+    """
+    axes: dict[str, DeviceMesh] = {}
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for grad in _gradients(model, counted=True):
+        by_axes.setdefault(_sharded_over(grad, axes), []).append(_local(grad))
+    where = model.mesh.device if isinstance(model, Run) else next((axis.device_type for axis in axes.values()), None)
+    sums = {}
+    for sharded, grads in by_axes.items():
+        squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
+        sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    total = _sum_over(sums, axes)
+    if isinstance(model, Run) and model.pipeline is not None:
+        total = total.to(model.mesh.device)
+        dist.all_reduce(total, group=model.mesh["pp"].get_group())
+    return total.sqrt()
+
+
+def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
+    """Names of the mesh axes that a gradient is sharded over. Adds their meshes to `axes`."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
+    sharded = sorted(
+        name
+        for dim, (name, placement) in enumerate(zip(names, grad.placements, strict=True))
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+    for name in sharded:
+        if name not in axes:  # a slice of a mesh takes a millisecond
+            axes[name] = mesh[name]
+    return tuple(sharded)
+
+
+def _sum_over(sums: dict[tuple[str, ...], Tensor], axes: dict[str, DeviceMesh]) -> Tensor:
+    """The global sum. sums: by the axes that their gradients are sharded over, of this rank's shards.
+
+    Axis by axis: the sums of gradients that an axis shards are all-reduced over it in one message, and then belong to the
+    remaining axes. Every rank has the same placements, so all issue the same all-reduces in the same order.
+    """
+    for axis in sorted(axes):
+        over = {sharded: value for sharded, value in sums.items() if axis in sharded}
+        reduced = torch.stack(list(over.values()))
+        dist.all_reduce(reduced, group=axes[axis].get_group())
+        for sharded, value in zip(over, reduced, strict=True):
+            del sums[sharded]
+            rest = tuple(name for name in sharded if name != axis)
+            sums[rest] = sums[rest] + value if rest in sums else value
+    return sums[()] if sums else torch.zeros((), dtype=torch.float64)
+
+
+def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. See `grad_norm`.
+
+    The factor is max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it.
+    """
+    model = model if isinstance(model, (Run, nn.Module)) else list(model)
+    norm = grad_norm(model)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for on_device in _by_device([_local(grad) for grad in _gradients(model)]):
+        # One call a dtype: a factor rounded to bf16 would scale fp32 gradients by 0.2 % too much or too little.
+        for dtype in dict.fromkeys(grad.dtype for grad in on_device):
+            grads = [grad for grad in on_device if grad.dtype == dtype]
+            _torch.foreach_mul_(grads, factor.to(grads[0].device, dtype))
+    return norm
+
+
+def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:
+    """counted: without those of parameters that another rank of pp owns and counts."""
+    if not isinstance(model, (Run, nn.Module)):
+        grads = [gradient_of(param) for param in model]
+    else:
+        copies = copies_of(model.model if isinstance(model, Run) else model) if counted else {}
+        grads = [gradient_of(param) for name, param in model.named_parameters() if name not in copies]
+    return [grad for grad in grads if grad is not None]
+
+
+def _by_device(grads: list[Tensor]) -> list[list[Tensor]]:
+    """With a part of the optimizer on the host, gradients are on two devices."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    return list(by_device.values())
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    # The widest of them: torch takes no norm in a narrower dtype than its input's.
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    # Norms in one kernel for all gradients; squared and added in fp64, so that the sum hardly depends on how they are
+    # sharded.
+    return torch.stack(list(_torch.foreach_norm(grads, dtype=dtype))).double().square().sum()
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
