@@ -90,8 +90,8 @@ def test_what_a_capacity_drops_is_logged(corpus: Path, tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"mesh": "dp_shard=2 ep=3"}, "ep=3"),
-        ({"capacity": 0}, "Capacity: factor=0.0 leaves no room"),
-        ({"bias_speed": -0.01}, "moves tokens to the experts that have most"),
+        ({"capacity": 0}, "--capacity 0.0: give a number that is more than 0"),
+        ({"bias_speed": -0.01}, "--bias-speed -0.01: give a number that is at least 0"),
         (
             {"mesh": "cp=2", "balance_loss": "sequence"},
             "balances each sequence, but cp=2 gives ranks tokens of several",

@@ -110,7 +110,7 @@ def test_a_recipe_can_be_estimated(
     ("change", "match"),
     [
         ({"held_out": 1e-6}, "leaves 60 rows to learn from and 0 to evaluate on"),
-        ({"center": -1, "held_out": 0.2}, "center=-1.0 rewards large scores"),
+        ({"center": -1, "held_out": 0.2}, "--center -1.0: give a number that is at least 0"),
     ],
 )
 def test_a_mistake_ends_the_run_with_its_text(
