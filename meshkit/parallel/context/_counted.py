@@ -9,12 +9,14 @@ left as it is.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
@@ -160,6 +162,7 @@ class _Lines(TorchFunctionMode):
         operator = _OPERATORS.get(getattr(func, "__name__", ""))
         if operator is None or _busy.get() or (operator, model_line()) not in self.calls:
             return func(*args, **kwargs)
+        _refuse_checkpoint(operator)
         token = _busy.set(True)
         try:
             return _RUN[operator](func, self.mask, *args, **kwargs)
@@ -189,6 +192,20 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     _refuse_other_size("a sum", x.shape[only], mask)
     total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
     return total
+
+
+def _refuse_checkpoint(operator: str) -> None:
+    """Raises: PlanError for a line that a checkpoint inside of the module's forward runs: in backward it runs again, without
+    the forward around it, and would be one of a rank's own tokens."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "with_all_tokens":
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise PlanError(
+                f"context parallelism: {operator} at {model_line()} is of all tokens, and runs in a checkpoint "
+                "(torch.utils.checkpoint) inside of its module's forward, which would run it on a rank's own tokens in "
+                "backward. Use MemoryPolicy(recompute=) in its place, or cp=1."
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _refuse_other_size(what: str, size: Any, mask: Any) -> None:

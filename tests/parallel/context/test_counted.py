@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
@@ -215,7 +216,17 @@ class Returned(OwnModel):
         return self.head(self.tokens(input_ids)).mean(1)
 
 
-@pytest.mark.parametrize("model", [Twice, FromTheEnd, Running, OfSquares, OfFeaturesToo, Returned])
+class Checkpointed(OwnModel):
+    """Counts in a checkpoint of its own, which runs again in backward without the forward around it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        def positioned(x: Tensor) -> Tensor:
+            return torch.tanh(x * torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1])
+
+        return self.head(checkpoint(positioned, self.tokens(input_ids), use_reentrant=False))
+
+
+@pytest.mark.parametrize("model", [Twice, FromTheEnd, Running, OfSquares, OfFeaturesToo, Returned, Checkpointed])
 def test_what_counts_something_else_is_refused(model: type[OwnModel]) -> None:
     with pytest.raises(PlanError, match="cannot be split by its tokens"):
         resolve(read_program(model()), Strategy(plan=mk.Plan(blocks=("blocks.*",))), MeshSpec(cp=2))
