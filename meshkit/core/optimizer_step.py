@@ -53,7 +53,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise PlanError(
             f"{kind}: it scales each step by norms and means of rows and columns of whole matrices, which it has no way to "
             "compute of shards. For moments of few bytes use mk.adamw(run) with OptimizerPolicy(states='8bit') or 'fp8'; "
-            "torch's other optimizers, as SGD, Adagrad or Muon, run on shards."
+            "torch's SGD, NAdam, RAdam, Adamax, Adadelta and ASGD run on shards."
         )
     _looked[optimizer] = _models
 
