@@ -19,8 +19,8 @@ class Range:
     open: bool = False
     infinite: bool = False
 
-    def __contains__(self, value: float) -> bool:
-        if math.isnan(value) or (math.isinf(value) and not self.infinite):
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float) or math.isnan(value) or (math.isinf(value) and not self.infinite):
             return False
         return (value > self.low if self.open else value >= self.low) and value <= self.high
 
