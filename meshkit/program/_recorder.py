@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._see(output)  # what the module itself changes in backward is its own
         call = self._calls[self._stack.pop()]
-        self._left += [(call.name, node) for leaf in _leaves(output) if (node := _node(leaf)) is not None]
+        self._left += [(call.name, node) for leaf in _torch.tree_leaves(output) if (node := _node(leaf)) is not None]
         error = sys.exc_info()[1]
         if error is not None and error is not self._before and self._failed is None:
             self._failed = call.name
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         """Note the functions with a backward of their own that returned these tensors."""
         if self._paused:
             return
-        for tensor in _leaves(tree):
+        for tensor in _torch.tree_leaves(tree):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad or (node := own_backward(tensor)) is None:
                 continue
             ref = self._ref(tensor, "constant")
@@ -369,16 +369,6 @@ class Recorder(TorchDispatchMode):
 
 
 _PLAIN = frozenset((int, float, bool, str, torch.dtype, type(None)))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if type(tree) in (tuple, list):
-        for each in tree:
-            yield from _leaves(each)
-    elif type(tree) in _PLAIN or isinstance(tree, Tensor):
-        yield tree
-    elif type(tree) is not dict or tree:
-        yield from _torch.tree_leaves(tree)
 
 
 def _node(leaf: Any) -> Any:

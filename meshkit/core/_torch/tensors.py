@@ -11,17 +11,56 @@ import torch
 import torch.utils._pytree
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # Taken over as they are. Checked: 2.11, 2.15, for all of them.
-# - tree_flatten, tree_leaves, tree_map, tree_unflatten: nested containers of tensors. Replaced by: nothing yet.
+# - tree_flatten, tree_unflatten: nested containers of tensors. Replaced by: nothing yet.
 # - foreach_copy_, foreach_mul_, foreach_norm: many tensors in one kernel, as torch.nn.utils.get_total_norm has them. Replaced
 #   by: loops.
 foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a nested container, in torch's order.
+
+    Private: SUPPORTED_NODES, the containers that torch knows, and its own tree_leaves for those that are no plain tuple, list
+    or dict, which are walked here: reading a program asks for the leaves of ten thousand arguments, and torch's walk was a
+    third of its time. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    leaves: list[Any] = []
+    _add_leaves(tree, leaves)
+    return leaves
+
+
+def _add_leaves(tree: Any, leaves: list[Any]) -> None:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        for each in tree:
+            _add_leaves(each, leaves)
+    elif kind is dict:
+        for each in tree.values():
+            _add_leaves(each, leaves)
+    elif _is_container(kind):
+        leaves += torch.utils._pytree.tree_leaves(tree)
+    else:
+        leaves.append(tree)
+
+
+def _is_container(kind: type) -> bool:
+    """tuples of other classes: torch knows those with names by their fields."""
+    return kind in torch.utils._pytree.SUPPORTED_NODES or (kind is not tuple and issubclass(kind, tuple))
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The nested container with `function` of each leaf in its place; see `tree_leaves`."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([tree_map(function, each) for each in tree])
+    if kind is dict:
+        return {key: tree_map(function, each) for key, each in tree.items()}
+    return torch.utils._pytree.tree_map(function, tree) if _is_container(kind) else function(tree)
 
 
 def register_pytree(
