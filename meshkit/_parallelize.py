@@ -16,8 +16,9 @@ from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
-from meshkit.core.model_state import set_group
+from meshkit.core.model_state import set_group, set_notes
 from meshkit.core.optimizer_step import look_at_optimizers, parameters_before
+from meshkit.core.software import versions
 from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
@@ -33,7 +34,7 @@ from meshkit.parallel.tensor.regather import regions
 from meshkit.parallel.writes import refuse_shared_memory
 from meshkit.program import Example, read_program, without_values
 from meshkit.resolve import resolve_together
-from meshkit.step import Run
+from meshkit.step import Run, compare_optimizers
 from meshkit.strategy import Strategy
 
 
@@ -55,6 +56,7 @@ def parallelize(
     """
     require("parallelize", "mesh", mesh, Mesh)
     mesh.require_here("parallelize")
+    mesh.agreement.note("parallelize", versions())
     # Read and resolved before anything is changed: a refusal leaves the model as it was.
     program = read_program(model, example).frozen()
     if mesh.spec.world_size > 1:
@@ -120,12 +122,14 @@ def parallelize(
     find_units(model)
     if mesh.group is not dist.group.WORLD:
         set_group(model, mesh.group)
+    set_notes(model, mesh.agreement)
     for guard in guards if resolved.cut is None else ():
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
     run.slots = parameter_slots(model) if mesh.tokens.size() > 1 else None
     look_at_optimizers(model, before)
-    run.hooks, run.agreement = hooks, watch(model, mesh, resolved, blocks)
+    compare_optimizers(run)
+    run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)
     run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
     return run

@@ -12,9 +12,9 @@ from meshkit.loss.linear_logits import chunk_head
 from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
 from meshkit.mesh import Mesh
-from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, prefetch_gathers
 from meshkit.parallel.pipeline import split_linears
+from meshkit.parallel.same_units import SameUnits
 from meshkit.resolve import Resolved
 from meshkit.strategy import Budget
 
@@ -75,10 +75,10 @@ def shard_units(
         prefetch_gathers([[names[block], *others] for block, others in zip(blocks, inside, strict=True)])
 
 
-def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> Agreement | None:
+def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> SameUnits | None:
     """None where no rows are split over ranks, and with pp, whose stages gather once a step."""
     group = mesh.tokens.get_group()
     if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
         return None
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return Agreement(model, group, watch_units=not resolved.strategy.compile, experts=experts)
+    return SameUnits(model, group, watch_units=not resolved.strategy.compile, experts=experts)

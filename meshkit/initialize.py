@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor, nn
 
-from meshkit.core.model_state import copies_of
+from meshkit.core.model_state import copies_of, note
 from meshkit.core.rng import indexed_parts, random_bits, stream_of
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
@@ -51,6 +51,7 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
 
     Wire: nothing. Raises: PlanError for a parameter still on meta or in few bits, or an init pattern that matches nothing.
     """
+    note(module, "init_weights", {"seed": seed})
     names = dict(module.named_parameters())
     owners = {id(param): (owner, key) for owner in module.modules() for key, param in owner._parameters.items()}
     rules = match_table(plan.init if plan is not None else {}, names, what="parameter")

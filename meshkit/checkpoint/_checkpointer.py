@@ -111,11 +111,13 @@ class Checkpointer:
         rank. config: a dataclass or JSON values, to be read and compared later. extra: numbers, strings, tensors and
         containers of them. A step that this run has just loaded or saved is complete, and not written again.
         A run that went back, by load(step=...), to an older step sets the newer ones aside as `abandoned-step-...`.
-        Wire: three small all-gathers over a gloo group of its own; that group alone in the background.
+        Wire: an all-reduce in which ranks agree on the call; three small all-gathers over a gloo group of its own, and that
+        group alone in the background.
         Raises: CheckpointError, on every rank the same: for state that cannot be saved or differs between ranks, for a
         folder with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
         went wrong with the save before.
         """
+        run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
         self.wait()
         group = self._group(run)
         action = f"save(step={step})"
@@ -178,6 +180,7 @@ class Checkpointer:
         config: Any = None,
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
+        run.mesh.agreement.meet("resume", facts={"folder": self.folder.name})
         self.wait()
         # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
         newest = on_rank_0(self._group(run), "resume()", self.latest)
@@ -203,10 +206,12 @@ class Checkpointer:
         names, shapes and dtypes: until all ranks have found all well, nothing is changed.
         RNG states go to the ranks they came from; on a larger world, a rank that has none saved keeps its own.
         Load only what you trust: torch.distributed.checkpoint unpickles its index.
-        Wire: small all-gathers over a gloo group; the values come from the files.
+        Wire: an all-reduce in which ranks agree on the call, small all-gathers over a gloo group; the values come from the
+        files.
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest
         sound step; or naming the first key that differs. The loader's DataError for other data.
         """
+        run.mesh.agreement.meet("load", facts={"step": step, "folder": self.folder.name})
         self.wait()
         group = self._group(run)
         chosen = on_rank_0(group, "load()", lambda: choose_step(self.folder, step))

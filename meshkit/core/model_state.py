@@ -6,13 +6,22 @@ of them. `FullModel` says what there is besides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 _KEY = "_meshkit_full_model"
 _GROUP = "_meshkit_group"
+_NOTES = "_meshkit_notes"
+
+
+class Notes(Protocol):
+    """What ranks that hold a model say that they do with it, to be compared; see `meshkit.mesh.agreement`."""
+
+    def note(self, what: str, facts: Mapping[str, object]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,3 +93,14 @@ def group_of(module: nn.Module) -> ProcessGroup | None:
     """The ranks that hold the model together, where its mesh is on a part of the world; None for all of the world."""
     group: ProcessGroup | None = module.__dict__.get(_GROUP)
     return group
+
+
+def set_notes(module: nn.Module, notes: Notes) -> None:
+    module.__dict__[_NOTES] = notes
+
+
+def note(module: nn.Module, what: str, facts: Mapping[str, object]) -> None:
+    """Say what this rank does with a model; nothing where it is on no mesh."""
+    notes: Notes | None = module.__dict__.get(_NOTES)
+    if notes is not None:
+        notes.note(what, facts)

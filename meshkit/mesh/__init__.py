@@ -7,6 +7,7 @@ from .mesh import init_mesh as init_mesh
 from .spec import DENSE_AXES as DENSE_AXES
 from .spec import EXPERT_AXES as EXPERT_AXES
 from .spec import MeshSpec as MeshSpec
+from .spec import axes_of as axes_of
 from .world import fake_world as fake_world
 from .world import main_rank_first as main_rank_first
 from .world import start_world as start_world

@@ -18,13 +18,16 @@ from itertools import pairwise
 from math import lcm
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
 from meshkit.errors import MeshError
+from meshkit.mesh.agreement import Agreement
 from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, make_groups
+from meshkit.mesh.ranges import ranges_in_words
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.mesh.use_once import use_once
 from meshkit.mesh.world import start_world
@@ -76,8 +79,8 @@ class Mesh:
         """Raises: MeshError on a rank outside of the mesh. what: the call, for the error."""
         if not self.here:
             raise MeshError(
-                f"{what}: this is rank {dist.get_rank()} of the world, and the mesh is on {_ranges(self.ranks)}. Ask on "
-                "those only: `if mesh.here:`."
+                f"{what}: this is rank {dist.get_rank()} of the world, and the mesh is on {ranges_in_words(self.ranks)}. Ask "
+                "on those only: `if mesh.here:`."
             )
 
     @property
@@ -93,6 +96,11 @@ class Mesh:
         self.require_here("mesh.groups")
         assert self.members is not None
         return [group for group in (self.members.all, *self.members.by_axes.values()) if group.size() > 1]
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """What its ranks say that they do: calls in which they meet begin by comparing it."""
+        return Agreement(self.spec, self.group, self.rank, self.device)
 
     @cached_property
     def expert(self) -> DeviceMesh:
@@ -127,6 +135,12 @@ class Mesh:
     def rank(self) -> int:
         """This rank's rank of the mesh: 0 is the mesh's first, whichever rank of the world that is."""
         return dist.get_rank(self.group)
+
+    def is_first(self, *axes: str, view: tuple[str, ...] = DENSE_AXES) -> bool:
+        """Whether this rank is the first of those that differ from it in these axes of a view alone."""
+        sizes = self.spec.sizes(view)
+        at = dict(zip(sizes, np.unravel_index(self.rank, [*sizes.values()]), strict=True))
+        return all(at[axis] == 0 for axis in axes)
 
     @property
     def data_rank(self) -> int:
@@ -252,7 +266,7 @@ def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
     dist.all_gather_object(calls, (spec, list(ranks)))
     for rank, call in enumerate(calls):
         if call != calls[0]:
-            first, other = (f"{_short(spec)} on {_ranges(on)}" for spec, on in (calls[0], call))
+            first, other = (f"{_short(spec)} on {ranges_in_words(on)}" for spec, on in (calls[0], call))
             raise MeshError(
                 f"init_mesh(ranks=...): rank 0 asks for {first}, rank {rank} for {other}. Every rank of the world makes "
                 "every mesh, in the same order, those it is not on too."
@@ -269,18 +283,6 @@ def _refuse_ranks(ranks: Sequence[int], world: int) -> None:
 
 def _short(spec: MeshSpec) -> str:
     return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(spec).items() if size != 1) or "tp=1"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"{'ranks' if len(ranks) != 1 else 'rank'} {shown}"
 
 
 def _combine(view: DeviceMesh, axes: tuple[str, ...], groups: MeshGroups | None) -> DeviceMesh:

@@ -159,3 +159,11 @@ class MeshSpec:
                 )
                 lines.append(f"  {title:6} {axis:12} {size:>4}  {link:28} {shown if size > 1 else ''}".rstrip())
         return "\n".join(lines)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes that an axis of several in one, as "dp_shard_cp", is named by."""
+    axis = next((axis for axis in (*DENSE_AXES, *EXPERT_AXES) if name == axis or name.startswith(f"{axis}_")), None)
+    if axis is None:
+        raise MeshError(f"{name!r} is not made of the axes {', '.join(DENSE_AXES)} or {', '.join(EXPERT_AXES)}.")
+    return (axis, *(axes_of(name[len(axis) + 1 :]) if name != axis else ()))

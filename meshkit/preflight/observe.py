@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
 from meshkit.core.custom_op import watching_bodies
-from meshkit.mesh import Mesh
+from meshkit.mesh import DENSE_AXES, Mesh
 from meshkit.parallel.expert import in_expert_view
 from meshkit.preflight.explain import Message
 
@@ -98,6 +98,7 @@ class Axes:
             meshes[large("ep", "etp")] = mesh.expert_ranks
             meshes |= {(axis,): mesh[axis] for axis in large("edp", "ep", "etp")}
         groups = [("_".join(names), axis.get_group()) for names, axis in meshes.items() if names]
+        groups.append(("_".join(large(*DENSE_AXES)) or "mesh", mesh.group))
         self.groups = [group for _, group in groups]
         self._by_name = {group.group_name: name for name, group in reversed(groups)}
         self._by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in reversed(groups)}

@@ -20,6 +20,7 @@ It owns files and clocks. Model, loss, gradients and the optimizer stay in the r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -104,6 +105,8 @@ class Session:
 
     def __enter__(self) -> Self:
         config = self._config
+        if self._run is not None:
+            self.mesh.agreement.note("Session", dataclasses.asdict(config))
         if self._writes:
             self.start = self._step = self._resume()
         if self.start >= self._total:
@@ -220,6 +223,8 @@ class Session:
     def _begin(self, step: int) -> None:
         self._step, self._leaving, self._clock_stopped = step, None, False
         self.scalars, self._arriving = {}, {}
+        if self._run is not None:  # parts are on several meshes, and making the state of their loader is collective
+            self.mesh.agreement.note("step", {"step": step, "loader": self._loader and self._loader.state_dict()})
         if self._scheduler is not None:
             self.scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
 

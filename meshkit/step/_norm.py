@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
+from meshkit.mesh import DENSE_AXES, EXPERT_AXES, Mesh, axes_of
 from meshkit.step._run import Run
 
 
@@ -20,8 +21,13 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
     """The gradient norm: the 2-norm of all gradients as one vector, same on every rank and every mesh; fp64 scalar.
 
     Each gradient is counted once however it is sharded or replicated, by its placements.
-    Wire: one all-reduce of a few scalars per mesh axis that shards some gradient, and one over pp.
+    Wire: of a run, an all-reduce of a few numbers over its mesh, in which ranks agree on the call; of anything else, one of a
+    few scalars per mesh axis that shards some gradient.
     """
+    return _norm(model, "grad_norm", {})
+
+
+def _norm(model: Run | nn.Module | Iterable[Tensor], what: str, facts: Mapping[str, object]) -> Tensor:
     axes: dict[str, DeviceMesh] = {}
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for grad in _gradients(model, counted=True):
@@ -31,11 +37,20 @@ def grad_norm(model: Run | nn.Module | Iterable[Tensor]) -> Tensor:
     for sharded, grads in by_axes.items():
         squares = [_sum_of_squares(part).to(where or grads[0].device) for part in _by_device(grads)]
         sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
-    total = _sum_over(sums, axes)
-    if isinstance(model, Run) and model.pipeline is not None:
-        total = total.to(model.mesh.device)
-        dist.all_reduce(total, group=model.mesh["pp"].get_group())
+    if not isinstance(model, Run):
+        return _sum_over(sums, axes).sqrt()
+    # A stage has gradients of its own. Of those that several ranks have alike, the first of them adds.
+    own = [value for sharded, value in sums.items() if _is_first(model.mesh, sharded)]
+    total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64, device=model.mesh.device)
+    (total,) = model.mesh.agreement.meet(what, total, facts=facts)
     return total.sqrt()
+
+
+def _is_first(mesh: Mesh, sharded: tuple[str, ...]) -> bool:
+    """Whether this rank is the first of those that have the same shards of gradients with these axes."""
+    split = {axis for name in sharded for axis in axes_of(name)}
+    view = EXPERT_AXES if split - {*DENSE_AXES} else DENSE_AXES
+    return mesh.is_first(*(axis for axis in view if axis not in split and axis != "pp"), view=view)
 
 
 def _sharded_over(grad: Tensor, axes: dict[str, DeviceMesh]) -> tuple[str, ...]:
@@ -77,7 +92,7 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     The factor is max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it.
     """
     model = model if isinstance(model, (Run, nn.Module)) else list(model)
-    norm = grad_norm(model)
+    norm = _norm(model, "clip_grad_norm", {"max_norm": float(max_norm)})
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for on_device in _by_device([_local(grad) for grad in _gradients(model)]):
         # One call a dtype: a factor rounded to bf16 would scale fp32 gradients by 0.2 % too much or too little.

@@ -24,7 +24,6 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
-from meshkit.parallel.agreement import Agreement
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
@@ -33,6 +32,7 @@ from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_asid
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
+from meshkit.parallel.same_units import SameUnits
 from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
 from meshkit.program import without_values
@@ -60,7 +60,7 @@ class Run:
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
-    agreement: Agreement | None = None  # of data ranks on what the model runs and writes
+    units: SameUnits | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
     slots: Slots | None = None  # of parameters, with data ranks
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
@@ -117,9 +117,11 @@ class Run:
         default: the model derives it from position_ids. step: the step's number, from which dropout on adapters draws its
         masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
-        Raises: PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
-        Wire: two scalar all-reduces over the ranks with different tokens, with routers one more of their counts and losses,
-        one of the gradients of scalar parameters, a gather of gradients with hooks, and what the blocks send.
+        Raises: AgreementError, on every rank, where they are given other rows, microbatches or losses, or make other calls;
+        PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
+        Wire: two all-reduces of a few numbers over the mesh, of which the first compares what ranks do, and on what; with
+        routers one more of their counts and losses, one of the gradients of scalar parameters, a gather of gradients with
+        hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         if not isinstance(batch, Mapping):
@@ -127,7 +129,8 @@ class Run:
                 f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
                 "{'input_ids': ..., 'labels': ...}."
             )
-        tokens = self._count(batch, count).clamp(min=1)
+        facts = {"microbatches": microbatches, "step": step}
+        tokens = self._begin("forward_backward", batch, loss, count, mask, facts).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
@@ -141,8 +144,8 @@ class Run:
             self.rows.begin_step(microbatches)
         if self.state is not None:
             self.state.begin_step(self.model, microbatches)
-        if self.agreement is not None:
-            self.agreement.begin_step()
+        if self.units is not None:
+            self.units.begin_step()
         whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
         earlier = [param.grad for param in whole]
         for param in whole:
@@ -154,7 +157,7 @@ class Run:
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
             with self._explained():
-                total, reports = self.pipeline.forward_backward(parts, loss, tokens, beside=means)
+                total, reports = self.pipeline.backward(parts, loss, tokens)
         else:
             with shared_scales(self.model) if self.resolved.fp8 else nullcontext():
                 for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
@@ -168,7 +171,7 @@ class Run:
                             ((part_loss + collected.total()) * weight / tokens).backward()
                     total += part_loss.detach() * weight
                     reports.append((collected, weight))
-        summed, means = self._sum_of_step(total, means)
+        summed, means = self._end(total, means)
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -197,14 +200,33 @@ class Run:
         mixes = tried and mixes_in_loss(self.resolved.program.model, loss, batch) is True
         return LossWatch(loss, count, self.mesh.device, mixes=mixes)
 
-    def _sum_of_step(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    def _begin(
+        self,
+        what: str,
+        batch: Batch,
+        loss: Loss,
+        count: Count,
+        mask: Mask | Sequence[Mask] | None,
+        facts: Mapping[str, object],
+    ) -> Tensor:
+        """The valid tokens of the step over all ranks, which agree here on what they do with which rows."""
+        # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
+        counted = self._to_device(count(batch)).reshape(())
+        # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
+        first = self.mesh.is_first("pp", "cp", "tp")
+        named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
+        rows = {**batch, "mask": _masks(mask)}
+        (summed,) = self.mesh.agreement.meet(what, counted * first, facts={**facts, **named}, rows=rows)
+        return summed.to(counted.dtype)
+
+    def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """Both over all ranks, and in the same message how many of them have not used some parameter."""
-        if self.agreement is None:
-            summed, means = self._sum_over_tokens(torch.stack([total, means])).unbind()
-            return summed, means
-        filled = total.new_full((), float(self.agreement.filled))
-        summed, means, filled = self._sum_over_tokens(torch.stack([total, means, filled])).unbind()
-        self.agreement.settle(filled)
+        filled = total.new_full((), float(self.units is not None and self.units.filled))
+        first = self.mesh.is_first("tp")  # ranks of tp have the same loss, and the last stage alone has one
+        numbers = [value * first for value in (total, means, filled)]
+        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers)
+        if self.units is not None:
+            self.units.settle(filled)
         return summed, means
 
     @contextmanager
@@ -212,7 +234,7 @@ class Run:
         """Around each forward of a training step with its loss. Raises: PlanError for what only a running model shows."""
         watch = self.state.forward() if isinstance(self.state, StateWatch) else nullcontext()
         # Data ranks agree first: then all of them refuse what they write.
-        with self._explained(), watch, self.agreement.forward() if self.agreement is not None else nullcontext():
+        with self._explained(), watch, self.units.forward() if self.units is not None else nullcontext():
             yield
 
     def _explained(self) -> AbstractContextManager[None]:
@@ -269,17 +291,16 @@ class Run:
         mask: Mask | Sequence[Mask] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
-        counted = self._count(batch, count)
+        counted = self._begin("evaluate", batch, loss, count, mask, {})
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)
         total = self.infer(part, loss)
         self.model.train(training)
         after_inference(self.model)
-        if self.pipeline is not None:
-            total = self.pipeline.total([] if total is None else [total], self.mesh.device)
-        assert total is not None
-        return self._sum_over_tokens(total.double() * weight), counted
+        local = torch.zeros((), device=self.mesh.device) if total is None else total.double() * weight
+        (summed,) = self.mesh.agreement.meet("the end of evaluate", local * self.mesh.is_first("tp"))
+        return summed, counted
 
     @torch.no_grad()
     def infer(self, part: dict[str, Any], function: Loss) -> Tensor | None:
@@ -326,21 +347,25 @@ class Run:
         """
         return split_batch(self.model, part, mask=mask)
 
-    def _count(self, batch: Batch, count: Count) -> Tensor:
-        """The valid tokens of the step. Ranks that differ in cp have the same rows: the first of them counts."""
-        # Where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
-        counted = self._to_device(count(batch))
-        return self._sum_over_tokens(counted * (self.mesh["cp"].get_local_rank() == 0))
-
     def _to_device(self, value: Any) -> Any:
         return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
-
-    def _sum_over_tokens(self, value: Tensor) -> Tensor:
-        value = value.detach().clone()
-        if self.mesh.tokens.size() > 1:
-            dist.all_reduce(value, group=self.mesh.tokens.get_group())
-        return value
 
 
 def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:
     return code_of(loss), code_of(count)
+
+
+def _name(function: Any) -> str:
+    """Of its code, for other ranks: not where it lies."""
+    code = code_of(function)
+    line = getattr(code, "co_firstlineno", None)
+    name: str = getattr(code, "co_qualname", getattr(code, "__qualname__", str(code)))
+    return name if line is None else f"{name} of line {line}"
+
+
+def _masks(mask: Mask | Sequence[Mask] | None) -> str:
+    """As little of it as tells it from others."""
+    if mask is None:
+        return "none"
+    masks = [mask] if isinstance(mask, Mask) else list(mask)
+    return f"{len(masks)} of {sum(each.tokens for each in masks)} tokens, {hash(tuple(masks)):x}"

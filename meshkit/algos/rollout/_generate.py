@@ -49,14 +49,19 @@ def generate(
     Answers depend on the weights, the seed, and a prompt's ids and key. They do not depend on other prompts or on the mesh,
     except through the last bits of logits, and with experts of limited capacity. Ranks of cp compute the same tokens; stages
     of pp take turns.
-    Every rank must call it. Wire, for each step: what a forward of the model sends for its tokens, what `choose` sends, and
-    two numbers per draw over tp, cp and pp. Where forwards of ranks with different prompts wait for each other, one number
-    every few steps over those ranks. The parameters once, or in each step.
-    Raises: DataError for prompts outside of the vocabulary, and for stop_strings without decode; PlanError for a model that
-    takes no `mask`, and for a cache without room for a prompt.
+    Every rank must call it. Wire: an all-reduce in which ranks agree on the call. For each step, what a forward of the model
+    sends for its tokens, what `choose` sends, and two numbers per draw over tp, cp and pp. Where forwards of ranks with
+    different prompts wait for each other, one number every few steps over those ranks. The parameters once, or in each step.
+    Raises: AgreementError where ranks differ in these choices, or ranks of one data rank in prompts; DataError for prompts
+    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that takes no `mask`, and for a
+    cache without room for a prompt.
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
     cache = cache or CachePolicy()
+    choices = {"seed": seed, "samples": samples, "sampling": sampling, "cache": cache}
+    run.mesh.agreement.meet(
+        "generate", facts=choices, rows={"prompts": [(each.key, each.ids.tolist()) for each in prompts]}
+    )
     _refuse_maskless(run)
     head = head_of(run.resolved.program.model, run.plan, asked="generate")
     whole_head = run.resolved.program.model.get_submodule(head)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshkit.core.model_state import full_model_of, full_state, group_of
+from meshkit.core.model_state import full_model_of, full_state, group_of, note
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import CheckpointError, PlanError
 from meshkit.lora import lora_of
@@ -72,6 +72,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     """
     pieces = named_pieces(model, "load_pretrained")
     files = _weight_files(Path(folder))
+    note(model, "load_pretrained", {"files": {file.name: file.stat().st_size for file in {*files.values()}}})
     scales = BlockScales(Path(folder), files, pieces, open_safetensors)
     # What is skipped is left out before names are compared, or it would be refused as unexpected.
     files = {key: file for key, file in files.items() if not is_ignored(model, key) and not scales.is_scale(key)}

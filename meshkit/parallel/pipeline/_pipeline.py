@@ -78,13 +78,23 @@ class Pipeline:
             self._recording = None
 
     def forward_backward(
-        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor, *, beside: Tensor | None = None
+        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
+    ) -> tuple[Tensor, list[tuple[Collected, float]]]:
+        """`backward`, with the sum of the losses of all ranks of the axis on each of them.
+
+        Wire: an all-reduce of a number over the axis.
+        """
+        total, reports = self.backward(microbatches, loss, scale)
+        dist.all_reduce(total, group=self.axis.get_group())
+        return total, reports
+
+    def backward(
+        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
     ) -> tuple[Tensor, list[tuple[Collected, float]]]:
         """Add the gradients of all microbatches to the parameters.
 
-        microbatches: (microbatch, weight of its loss). Returns the sum of their losses, the same on every rank of the axis,
-        and for each forward of this rank (report of its routers, weight). beside: another fp64 number, which the loss
-        function may change; becomes its sum over the axis, in the message of the losses.
+        microbatches: (microbatch, weight of its loss). Returns the sum of their losses, fp64, which is zero but on the rank
+        of the last stage, and for each forward of this rank (report of its routers, weight).
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
@@ -119,7 +129,11 @@ class Pipeline:
         after_pipeline(model)
         self._add_tied_gradients()
         self.produced.end_step()
-        return self.total(losses, scale.device, beside), reports
+        # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
+        total = torch.zeros((), dtype=torch.float64, device=scale.device)
+        for value in losses:
+            total += value.detach()
+        return total, reports
 
     @torch.no_grad()
     def infer(self, microbatch: Any, function: Loss) -> Tensor | None:
@@ -142,24 +156,6 @@ class Pipeline:
                 result = value
         p2p.finish()
         return result
-
-    def total(self, losses: Sequence[Tensor], device: torch.device, beside: Tensor | None = None) -> Tensor:
-        """The sum of the losses of all ranks of the axis, on all of them; `beside` is replaced by its own sum.
-
-        Wire: one all-reduce of a number, or of two.
-        """
-        # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for value in losses:
-            total += value.detach()
-        # Ranks without the last stage add 0, so the sum is the last stage's, broadcast.
-        if beside is None:
-            dist.all_reduce(total, group=self.axis.get_group())
-            return total
-        both = torch.stack([total, beside])
-        dist.all_reduce(both, group=self.axis.get_group())
-        beside.copy_(both[1])
-        return both[0]
 
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""

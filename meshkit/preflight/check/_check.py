@@ -162,8 +162,8 @@ def _step(request: Request, mesh: Mesh, built: Run | nn.Module) -> tuple[Facts |
     batch = cast(request.batch, model)
     recorder = Recorder(model)
     order = CollectiveOrder(mesh, recorder.current_module, request.timeout_s)
-    if isinstance(built, Run) and built.agreement is not None:
-        built.agreement.look = order.look
+    if isinstance(built, Run) and built.units is not None:
+        built.units.look = order.look
     outcome: Outcome = None
     raised: Exception | None = None
     loss: Any = None

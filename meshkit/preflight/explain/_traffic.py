@@ -13,6 +13,7 @@ import torch
 
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
+from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
@@ -201,37 +202,12 @@ def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Chec
         for names in cut.copied:
             row = rank_model.row(names[0] if rank == cut.ends[0] else names[1])
             log.add("pp", "send", row.rank_bytes, "gradients of tied parameters, backward")
-    # One fp64 number each. Ranks without the last stage add 0 to the loss; each rank adds the squares of its own stages.
-    log.add("pp", "all_reduce", 16, "loss")  # with the number of microbatches whose loss is a mean
-    log.add("pp", "all_reduce", 8, "gradient norm")
 
 
 def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
-    """All-reduces of numbers: loss, token count, gradient norm."""
-    spec = rank_model.spec
-    large = [axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(spec, axis) > 1]
+    """The all-reduces of a few numbers over the mesh, in which ranks agree: see `meshkit.mesh.agreement`."""
+    large = [axis for axis, size in rank_model.spec.sizes().items() if size > 1]
     if large:
-        # Twice: the tokens must be known before the first backward, which divides by them, and the loss is known after all.
-        axis = "_".join(large)
-        log.add(axis, "all_reduce", 8, "tokens")
-        # With the number of microbatches whose loss is a mean, and without stages that of ranks that have not used some
-        # parameter.
-        log.add(axis, "all_reduce", 16 if rank_model.cut is not None else 24, "loss")
-    # clip_grad_norm adds squares in one number per set of axes that shard the parameters. It reduces axis by axis, all
-    # numbers that still need that axis in one all-reduce; sets that become equal are added up and travel as one.
-    copies = rank_model.cut.copies(rank_model.at("pp")) if rank_model.cut is not None else {}
-    normed = {name: param for name, param in rank_model.params.items() if param.trains and name not in copies}
-    sums = {frozenset(_axes(rank_model, name, param)) for name, param in normed.items()}
-    for axis in sorted({axis for axes in sums for axis in axes}):
-        summed = [axes for axes in sums if axis in axes]
-        sums = {axes - {axis} for axes in sums}
-        log.add(axis, "all_reduce", 8 * len(summed), "gradient norm")
-
-
-def _axes(rank_model: RankModel, name: str, param: LocalParam) -> set[str]:
-    """The axes that split the parameter."""
-    axis, shards, _ = rank_model.sharded_over(name)
-    axes = {axis} if shards > 1 else set()
-    if param.expert:
-        return axes | set(param.dims)
-    return axes | ({"tp"} if param.shape != param.full_shape else set())
+        # The tokens must be known before the first backward, which divides by them, and the loss is known after all.
+        for what in ("tokens", "loss", "gradient norm"):
+            log.add("_".join(large), "all_reduce", MEETING_BYTES, what)

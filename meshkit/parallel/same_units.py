@@ -47,7 +47,7 @@ _START = "the start of the forward"
 # comparison in every step: freeze it.
 
 
-class Agreement:
+class SameUnits:
     """Watches the forwards of a model under FSDP on this rank.
 
     group: the ranks with different rows. watch_units: False where blocks are compiled, which take no hooks between them.
@@ -67,7 +67,7 @@ class Agreement:
         self._model, self._rank, self._size = model, dist.get_rank(group), group.size()
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, group=group, group_src=0)
-        self._name = f"agreement/{name[0]}"
+        self._name = f"same_units/{name[0]}"
         self._store = _torch.world_store().clone()  # its own connection: others wait in the world's meanwhile
         self._patience = _torch.timeout_of(group)
         self._asked = self._forwards = 0

@@ -1,0 +1,226 @@
+"""Agreement: in the first message of each call ranks say what they do and with what, and one that differs is named.
+
+Every call in which ranks meet (a step, an evaluation, clipping, a save, a load) begins with an all-reduce over the mesh, of
+the same form in each: what the call sums anyway, and two numbers more. Ranks that make different calls meet in it too, and
+learn that, instead of waiting for each other in messages that do not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.core import _torch
+from meshkit.core.to_device import HOST, copy_to_host
+from meshkit.core.waiting import waiting
+from meshkit.errors import AgreementError
+from meshkit.mesh._differences import Call, Fact, Scope, Told, difference
+from meshkit.mesh.groups import group_axes
+from meshkit.mesh.spec import MeshSpec
+
+NUMBERS = 3
+"""that a meeting sums besides"""
+MEETING_BYTES = 8 * (2 + NUMBERS)
+OTHERS = timedelta(seconds=20)  # for the other ranks to say what they have, once all know that some differ
+SHOWN = 200  # characters of a value; of a longer one its hash besides
+SAMPLE = 1 << 20  # elements of a tensor of floats that are looked at
+
+# [Note: one number says whether any rank differs]
+# Each rank multiplies a hash of what it has by a number of its own, drawn so that those of all ranks that must agree sum to
+# zero modulo 2^bits. So the sum over these ranks is zero where their hashes are equal, and by chance in one of 2^bits cases
+# where they are not. Such sums add up: facts that all ranks share, those of the ranks of a stage, and those of ranks with the
+# same rows travel in one number, whatever groups there are, and every rank learns of every difference in the same message.
+# The numbers are whole and their sum is below 2^53, so fp64 adds them exactly, in any order.
+
+# [Note: when a meeting is looked at]
+# On the host at once, and everywhere in the first meeting of each kind. On a device the host would wait for all that is
+# queued there, so it looks in the next meeting, when the number has come: a difference that appears in a later step is named
+# a call later, or, if its messages do not match, by the watchdog.
+
+
+@dataclass
+class _Scope:
+    """coefficient: this rank's, of [Note: one number says whether any rank differs]. groups: of ranks of the mesh."""
+
+    groups: list[list[int]]
+    coefficient: int
+
+
+_AXES: dict[Scope, tuple[str, ...]] = {
+    "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "rows": ("pp", "cp", "tp"),
+}
+# By name of the group, which meshes of the same ranks share. Their sum over ranks travels too: it names this meeting and no
+# other on every rank, also where an error has let ranks make different numbers of them.
+_meetings = Counter[str]()
+
+
+@dataclass(eq=False)
+class Agreement:
+    """What the ranks of a mesh have said that they do, and the meetings in which that is compared.
+
+    spec, group, rank: of the mesh, and this rank's in it. device: on which the group sums.
+    """
+
+    spec: MeshSpec
+    group: dist.ProcessGroup
+    rank: int
+    device: torch.device
+    _calls: list[Call] = field(default_factory=list)  # since the last meeting
+    _open: tuple[list[Call], Callable[[], Tensor]] | None = None  # a meeting that nobody has looked at
+    _kinds: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._bits = 51 - (self.spec.world_size - 1).bit_length()
+        self._alone = self.spec.world_size == 1 or _torch.is_fake_group(self.group)
+        if not self._alone:
+            self._scopes = {scope: self._scope(scope) for scope in _AXES}
+
+    def note(
+        self,
+        what: str,
+        facts: Mapping[str, object] | None = None,
+        *,
+        stage: Mapping[str, object] | None = None,
+        rows: Mapping[str, object] | None = None,
+    ) -> None:
+        """Say what this rank does, to be compared in the next meeting.
+
+        facts: what every rank of the mesh must have alike, by name; stage: those of the same pipeline stage; rows: those that
+        differ only in pp, cp or tp, and read the same rows. Tensors are compared by their values, all else by its repr.
+        """
+        if not self._alone:
+            given: dict[Scope, Mapping[str, object]] = {"mesh": facts or {}, "stage": stage or {}, "rows": rows or {}}
+            told = {
+                scope: {name: _told(value) for name, value in each.items()}
+                for scope, each in given.items()
+                if self._scopes[scope].coefficient  # else this rank is the only one that has them
+            }
+            self._calls.append(Call(what, _caller(), told))
+
+    def meet(
+        self,
+        what: str,
+        *numbers: Tensor,
+        facts: Mapping[str, object] | None = None,
+        stage: Mapping[str, object] | None = None,
+        rows: Mapping[str, object] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`note`, then compare with all ranks what each has noted since the last meeting; returns the numbers' sums, fp64.
+
+        A collective of all ranks of the mesh. numbers: scalars on its device, at most `NUMBERS`.
+        Wire: an all-reduce of `MEETING_BYTES` over the mesh.
+        Raises: AgreementError, with one text on every rank, which names the call, the fact, the ranks and their values.
+        """
+        self.note(what, facts, stage=stage, rows=rows)
+        doubles = [number.detach().to(torch.float64) for number in numbers]
+        if self.spec.world_size == 1:
+            return tuple(doubles)
+        self._look()
+        message = torch.zeros(2 + NUMBERS, dtype=torch.float64, device=self.device)
+        if doubles:
+            message[2 : 2 + len(doubles)] = torch.stack(doubles)
+        calls, self._calls = self._calls, []
+        if not self._alone:
+            message[0] = self._sum_of(calls)
+            _meetings[self.group.group_name] += 1
+            message[1] = _meetings[self.group.group_name]
+        with waiting(f"the other ranks to come to {what}"):
+            dist.all_reduce(message, group=self.group)
+        if not self._alone:
+            self._open = calls, copy_to_host(message[:2])
+            if self.device == HOST or what not in self._kinds:
+                self._look()
+            self._kinds.add(what)
+        return message[2 : 2 + len(doubles)].unbind()
+
+    def _look(self) -> None:
+        """See [Note: when a meeting is looked at]."""
+        if self._open is None:
+            return
+        (calls, read), self._open = self._open, None
+        summed, turn = read().tolist()
+        if math.isfinite(summed) and int(summed) % (1 << self._bits) == 0:
+            return
+        told = Told(rank=self.rank, host=socket.gethostname(), calls=[call.in_text() for call in calls])
+        groups = {scope: each.groups for scope, each in self._scopes.items()}
+        key = f"agreement/{self.group.group_name}/{turn}"
+        raise AgreementError(difference(_torch.world_store().clone(), key, told, groups, OTHERS))
+
+    def _sum_of(self, calls: list[Call]) -> Tensor | float:
+        """This rank's number of a meeting, of [Note: one number says whether any rank differs]."""
+        mask = (1 << self._bits) - 1
+        total, on_device = 0, list[Tensor]()
+        for scope, each in self._scopes.items():
+            words = [call.what for call in calls] if scope == "mesh" else []
+            for index, call in enumerate(calls):
+                for name, fact in call.facts.get(scope, {}).items():
+                    words.append(f"{index}.{name}={fact.text}")
+                    if isinstance(fact.digest, Tensor):
+                        factor = each.coefficient * (2 * _hash(f"{index}.{name}") + 1)
+                        on_device.append((fact.digest * _signed(factor)).bitwise_and_(mask))
+            total += each.coefficient * _hash("\n".join(words))
+        total &= mask
+        return total if not on_device else (torch.stack(on_device).sum() + total).bitwise_and_(mask)
+
+    def _scope(self, scope: Scope) -> _Scope:
+        axes = group_axes(self.spec, *_AXES[scope])
+        groups = self.spec.groups(*axes) if axes else [[rank] for rank in range(self.spec.world_size)]
+        mine = next(group for group in groups if self.rank in group)
+        drawn = [_hash(f"{scope} {rank}") for rank in mine[:-1]]
+        # An axis of one rank has nobody to agree with: its number is zero.
+        index = mine.index(self.rank)
+        return _Scope(groups, (drawn[index] if index < len(drawn) else -sum(drawn)) % (1 << self._bits))
+
+
+def _told(value: object) -> Fact:
+    if not isinstance(value, Tensor):
+        text = value if isinstance(value, str) else repr(value)
+        return Fact(text if len(text) <= SHOWN else f"{text[:SHOWN]}... {_hash(text):016x}")
+    local = value.detach()
+    kind = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
+    flat = local.reshape(-1)
+    if flat.numel() > SAMPLE and flat.is_floating_point():
+        flat = flat[:: -(-flat.numel() // SAMPLE)]
+    if local.device == HOST:
+        content = flat.contiguous().view(torch.uint8).numpy().data if flat.numel() else b""
+        return Fact(f"{kind} {hashlib.blake2b(content, digest_size=8).hexdigest()}")
+    return Fact(kind, _digest_on_device(flat))
+
+
+def _digest_on_device(flat: Tensor) -> Tensor:
+    """Its values as whole numbers, weighted by odd ones and summed modulo 2^64; the host does not wait for it."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    weights = torch.arange(flat.numel(), device=flat.device) * _signed(_hash("weights") * 2) + 1
+    return (flat.view(whole) * weights).sum()
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _signed(value: int) -> int:
+    value %= 1 << 64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _caller() -> str:
+    """The line outside of meshkit and torch that made the call."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("meshkit.", "torch.")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
