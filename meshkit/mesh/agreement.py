@@ -12,7 +12,7 @@ import math
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.core import _torch
-from meshkit.core.to_device import HOST, copy_to_host
+from meshkit.core.to_device import HOST, copy_to_host, to_device
 from meshkit.core.waiting import waiting
 from meshkit.errors import AgreementError
 from meshkit.mesh._differences import Call, Fact, Scope, Told, difference
@@ -41,7 +41,8 @@ SAMPLE = 1 << 20  # elements of a tensor of floats that are looked at
 # zero modulo 2^bits. So the sum over these ranks is zero where their hashes are equal, and by chance in one of 2^bits cases
 # where they are not. Such sums add up: facts that all ranks share, those of the ranks of a stage, and those of ranks with the
 # same rows travel in one number, whatever groups there are, and every rank learns of every difference in the same message.
-# The numbers are whole and their sum is below 2^53, so fp64 adds them exactly, in any order.
+# The numbers are whole and their sum is below 2^53 (with those of up to 16 tensors on devices), so fp64 adds them exactly, in
+# any order.
 
 # [Note: when a meeting is looked at]
 # On the host at once, and everywhere in the first meeting of each kind. On a device the host would wait for all that is
@@ -83,7 +84,7 @@ class Agreement:
     _kinds: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._bits = 51 - (self.spec.world_size - 1).bit_length()
+        self._bits = 48 - (self.spec.world_size - 1).bit_length()
         self._alone = self.spec.world_size == 1 or _torch.is_fake_group(self.group)
         if not self._alone:
             self._scopes = {scope: self._scope(scope) for scope in _AXES}
@@ -129,22 +130,20 @@ class Agreement:
         if self.spec.world_size == 1:
             return tuple(doubles)
         self._look()
-        message = torch.zeros(2 + NUMBERS, dtype=torch.float64, device=self.device)
-        if doubles:
-            message[2 : 2 + len(doubles)] = torch.stack(doubles)
         calls, self._calls = self._calls, []
-        if not self._alone:
-            message[0] = self._sum_of(calls)
-            _meetings[self.group.group_name] += 1
-            message[1] = _meetings[self.group.group_name]
+        message = to_device(self._tail(calls, NUMBERS - len(doubles)), self.device)
+        if doubles:
+            message = torch.cat([*(number.reshape(1) for number in doubles), message])
+        for fact, factor in self._on_device(calls):
+            message[-2] += (fact * factor).bitwise_and_((1 << self._bits) - 1)
         with waiting(f"the other ranks to come to {what}"):
             dist.all_reduce(message, group=self.group)
         if not self._alone:
-            self._open = calls, copy_to_host(message[:2])
+            self._open = calls, copy_to_host(message[-2:])
             if self.device == HOST or what not in self._kinds:
                 self._look()
             self._kinds.add(what)
-        return message[2 : 2 + len(doubles)].unbind()
+        return message[: len(doubles)].unbind()
 
     def _look(self) -> None:
         """See [Note: when a meeting is looked at]."""
@@ -159,21 +158,26 @@ class Agreement:
         key = f"agreement/{self.group.group_name}/{turn}"
         raise AgreementError(difference(_torch.world_store().clone(), key, told, groups, OTHERS))
 
-    def _sum_of(self, calls: list[Call]) -> Tensor | float:
-        """This rank's number of a meeting, of [Note: one number says whether any rank differs]."""
-        mask = (1 << self._bits) - 1
-        total, on_device = 0, list[Tensor]()
+    def _tail(self, calls: list[Call], unused: int) -> Tensor:
+        """What follows the numbers of a message, on the host: zeros for `unused` ones, the number of [Note: one number says
+        whether any rank differs], and which meeting of the group this is."""
+        if self._alone:
+            return torch.zeros(unused + 2, dtype=torch.float64)
+        _meetings[self.group.group_name] += 1
+        total = 0
         for scope, each in self._scopes.items():
             words = [call.what for call in calls] if scope == "mesh" else []
-            for index, call in enumerate(calls):
-                for name, fact in call.facts.get(scope, {}).items():
-                    words.append(f"{index}.{name}={fact.text}")
-                    if isinstance(fact.digest, Tensor):
-                        factor = each.coefficient * (2 * _hash(f"{index}.{name}") + 1)
-                        on_device.append((fact.digest * _signed(factor)).bitwise_and_(mask))
-            total += each.coefficient * _hash("\n".join(words))
-        total &= mask
-        return total if not on_device else (torch.stack(on_device).sum() + total).bitwise_and_(mask)
+            told = [f"{key}={fact.text}" for key, fact in _facts(calls, scope)]
+            total += each.coefficient * _hash("\n".join(words + told))
+        total &= (1 << self._bits) - 1
+        return torch.tensor([0] * unused + [total, _meetings[self.group.group_name]], dtype=torch.float64)
+
+    def _on_device(self, calls: list[Call]) -> Iterator[tuple[Tensor, int]]:
+        """Digests that are on the device, each with what multiplies it."""
+        for scope, each in () if self._alone else self._scopes.items():
+            for key, fact in _facts(calls, scope):
+                if fact.digest is not None:
+                    yield fact.digest, _signed(each.coefficient * (2 * _hash(key) + 1))
 
     def _scope(self, scope: Scope) -> _Scope:
         axes = group_axes(self.spec, *_AXES[scope])
@@ -183,6 +187,12 @@ class Agreement:
         # An axis of one rank has nobody to agree with: its number is zero.
         index = mine.index(self.rank)
         return _Scope(groups, (drawn[index] if index < len(drawn) else -sum(drawn)) % (1 << self._bits))
+
+
+def _facts(calls: list[Call], scope: Scope) -> Iterator[tuple[str, Fact]]:
+    for index, call in enumerate(calls):
+        for name, fact in call.facts.get(scope, {}).items():
+            yield f"{index}.{name}", fact
 
 
 def _told(value: object) -> Fact:

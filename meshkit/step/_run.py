@@ -216,14 +216,16 @@ class Run:
         first = self.mesh.is_first("pp", "cp", "tp")
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
         rows = {**batch, "mask": _masks(mask)}
-        (summed,) = self.mesh.agreement.meet(what, counted * first, facts={**facts, **named}, rows=rows)
+        mine = counted if first else torch.zeros_like(counted)
+        (summed,) = self.mesh.agreement.meet(what, mine, facts={**facts, **named}, rows=rows)
         return summed.to(counted.dtype)
 
     def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """Both over all ranks, and in the same message how many of them have not used some parameter."""
-        filled = total.new_full((), float(self.units is not None and self.units.filled))
-        first = self.mesh.is_first("tp")  # ranks of tp have the same loss, and the last stage alone has one
-        numbers = [value * first for value in (total, means, filled)]
+        filled = torch.full_like(total, float(self.units is not None and self.units.filled))
+        numbers = [total, means, filled]
+        if not self.mesh.is_first("tp"):  # ranks of tp have the same loss; of the stages the last alone has one
+            numbers = [torch.zeros_like(value) for value in numbers]
         summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers)
         if self.units is not None:
             self.units.settle(filled)

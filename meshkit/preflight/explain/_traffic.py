@@ -13,6 +13,7 @@ import torch
 
 from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
+from meshkit.mesh import EXPERT_AXES, MeshSpec
 from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
@@ -206,8 +207,14 @@ def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Chec
 
 def add_scalars(log: TrafficLog, rank_model: RankModel) -> None:
     """The all-reduces of a few numbers over the mesh, in which ranks agree: see `meshkit.mesh.agreement`."""
-    large = [axis for axis, size in rank_model.spec.sizes().items() if size > 1]
-    if large:
+    if rank_model.spec.world_size > 1:
         # The tokens must be known before the first backward, which divides by them, and the loss is known after all.
         for what in ("tokens", "loss", "gradient norm"):
-            log.add("_".join(large), "all_reduce", MEETING_BYTES, what)
+            log.add(whole_axis(rank_model.spec), "all_reduce", MEETING_BYTES, what)
+
+
+def whole_axis(spec: MeshSpec) -> str:
+    """The name of the axis of all ranks: that of a dense or an expert axis that has them all, or of all dense ones."""
+    large = [axis for axis, size in spec.sizes().items() if size > 1]
+    alone = [axis for axis in EXPERT_AXES if getattr(spec, axis) == spec.world_size and in_expert_view(spec)]
+    return alone[0] if len(large) > 1 and alone else "_".join(large)

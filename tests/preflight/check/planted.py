@@ -239,7 +239,10 @@ def without_sync(run: mk.Run, batch: dict[str, Tensor]) -> Tensor:
         dist.all_reduce(count, group=run.mesh.tokens.get_group())
     loss = mk.step.next_token_loss(run.model, batch) / count
     loss.backward()
-    return run._sum_over_tokens(loss.detach())
+    loss = loss.detach()
+    if run.mesh.tokens.size() > 1:
+        dist.all_reduce(loss, group=run.mesh.tokens.get_group())
+    return loss
 
 
 def plain_sgd(run: mk.Run) -> torch.optim.Optimizer:
