@@ -20,7 +20,15 @@ def guards_of(resolved: Resolved) -> list[Guard | RowsGuard | StateGuard]:
     closed = dict.fromkeys(resolved.experts, "experts")
     ranks = spec.pp * spec.dp_replicate * spec.dp_shard > 1
     found.append(
-        RowsGuard(program, resolved.rows, blocks=blocks, closed=closed, ranks=ranks, first=refuse_of_microbatches)
+        RowsGuard(
+            program,
+            resolved.rows,
+            blocks=blocks,
+            closed=closed,
+            ranks=ranks,
+            parts=spec.dp_replicate * spec.dp_shard,
+            first=refuse_of_microbatches,
+        )
     )
     if resolved.cut is not None:
         found.append(StateGuard(program, closed=closed, repeated=resolved.repeated))

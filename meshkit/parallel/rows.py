@@ -25,8 +25,10 @@ from meshkit.program import (
     OnlyAlone,
     Program,
     Read,
+    ReadingError,
     Trace,
     Unproved,
+    differences,
     fold,
     follow_mode,
     is_number,
@@ -141,7 +143,8 @@ class RowsGuard:
     the same modules in training, and arguments that differ in sizes, and in numbers within a power of two.
 
     shown: the arguments of a kind that need not be looked at. ranks: whether rows are split over ranks; else only steps of
-    several microbatches are looked at, and `first` gets the reading and their number.
+    several microbatches are looked at, and `first` gets the reading and their number. parts: data ranks, that have a part of
+    the rows each. Each number of rows is looked at too, of a part and of all parts, see `_refuse_other_rows`.
     Wire: nothing; every rank reads for itself.
     """
 
@@ -153,9 +156,11 @@ class RowsGuard:
         blocks: Sequence[str],
         closed: Mapping[str, str],
         ranks: bool,
+        parts: int,
         first: Callable[[Trace, int], None],
     ) -> None:
         self._program, self._blocks, self._closed, self._ranks = program, blocks, closed, ranks
+        self._parts, self._rows = parts, set[tuple[Hashable, int]]()
         self._first = first
         self._microbatches = 1
         self._looked: set[Hashable] = set() if shown is None else {_kind(program.model, shown)}
@@ -184,7 +189,51 @@ class RowsGuard:
                     first=lambda read: None if self._ranks else self._first(read, self._microbatches),
                 )
         self._looked.add(kind)
+        rows = _rows_of(example)
+        for count in dict.fromkeys((rows, rows * self._microbatches * self._parts)):
+            if (kind, count) not in self._rows:
+                with torch.inference_mode(False):
+                    _refuse_other_rows(self._program, example, count, self._closed)
+                self._rows.add((kind, count))
         self._calls.add(call)
+
+
+def _refuse_other_rows(program: Program, example: Example, rows: int, closed: Mapping[str, str]) -> None:
+    """Raises: PlanError for a forward that runs other operations on so many rows, or computes with other numbers, than on
+    those that it was proved on: if x.shape[0] == 1, or a squeeze() that takes a dim of one row."""
+    proved = sum(map(len, _PARTS))
+    if rows in (proved, len(_PARTS[0]), 0):
+        return
+
+    def read(count: int) -> Trace:
+        given = of_rows(example, count)
+        return trace(without_values(program.model), given.args, given.kwargs, closed=closed)
+
+    try:
+        expected = read(proved)
+        if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
+            return  # on other values it may run something else
+        found = read(rows)
+    except ReadingError as error:
+        raise _mixed(
+            program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {error}."
+        ) from error
+    except PlanError:
+        return  # it draws other numbers in each reading, or cannot be read, and was tried on values
+    for difference in differences(expected, found):
+        at = difference.other or difference.one
+        if difference.factor is not None:
+            name, there, here = difference.factor
+            what = f"{at} computes with {name}={here}, and of {proved} with {there}"
+        else:
+            what = f"{at} {'runs' if difference.other is not None else 'does not run'}, unlike of {proved}"
+        raise _mixed(program.model, f"of {rows} rows {what}, so what it does depends on how many rows there are.")
+
+
+def _rows_of(example: Example) -> int:
+    return next(
+        (leaf.shape[0] for leaf in _torch.tree_leaves((example.args, dict(example.kwargs))) if _has_rows(leaf)), 0
+    )
 
 
 def _kind(model: nn.Module, example: Example) -> Hashable:

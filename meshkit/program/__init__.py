@@ -5,6 +5,7 @@ from ._copy import follow_mode as follow_mode
 from ._copy import mode_of as mode_of
 from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values
+from ._differences import differences as differences
 from ._example import Example as Example
 from ._example import example_of as example_of
 from ._example import with_positions as with_positions

@@ -68,6 +68,11 @@ class Operation:
         return str(self.op)
 
     @property
+    def operator(self) -> str:
+        """Its name without that of the overload."""
+        return self.op if isinstance(self.op, str) else str(self.op.overloadpacket.__name__)
+
+    @property
     def trains(self) -> bool:
         """Whether gradients flow through it, from outputs to inputs."""
         floats = any(ref.dtype.is_floating_point or ref.dtype.is_complex for ref in tensors(self.outputs))

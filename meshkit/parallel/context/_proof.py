@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.parallel.context._reading import Call, Doors, Reader
@@ -27,6 +27,7 @@ class Proofs:
         self._known: dict[Hashable, Covered] = {}  # by kind of call: of numbers
         # Fewest and most tokens that each kind of call was looked at with.
         self._sizes: dict[Hashable, tuple[int, int]] = {}
+        self._rows: dict[Hashable, set[int]] = {}  # that each kind of call was looked at with
         if proved is not None:
             numbers = _numbers(proved)
             self._known[_kind(reader.program.model, proved)] = Covered(numbers, numbers)
@@ -51,6 +52,10 @@ class Proofs:
                 self.reader.prove(self.doors, further)
                 known.cover(numbers)
                 known.cover(_numbers(further))
+        rows = mask.rows or next((leaf.shape[0] for leaf in _torch.tree_leaves((args, rest)) if _has_rows(leaf)), 1)
+        if rows not in (seen := self._rows.setdefault(kind, {1})):
+            self.reader.refuse_other_rows(self.doors, call, rows=rows)
+            seen.add(rows)
         counts = {mask.row_tokens, *mask.layout.lengths}
         least, most = self._sizes.get(kind, (min(counts) + 1, 0))
         if min(counts) < least or max(counts) > most:
@@ -82,3 +87,7 @@ def _numbered(tree: Any, numbers: Any) -> Any:
         return number if is_number(value) else value
 
     return _torch.tree_map(leaf, dict(tree) if isinstance(tree, dict) else tree)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 1

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,10 +40,9 @@ from meshkit.program import (
     Operation,
     Program,
     ReadingError,
-    TensorRef,
     Trace,
     Unproved,
-    computing,
+    differences,
     live,
     prove,
     tensors,
@@ -134,28 +132,28 @@ class Call:
     given: frozenset[str] = frozenset({"input_ids"})
     rows: int | None = None
 
-    def of(self, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the same kind for one row of so many tokens."""
+    def of(self, tokens: int, *, rows: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the same kind for rows of so many tokens."""
 
         def resized(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             if leaf.ndim > 1 and leaf.shape[1] == self.tokens:
-                return torch.empty((1, tokens, *leaf.shape[2:]), dtype=leaf.dtype, device="meta")
+                return torch.empty((rows, tokens, *leaf.shape[2:]), dtype=leaf.dtype, device="meta")
             if leaf.ndim and leaf.shape[0] == self.rows:
-                return torch.empty((1, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+                return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
             return leaf
 
         args, kwargs = _torch.tree_map(resized, (tuple(self.args), dict(self.kwargs)))
         return args, kwargs
 
-    def alone(self, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def alone(self, tokens: int, *, rows: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the single-device model, of all tokens."""
-        args, kwargs = self.of(tokens)
+        args, kwargs = self.of(tokens, rows=rows)
         if "position_ids" not in self.given:
             kwargs.pop("position_ids", None)
         if "attention_mask" in self.given:
-            kwargs["attention_mask"] = torch.empty((1, tokens), dtype=torch.int64, device="meta")
+            kwargs["attention_mask"] = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         return args, kwargs
 
 
@@ -298,9 +296,20 @@ class Reader:
             _refuse_difference(alone, sum(map(len, _TOKENS)), [tokens], counted)
             _refuse_difference(on_rank, len(_TOKENS[0]), lengths, counted, ranks=ReadMask().ranks)
 
-    def _alone(self, call: Call, tokens: int, *, registry: bool) -> Trace:
+    def refuse_other_rows(self, doors: Doors, call: Call, *, rows: int) -> None:
+        """Raises: PlanError if the single-device model runs other operations on so many rows than on the one that it was
+        proved on."""
+
+        def alone(count: int) -> Trace:
+            return self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry, rows=count)
+
+        call = self._complete(call)
+        with self._explained():
+            _refuse_difference(alone, 1, [rows], frozenset(), of="rows")
+
+    def _alone(self, call: Call, tokens: int, *, registry: bool, rows: int = 1) -> Trace:
         """The single-device model's program."""
-        args, kwargs = call.alone(tokens)
+        args, kwargs = call.alone(tokens, rows=rows)
         packed = "position_ids" in call.given
 
         def read(again: Again) -> Trace:
@@ -390,43 +399,25 @@ def _refuse_difference(
     counted: Collection[tuple[str, str]],
     *,
     ranks: int = 1,
+    of: str = "tokens",
 ) -> None:
     """counted: lines whose factor is the number of tokens of a row, of which one of `ranks` is read."""
-    expected = computing(read(proved))
+    expected = read(proved)
     for count in counts:
-        for a, b in zip_longest(expected, computing(read(count))):
-            if a is None or b is None or a.name != b.name:
+        for difference in differences(expected, read(count), by_keywords=(ATTEND,)):
+            a, b = difference.one, difference.other
+            if difference.factor is None:
                 runs, runs_not = (count, proved) if b is not None else (proved, count)
                 raise PlanError(
-                    f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
+                    f"{b or a}: of {runs} {of} it is run, and of {runs_not} not, so what runs depends on their number."
                 )
-            for (name, there), (_, here) in zip(_factors(a), _factors(b), strict=True):
-                is_count = (_operator(b), b.where) in counted and (there, here) == (proved * ranks, count * ranks)
-                if there != here and not is_count:
-                    raise PlanError(
-                        f"{b}: of {count} tokens it computes with {name}={here}, and of {proved} with {there}, so its values "
-                        "depend on the number of tokens, of which a rank has a part."
-                    )
-
-
-def _operator(operation: Operation) -> str:
-    return operation.op if isinstance(operation.op, str) else operation.op.overloadpacket.__name__
-
-
-def _factors(operation: Operation) -> list[tuple[str, Any]]:
-    """The numbers that an operation computes with: no sizes and no dims, and not what a range begins and ends with."""
-    if isinstance(operation.op, str):
-        given = list(operation.kwargs.items()) if operation.name == ATTEND else []
-    else:
-        ranges = operation.op.overloadpacket.__name__ in ("arange", "linspace")
-        schema = () if ranges else operation.op._schema.arguments
-        named = dict(zip((each.name for each in schema), operation.args, strict=False)) | dict(operation.kwargs)
-        kinds = {each.name: str(each.type) for each in schema}
-        given = [(name, value) for name, value in named.items() if kinds.get(name, "") in _OF_VALUES]
-    return [(name, None if isinstance(value, TensorRef) else value) for name, value in given]
-
-
-_OF_VALUES = ("Tensor", "number", "float", "Optional[number]", "Optional[float]")
+            name, there, here = difference.factor
+            is_count = b is not None and (b.operator, b.where) in counted
+            if not (is_count and (there, here) == (proved * ranks, count * ranks)):
+                raise PlanError(
+                    f"{b}: of {count} {of} it computes with {name}={here}, and of {proved} with {there}, so its values "
+                    f"depend on the number of {of}, of which a rank has a part."
+                )
 
 
 def _attentions(trace: Trace) -> list[tuple[str, Operation]]:
