@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.checkpoint import Checkpointer
-from meshkit.mesh._differences import Told, sentence
-from meshkit.mesh.agreement import Agreement
+from meshkit.mesh._differences import Scope, Told, sentence
+from meshkit.mesh.agreement import Agreement, _scope
 from meshkit.step import Batch, count_labels, grad_norm, next_token_loss
 from tests.laws.parity.cases import mesh_for
 from tests.tiny import TINY
@@ -344,21 +344,17 @@ def test_stages_may_have_rates_of_their_own_and_their_ranks_may_not() -> None:
 
 
 class Alone:
-    """An Agreement of one rank out of many, whose number is added here."""
+    """One rank out of many, whose number is added here."""
 
     def __init__(self, spec: str, rank: int) -> None:
         resolved = mk.MeshSpec.parse(spec)
+        group = SimpleNamespace(group_name="of many")
         self.agreement = Agreement.__new__(Agreement)
-        self.agreement.__dict__ |= {
-            "spec": resolved,
-            "rank": rank,
-            "_bits": 48 - (resolved.world_size - 1).bit_length(),
-            "_alone": False,
-            "_calls": [],
-            "group": SimpleNamespace(group_name="of many"),
-        }
-        scopes = ("mesh", "stage", "rows")
-        self.agreement._scopes = {scope: self.agreement._scope(scope) for scope in scopes}  # type: ignore[arg-type]
+        bits = 48 - (resolved.world_size - 1).bit_length()
+        names: tuple[Scope, ...] = ("mesh", "stage", "rows")
+        scopes = {scope: _scope(scope, resolved, rank, bits) for scope in names}
+        mesh = SimpleNamespace(spec=resolved, rank=rank, group=group)
+        self.agreement.__dict__ |= {"_mesh": mesh, "_bits": bits, "_alone": False, "_calls": [], "_scopes": scopes}
 
     def number(self, **values: Any) -> float:
         self.agreement._calls.clear()

@@ -11,11 +11,12 @@ import hashlib
 import math
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,13 @@ from meshkit.mesh._differences import Call, Fact, Scope, Told, difference
 from meshkit.mesh.groups import group_axes
 from meshkit.mesh.spec import MeshSpec
 
+if TYPE_CHECKING:
+    from meshkit.mesh.mesh import Mesh
+
 NUMBERS = 3
 """that a meeting sums besides"""
 MEETING_BYTES = 8 * (2 + NUMBERS)
+LAG = 4  # meetings, more than a step has; see [Note: when a meeting is looked at]
 OTHERS = timedelta(seconds=20)  # for the other ranks to say what they have, once all know that some differ
 SHOWN = 200  # characters of a value; of a longer one its hash besides
 SAMPLE = 1 << 20  # elements of a tensor of floats that are looked at
@@ -46,8 +51,9 @@ SAMPLE = 1 << 20  # elements of a tensor of floats that are looked at
 
 # [Note: when a meeting is looked at]
 # On the host at once, and everywhere in the first meeting of each kind. On a device the host would wait for all that is
-# queued there, so it looks in the next meeting, when the number has come: a difference that appears in a later step is named
-# a call later, or, if its messages do not match, by the watchdog.
+# queued there, so it looks some meetings later, when the number has long come: a difference that appears in a later step is
+# named in the next one, or, if its messages do not match, by the watchdog. The same number of meetings on every rank, not
+# when the number is there: all ranks raise at the same place.
 
 
 @dataclass
@@ -68,26 +74,18 @@ _AXES: dict[Scope, tuple[str, ...]] = {
 _meetings = Counter[str]()
 
 
-@dataclass(eq=False)
 class Agreement:
-    """What the ranks of a mesh have said that they do, and the meetings in which that is compared.
+    """What the ranks of a mesh have said that they do, and the meetings in which that is compared."""
 
-    spec, group, rank: of the mesh, and this rank's in it. device: on which the group sums.
-    """
-
-    spec: MeshSpec
-    group: dist.ProcessGroup
-    rank: int
-    device: torch.device
-    _calls: list[Call] = field(default_factory=list)  # since the last meeting
-    _open: tuple[list[Call], Callable[[], Tensor]] | None = None  # a meeting that nobody has looked at
-    _kinds: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._bits = 48 - (self.spec.world_size - 1).bit_length()
-        self._alone = self.spec.world_size == 1 or _torch.is_fake_group(self.group)
-        if not self._alone:
-            self._scopes = {scope: self._scope(scope) for scope in _AXES}
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._bits = mesh, 48 - (mesh.spec.world_size - 1).bit_length()
+        self._alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
+        self._scopes = (
+            {} if self._alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
+        )
+        self._calls: list[Call] = []  # since the last meeting
+        self._open: deque[tuple[list[Call], Callable[[], Tensor]]] = deque()  # meetings that nobody has looked at
+        self._kinds: set[str] = set()  # of meetings that were
 
     def note(
         self,
@@ -127,50 +125,50 @@ class Agreement:
         """
         self.note(what, facts, stage=stage, rows=rows)
         doubles = [number.detach().to(torch.float64) for number in numbers]
-        if self.spec.world_size == 1:
+        if self._mesh.spec.world_size == 1:
             return tuple(doubles)
-        self._look()
         calls, self._calls = self._calls, []
-        message = to_device(self._tail(calls, NUMBERS - len(doubles)), self.device)
+        message = to_device(self._tail(calls, NUMBERS - len(doubles)), self._mesh.device)
         if doubles:
             message = torch.cat([*(number.reshape(1) for number in doubles), message])
         for fact, factor in self._on_device(calls):
             message[-2] += (fact * factor).bitwise_and_((1 << self._bits) - 1)
         with waiting(f"the other ranks to come to {what}"):
-            dist.all_reduce(message, group=self.group)
+            dist.all_reduce(message, group=self._mesh.group)
         if not self._alone:
-            self._open = calls, copy_to_host(message[-2:])
-            if self.device == HOST or what not in self._kinds:
-                self._look()
+            self._open.append((calls, copy_to_host(message[-2:])))
+            self._look(lag=0 if self._mesh.device == HOST or what not in self._kinds else LAG)
             self._kinds.add(what)
         return message[: len(doubles)].unbind()
 
-    def _look(self) -> None:
-        """See [Note: when a meeting is looked at]."""
-        if self._open is None:
-            return
-        (calls, read), self._open = self._open, None
-        summed, turn = read().tolist()
-        if math.isfinite(summed) and int(summed) % (1 << self._bits) == 0:
-            return
-        told = Told(rank=self.rank, host=socket.gethostname(), calls=[call.in_text() for call in calls])
+    def _look(self, *, lag: int) -> None:
+        """At all meetings but the last `lag`."""
+        while len(self._open) > lag:
+            calls, read = self._open.popleft()
+            summed, turn = read().tolist()
+            if not math.isfinite(summed) or int(summed) % (1 << self._bits):
+                self._open.clear()
+                raise AgreementError(self._difference(calls, turn))
+
+    def _difference(self, calls: list[Call], turn: float) -> str:
+        told = Told(rank=self._mesh.rank, host=socket.gethostname(), calls=[call.in_text() for call in calls])
         groups = {scope: each.groups for scope, each in self._scopes.items()}
-        key = f"agreement/{self.group.group_name}/{turn}"
-        raise AgreementError(difference(_torch.world_store().clone(), key, told, groups, OTHERS))
+        key = f"agreement/{self._mesh.group.group_name}/{turn}"
+        return difference(_torch.world_store().clone(), key, told, groups, OTHERS)
 
     def _tail(self, calls: list[Call], unused: int) -> Tensor:
         """What follows the numbers of a message, on the host: zeros for `unused` ones, the number of [Note: one number says
         whether any rank differs], and which meeting of the group this is."""
         if self._alone:
             return torch.zeros(unused + 2, dtype=torch.float64)
-        _meetings[self.group.group_name] += 1
+        _meetings[self._mesh.group.group_name] += 1
         total = 0
         for scope, each in self._scopes.items():
             words = [call.what for call in calls] if scope == "mesh" else []
             told = [f"{key}={fact.text}" for key, fact in _facts(calls, scope)]
             total += each.coefficient * _hash("\n".join(words + told))
         total &= (1 << self._bits) - 1
-        return torch.tensor([0] * unused + [total, _meetings[self.group.group_name]], dtype=torch.float64)
+        return torch.tensor([0] * unused + [total, _meetings[self._mesh.group.group_name]], dtype=torch.float64)
 
     def _on_device(self, calls: list[Call]) -> Iterator[tuple[Tensor, int]]:
         """Digests that are on the device, each with what multiplies it."""
@@ -179,14 +177,15 @@ class Agreement:
                 if fact.digest is not None:
                     yield fact.digest, _signed(each.coefficient * (2 * _hash(key) + 1))
 
-    def _scope(self, scope: Scope) -> _Scope:
-        axes = group_axes(self.spec, *_AXES[scope])
-        groups = self.spec.groups(*axes) if axes else [[rank] for rank in range(self.spec.world_size)]
-        mine = next(group for group in groups if self.rank in group)
-        drawn = [_hash(f"{scope} {rank}") for rank in mine[:-1]]
-        # An axis of one rank has nobody to agree with: its number is zero.
-        index = mine.index(self.rank)
-        return _Scope(groups, (drawn[index] if index < len(drawn) else -sum(drawn)) % (1 << self._bits))
+
+def _scope(scope: Scope, spec: MeshSpec, rank: int, bits: int) -> _Scope:
+    axes = group_axes(spec, *_AXES[scope])
+    groups = spec.groups(*axes) if axes else [[each] for each in range(spec.world_size)]
+    mine = next(group for group in groups if rank in group)
+    drawn = [_hash(f"{scope} {each}") for each in mine[:-1]]
+    # An axis of one rank has nobody to agree with: its number is zero.
+    index = mine.index(rank)
+    return _Scope(groups, (drawn[index] if index < len(drawn) else -sum(drawn)) % (1 << bits))
 
 
 def _facts(calls: list[Call], scope: Scope) -> Iterator[tuple[str, Fact]]:

@@ -100,7 +100,7 @@ class Mesh:
     @cached_property
     def agreement(self) -> Agreement:
         """What its ranks say that they do: calls in which they meet begin by comparing it."""
-        return Agreement(self.spec, self.group, self.rank, self.device)
+        return Agreement(self)
 
     @cached_property
     def expert(self) -> DeviceMesh:
@@ -205,11 +205,10 @@ def init_mesh(
     timeout: how long any collective of any axis may take, after which a waiting rank raises. Default: 10 minutes for a new
     world; the world's own for one that was started before.
     Collective: every rank of the world must call it with the same arguments, ranks outside of `ranks` too.
-    Wire: names over the mesh, and a number over each of its groups, see [Note: each group is used when it is made]; with
-    `ranks`, an all-gather of the arguments.
+    Wire: an all-gather of the arguments; names over the mesh, and a number over each of its groups, see [Note: each group is
+    used when it is made].
 
-    Raises: MeshError when the axes do not fit the world or the part; with `ranks`, on every rank when ranks ask for
-    different meshes.
+    Raises: MeshError when the axes do not fit the world or the part; on every rank when ranks ask for different meshes.
     """
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
@@ -225,9 +224,10 @@ def init_mesh(
         _torch.set_timeout(_torch.world(), timeout)
     world = dist.get_world_size()
     part = range(world) if ranks is None else ranks
+    # In this order: a rank that refused its own arguments first would leave the others in the gather.
+    if world > 1 and not _torch.is_fake_group(_torch.world()):
+        _refuse_different_calls(wanted, ranks)
     if ranks is not None:
-        # In this order: a rank that refused its own arguments first would leave the others in the gather.
-        _refuse_different_calls(wanted, part)
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
     groups = make_groups(resolved, part, timeout)
@@ -257,19 +257,23 @@ def _device_mesh(
     return _torch.mesh_of_groups(device_type, grid, axes, [groups.of(axis) for axis in axes] if groups else [])
 
 
-def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int]) -> None:
+def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int] | None) -> None:
     """Raises: MeshError where ranks ask for different meshes.
 
     Ranks make groups together, so without this a rank that asks for another mesh would leave the others waiting.
     """
-    calls: list[tuple[MeshSpec, list[int]]] = [(spec, list(ranks))] * dist.get_world_size()
-    dist.all_gather_object(calls, (spec, list(ranks)))
+    own = spec, None if ranks is None else list(ranks)
+    calls: list[tuple[MeshSpec, list[int] | None]] = [own] * dist.get_world_size()
+    dist.all_gather_object(calls, own)
     for rank, call in enumerate(calls):
         if call != calls[0]:
-            first, other = (f"{_short(spec)} on {ranges_in_words(on)}" for spec, on in (calls[0], call))
+            first, other = (
+                f"{_short(spec)} on {'all ranks' if on is None else ranges_in_words(on)}"
+                for spec, on in (calls[0], call)
+            )
             raise MeshError(
-                f"init_mesh(ranks=...): rank 0 asks for {first}, rank {rank} for {other}. Every rank of the world makes "
-                "every mesh, in the same order, those it is not on too."
+                f"init_mesh: rank 0 asks for {first}, rank {rank} for {other}. Every rank of the world makes every mesh, in "
+                "the same order, those it is not on too."
             )
 
 

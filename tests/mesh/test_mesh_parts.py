@@ -150,7 +150,7 @@ def test_impossible_parts_are_refused_on_every_rank() -> None:
     for text, match in zip(
         first,
         [
-            "init_mesh(ranks=...): rank 0 asks for tp=1 on rank 0, rank 1 for tp=1 on rank 1. Every rank of the world makes",
+            "init_mesh: rank 0 asks for tp=1 on rank 0, rank 1 for tp=1 on rank 1. Every rank of the world makes",
             "init_mesh(ranks=[2]): ranks are an increasing part of 0 to 1, and at least one",
             "init_mesh(ranks=[1, 0]): ranks are an increasing part of 0 to 1",
             "mesh tp=2 needs a multiple of 2 ranks, but the part has 1. Change ranks=,",
@@ -160,3 +160,20 @@ def test_impossible_parts_are_refused_on_every_rank() -> None:
         strict=True,
     ):
         assert text.startswith(match), text
+
+
+def other_meshes(odd: str) -> str:
+    try:
+        mk.init_mesh(odd if dist.get_rank() else "dp_shard=2")
+    except mk.errors.MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("odd", ["tp=2", "pp=2"])
+def test_ranks_that_ask_for_other_axes_are_told_so(odd: str) -> None:
+    texts = pool(2).run(other_meshes, odd)
+    assert {*texts} == {
+        f"init_mesh: rank 0 asks for dp_shard=2 on all ranks, rank 1 for {odd} on all ranks. Every rank of the world makes "
+        "every mesh, in the same order, those it is not on too."
+    }
