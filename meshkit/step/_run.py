@@ -27,7 +27,7 @@ from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
-from meshkit.parallel.later import Slots, refuse_later_changes
+from meshkit.parallel.later import LaterChanges
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows import RowsGuard
@@ -62,7 +62,7 @@ class Run:
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     units: SameUnits | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
-    slots: Slots | None = None  # of parameters, with data ranks
+    later: LaterChanges | None = None  # of the model, since it was split
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
@@ -138,8 +138,8 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
-        if self.slots is not None:
-            refuse_later_changes(self.model, self.slots)
+        if self.later is not None:
+            self.later.refuse_parts(microbatches)
         if self.rows is not None:
             self.rows.begin_step(microbatches)
         if self.state is not None:
@@ -217,6 +217,8 @@ class Run:
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
         rows = {**batch, "mask": _masks(mask)}
         (summed,) = self.mesh.agreement.meet(what, counted * first, facts={**facts, **named}, rows=rows)
+        if self.later is not None:
+            self.later.refuse_values()
         return summed.to(counted.dtype)
 
     def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:

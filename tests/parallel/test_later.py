@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
@@ -50,13 +50,50 @@ def frozen_added(model: Any) -> None:
     model.late = nn.Parameter(torch.ones(WIDTH).double(), requires_grad=False)
 
 
-def changed(change: Callable[[Any], None], mesh: str) -> float | str:
+def hooked_after(model: Any) -> None:
+    def halve(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad *= 0.5
+
+    model.leave.weight.register_post_accumulate_grad_hook(halve)
+
+
+def one_replaced(model: Any) -> None:
+    model.leave.weight = nn.Parameter(torch.ones(OUT, WIDTH).double())
+
+
+def assigned(model: Any) -> None:
+    for name, param in model.named_parameters():
+        if ".fc1." in name:
+            param.data = param.data * 0.5
+
+
+def moved(model: Any) -> None:
+    """As scripts do that move a model which is there already."""
+    model.to("cpu")
+
+
+def converted(model: Any) -> None:
+    model.float().double()
+
+
+class Tokens(Layers):
+    """Rows of two tokens, of which ranks of tp have one each with sequence parallelism."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(0, (-1, 2))).flatten(0, 1)
+
+
+def changed(
+    change: Callable[[Any], None], mesh: str, microbatches: int = 1, make: type[nn.Module] = Layers, **choices: Any
+) -> float | str:
     """How far the gradients of a step after the change are off one device; or what it raises."""
     torch.manual_seed(0)
-    alone = Layers().double()
+    alone = make().double()
     torch.manual_seed(0)
-    run = mk.parallelize(Layers().double(), mesh_for(mesh))
     batches = [{name: value.double() for name, value in features(seed).items()} for seed in range(2)]
+    example = mk.Example((batches[0]["x"],))
+    run = mk.parallelize(make().double(), mesh_for(mesh), example=example, microbatches=microbatches, **choices)
     run.forward_backward(own_rows(batches[0], run.mesh), loss=squares, count=row_count)
     for model in (run.model, alone):
         change(model)
@@ -75,9 +112,20 @@ def changed(change: Callable[[Any], None], mesh: str) -> float | str:
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2"])
-@pytest.mark.parametrize("change", [frozen, scaled_in_place, hooked_module, frozen_added])
+@pytest.mark.parametrize("change", [frozen, scaled_in_place, hooked_module, frozen_added, moved])
 def test_these_changes_are_right(change: Callable[[Any], None], mesh: str) -> None:
     assert all(float(off) < TOL_FP64 for off in pool(2).run(changed, change, mesh))
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "tp=2"])
+@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_after, moved, converted])
+def test_these_are_right_where_ranks_have_the_same_rows(change: Callable[[Any], None], mesh: str) -> None:
+    ranks = pool(mk.MeshSpec.parse(mesh).world_size)
+    assert all(float(off) < TOL_FP64 for off in ranks.run(changed, change, mesh))
+
+
+def test_values_are_assigned_where_parameters_are_no_shards() -> None:
+    assert all(float(off) < TOL_FP64 for off in pool(1).run(changed, assigned, "dp_shard=1"))
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2"])
@@ -86,9 +134,37 @@ def test_these_changes_are_right(change: Callable[[Any], None], mesh: str) -> No
     [
         (replaced, "parameter 'leave.weight' was made after parallelize: no data rank sums its gradient"),
         (added, "parameter 'blocks.0.late' was made after parallelize: no data rank sums its gradient"),
-        (hooked, "parameter 'leave.weight' has got a hook on its gradient after parallelize"),
+        (hooked, "parameter 'leave.weight' has got a hook on its gradient after parallelize: there it is a shard"),
+        (hooked_after, "parameter 'leave.weight' has got a hook on its gradient after parallelize: there it is a shard"),
+        (assigned, "parameter 'blocks.0.fc1.weight' was given other values by assignment"),
+        (converted, "parameter 'enter.weight' was given other values by assignment"),
     ],
 )
 def test_these_would_be_lost_and_are_refused(change: Callable[[Any], None], said: str, mesh: str) -> None:
     for text in pool(2).run(changed, change, mesh):
         assert said in str(text)
+
+
+@pytest.mark.parametrize("change", [assigned, one_replaced])
+def test_what_takes_the_place_of_a_shard_of_tp_is_refused(change: Callable[[Any], None]) -> None:
+    said = "given other values by assignment" if change is assigned else "made after parallelize: a shard was in its place"
+    for text in pool(2).run(changed, change, "tp=2"):
+        assert said in str(text)
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "tp=2", "pp=2"])
+@pytest.mark.parametrize("change", [hooked, hooked_after])
+def test_a_hook_that_each_microbatch_would_run_is_refused(change: Callable[[Any], None], mesh: str) -> None:
+    said = "has got a hook on its gradient after parallelize: backward would run it in each microbatch"
+    texts = pool(mk.MeshSpec.parse(mesh).world_size).run(changed, change, mesh, 2)
+    assert said in str(texts[-1])  # the last stage has the parameter
+
+
+@pytest.mark.parametrize("change", [replaced, added])
+def test_a_parameter_that_sequence_parallelism_would_not_sum_is_refused(change: Callable[[Any], None]) -> None:
+    for text in pool(2).run(changed_sequence, change):
+        assert "was made after parallelize: with sequence parallelism no rank of tp sums its gradient" in str(text)
+
+
+def changed_sequence(change: Callable[[Any], None]) -> float | str:
+    return changed(change, "tp=2", make=Tokens, sequence=True)
