@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
 from meshkit.core.code import is_ours
-from meshkit.errors import PlanError
 
 # [Note: values assigned by `.data`]
 # A DTensor is a wrapper around this rank's shard, with a storage of its own that nothing reads. `param.data = values` puts
@@ -60,70 +59,74 @@ class LaterChanges:
         )
         self._fsdp = any(isinstance(module, FSDPModule) for module in self.model.modules())
 
-    def refuse_values(self) -> None:
-        """Raises: PlanError for values that were assigned to a shard's `.data`."""
-        for name, module in self.model.named_modules():
-            known = self._slots.get(module, {})
-            for key, param in module._parameters.items():
-                slot = known.get(key)
-                if slot is None or slot.shard is None or param is not slot.param:
-                    continue
-                now = _Slot.of(param)
-                if now.shard is slot.shard and now.key == slot.key:
-                    continue
-                moved = now.shard is None or now.shard.data_ptr() != slot.shard.data_ptr()
-                if now.shard is slot.shard or (self._fsdp and moved):
-                    raise PlanError(
-                        f"parameter {_name(name, key)} was given other values by assignment (param.data = ..., or model.to a "
-                        "dtype) after parallelize, where it is a shard, and forward reads the memory that it had. Write into "
-                        "it: with torch.no_grad(): param.copy_(values), or param.mul_(...)."
-                    )
-                known[key] = now
+    def refusal(self, microbatches: int | None) -> str:
+        """Why a step, or with None an evaluation, would not be that of one device; empty where it would.
 
-    def refuse_parts(self, microbatches: int) -> None:
-        """Raises: PlanError for a trained parameter of whose gradient each rank would have a part, or which is in the place
-        of a shard, and for a hook that would get a part of a gradient."""
+        For values that were assigned to a shard's `.data`; in a step also for a trained parameter of whose gradient each rank
+        would have a part, or which is in the place of a shard, and for a hook that would get a part of a gradient.
+        """
         for name, module in self.model.named_modules():
             known = self._slots.get(module, {})
             for key, param in module._parameters.items():
-                if param is None or not param.requires_grad:
+                if param is None:
                     continue
-                if why := self._why_lost(param, known.get(key)):
-                    raise PlanError(
-                        f"parameter {_name(name, key)} was made after parallelize: {why}. Change the model first, and give "
-                        "parallelize the changed one."
-                    )
-                if _has_hooks(param) and (why := self._why_no_hooks(microbatches)):
-                    raise PlanError(
-                        f"parameter {_name(name, key)} has got a hook on its gradient after parallelize: {why}. Register it "
-                        "before parallelize, which runs it once a step on the whole gradient; or change param.grad between "
-                        "forward_backward and the optimizer's step."
-                    )
+                why = self._why_old_values(param, known, key)
+                if not why and microbatches is not None and param.requires_grad:
+                    why = self._why_lost(param, known.get(key)) or self._why_no_hook(param, microbatches)
+                if why:
+                    return f"parameter {f'{name}.{key}'.lstrip('.')!r} {why}"
+        return ""
+
+    def _why_old_values(self, param: nn.Parameter, known: dict[str, _Slot], key: str) -> str:
+        slot = known.get(key)
+        if slot is None or slot.shard is None or param is not slot.param:
+            return ""
+        now = _Slot.of(param)
+        if now.shard is slot.shard and now.key == slot.key:
+            return ""
+        moved = now.shard is None or now.shard.data_ptr() != slot.shard.data_ptr()
+        if now.shard is slot.shard or (self._fsdp and moved):
+            return (
+                "was given other values by assignment (param.data = ..., or model.to a dtype) after parallelize: it is a "
+                "shard, and forward reads the memory that it had. Write into that: with torch.no_grad(): "
+                "param.copy_(values), or param.mul_(...)."
+            )
+        known[key] = now
+        return ""
 
     def _why_lost(self, param: nn.Parameter, slot: _Slot | None) -> str:
         """Empty for one that has been there."""
-        # Under FSDP a gathered parameter may be in the place of its shard, and a unit looks at what else is, before it gathers.
+        # Under FSDP a gathered parameter may be in the place of its shard; at what else is, a unit looks before it gathers.
         if slot is not None and (self._fsdp or param is slot.param):
             return ""
         if self.data_ranks:
-            return "no data rank sums its gradient with the others"
-        if self.sequence:
-            return "with sequence parallelism no rank of tp sums its gradient with the others"
-        return "a shard was in its place" if slot is not None and slot.shard is not None else ""
+            why = "no data rank sums its gradient with the others"
+        elif self.sequence:
+            why = "with sequence parallelism no rank of tp sums its gradient with the others"
+        elif slot is not None and slot.shard is not None:
+            why = "a shard was in its place"
+        else:
+            return ""
+        return f"was made after parallelize: {why}. Change the model first, and give parallelize the changed one."
 
-    def _why_no_hooks(self, microbatches: int) -> str:
+    def _why_no_hook(self, param: nn.Parameter, microbatches: int) -> str:
+        if not _has_hooks(param):
+            return ""
         if self.data_ranks:
-            return "there it is a shard, whose hooks do not run in backward"
-        if microbatches > 1:
-            return "backward would run it in each microbatch, on a part of the step's gradient"
-        return "with pp its stages add up the gradient after backward" if self.stages else ""
+            why = "there it is a shard, whose hooks do not run in backward"
+        elif microbatches > 1:
+            why = "backward would run it in each microbatch, on a part of the step's gradient"
+        elif self.stages:
+            why = "with pp, gradients of stages that share it are added after backward"
+        else:
+            return ""
+        return (
+            f"has got a hook on its gradient after parallelize: {why}. Register it before parallelize, which runs it once a "
+            "step on the whole gradient; or change param.grad between forward_backward and the optimizer's step."
+        )
 
 
-def _has_hooks(param: Tensor) -> bool:
+def _has_hooks(param: nn.Parameter) -> bool:
     """The user's: an optimizer on the host and an estimate have their own."""
     accumulated: Mapping[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return bool(param._backward_hooks) or any(not is_ours(hook) for hook in accumulated.values())
-
-
-def _name(module: str, key: str) -> str:
-    return repr(f"{module}.{key}".lstrip("."))

@@ -129,8 +129,7 @@ class Run:
                 f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
                 "{'input_ids': ..., 'labels': ...}."
             )
-        facts = {"microbatches": microbatches, "step": step}
-        tokens = self._begin("forward_backward", batch, loss, count, mask, facts).clamp(min=1)
+        tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, step=step).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
@@ -138,8 +137,6 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
-        if self.later is not None:
-            self.later.refuse_parts(microbatches)
         if self.rows is not None:
             self.rows.begin_step(microbatches)
         if self.state is not None:
@@ -207,18 +204,25 @@ class Run:
         loss: Loss,
         count: Count,
         mask: Mask | Sequence[Mask] | None,
-        facts: Mapping[str, object],
+        microbatches: int | None = None,
+        **facts: object,
     ) -> Tensor:
-        """The valid tokens of the step over all ranks, which agree here on what they do with which rows."""
+        """The valid tokens of the step over all ranks, which agree here on what they do with which rows.
+
+        microbatches: None in an evaluation.
+        """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
         counted = self._to_device(count(batch)).reshape(())
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
+        # A change on one stage alone is a difference of ranks, which all of them learn in this message.
+        changed = "" if self.later is None else self.later.refusal(microbatches)
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
+        facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
         rows = {**batch, "mask": _masks(mask)}
-        (summed,) = self.mesh.agreement.meet(what, counted * first, facts={**facts, **named}, rows=rows)
-        if self.later is not None:
-            self.later.refuse_values()
+        (summed,) = self.mesh.agreement.meet(what, counted * first, facts=facts, rows=rows)
+        if changed:
+            raise PlanError(changed)
         return summed.to(counted.dtype)
 
     def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +297,7 @@ class Run:
         mask: Mask | Sequence[Mask] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
-        counted = self._begin("evaluate", batch, loss, count, mask, {})
+        counted = self._begin("evaluate", batch, loss, count, mask)
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)
