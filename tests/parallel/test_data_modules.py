@@ -382,6 +382,26 @@ def test_what_cannot_be_right_is_refused_on_every_rank(make: type[nn.Module], te
     world.kill()  # its ranks may have messages left
 
 
+def reads_a_shard(model: Any, rows: Batch) -> Tensor:
+    return squares(model, rows) + rows["x"].shape[0] * model.blocks[0].fc1.weight[torch.arange(2)].square().sum()
+
+
+def refused_loss() -> str:
+    mesh = mk.init_mesh("dp_shard=2")
+    run = mk.parallelize(built(Layers), mesh, plan=BLOCKS)
+    with pytest.raises(mk.errors.PlanError) as error:
+        run.forward_backward(own(batch(0), (4, 4), mesh.data_rank), loss=reads_a_shard, count=row_count)
+    return str(error.value)
+
+
+def test_a_loss_that_meets_a_shard_is_told_of_the_parameter_and_not_of_logits() -> None:
+    for text in pool(2).run(refused_loss):
+        assert (
+            "the loss meets a parameter, which outside of its module's forward is a shard" in text
+            and "logits" not in text
+        )
+
+
 class UnusedLater(Layers):
     """In the first step all ranks run all blocks; in the second one rank leaves one out."""
 
