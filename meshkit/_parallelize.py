@@ -26,6 +26,7 @@ from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
 from meshkit.parallel.later import LaterChanges
+from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
@@ -130,6 +131,7 @@ def parallelize(
     run.later = LaterChanges(
         model, data_ranks=mesh.tokens.size() > 1, sequence=sequence, stages=resolved.cut is not None
     )
+    run.old = OldParameters(model, before)
     look_at_optimizers(model, before)
     compare_optimizers(run)
     run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)

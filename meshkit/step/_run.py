@@ -28,6 +28,7 @@ from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
+from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows import RowsGuard
@@ -63,6 +64,7 @@ class Run:
     units: SameUnits | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
     later: LaterChanges | None = None  # of the model, since it was split
+    old: OldParameters | None = None  # that something beside the model still holds
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
@@ -137,6 +139,8 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
+        if self.old is not None:
+            self.old.begin_step()
         if self.rows is not None:
             self.rows.begin_step(microbatches)
         if self.state is not None:
@@ -167,8 +171,9 @@ class Run:
                         with self._explained():
                             ((part_loss + collected.total()) * weight / tokens).backward()
                     total += part_loss.detach() * weight
+                    del part_loss  # and its graph, so that tensors which the loss made for this part end with it
                     reports.append((collected, weight))
-        summed, means = self._end(total, means)
+        summed, means = self._end(total, means, self._lost(watch, batch))
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -225,12 +230,26 @@ class Run:
             raise PlanError(changed)
         return summed.to(counted.dtype)
 
-    def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over all ranks, and in the same message how many of them have not used some parameter."""
+    def _lost(self, watch: LossWatch | None, batch: Batch) -> str:
+        """The refusal, where a gradient of this step went to something that is no parameter of the run; else empty."""
+        old = "" if self.old is None else self.old.refusal()
+        if old or watch is None or self.mesh.tokens.size() == 1:
+            return old
+        return watch.trained_beside(self.model, batch, parameters=self.pipeline is not None)
+
+    def _end(self, total: Tensor, means: Tensor, lost: str) -> tuple[Tensor, Tensor]:
+        """Both over all ranks, and in the same message how many of them have not used some parameter.
+
+        Raises: PlanError for gradients that are lost; on pp, where the last stage alone has the loss, AgreementError.
+        """
         filled = total.new_full((), float(self.units is not None and self.units.filled))
         first = self.mesh.is_first("tp")  # ranks of tp have the same loss, and the last stage alone has one
         numbers = [value * first for value in (total, means, filled)]
-        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers)
+        summed, means, filled = self.mesh.agreement.meet(
+            "the end of forward_backward", *numbers, facts={"lost gradients": lost or "none"}
+        )
+        if lost:
+            raise PlanError(lost)
         if self.units is not None:
             self.units.settle(filled)
         return summed, means

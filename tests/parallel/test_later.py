@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
@@ -185,3 +185,55 @@ def changed_sequence(change: Callable[[Any], None]) -> str:
 def test_a_parameter_that_sequence_parallelism_would_not_sum_is_refused(change: Callable[[Any], None]) -> None:
     for text in pool(2).run(changed_sequence, change):
         assert "was made after parallelize: with sequence parallelism no rank of tp sums its gradient" in text
+
+
+# ------------------------------------------------------------------------------ what a loss holds beside the model
+
+
+def holding(held: str, mesh: str) -> str:
+    """What a step says whose loss adds a square of something that it holds."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    kept: dict[str, Tensor] = {
+        "old": model.leave.weight,
+        "old bias": model.blocks[0].fc2.bias,
+        "frozen": torch.ones(3).double(),
+        "scale": nn.Parameter(torch.ones(()).double()),
+        "plain scale": torch.ones((), dtype=torch.float64, requires_grad=True),
+    }
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        own = torch.zeros_like(batch["y"], requires_grad=True)  # of this call alone
+        tensor = own if held == "own" else kept[held]
+        return squares(model, batch) + (own * batch["y"]).sum() + batch["y"].shape[0] * tensor.square().sum()
+
+    batch = {name: value.double() for name, value in features(0).items()}
+    run = mk.parallelize(model, mesh_for(mesh), example=mk.Example((batch["x"],)))
+    try:
+        run.forward_backward(own_rows(batch, run.mesh), loss=loss, count=row_count)
+    except MeshkitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2", "tp=2"])
+def test_a_loss_that_reads_a_parameter_of_before_is_refused(mesh: str) -> None:
+    for text in pool(2).run(holding, "old", mesh):
+        assert "parameter 'leave.weight' is read as it was before parallelize, where a shard is in its place" in text
+
+
+def test_on_pp_every_rank_hears_of_a_parameter_of_another_stage() -> None:
+    for text in pool(2).run(holding, "old bias", "pp=2"):
+        assert "parameter 'blocks.0.fc2.bias' is read as it was before parallelize" in text
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2"])
+@pytest.mark.parametrize("held", ["scale", "plain scale"])
+def test_a_tensor_that_a_loss_trains_beside_the_model_is_refused(held: str, mesh: str) -> None:
+    for text in pool(2).run(holding, held, mesh):
+        assert "the loss 'loss' trains a tensor of shape [] beside the model: no data rank sums its gradient" in text
+
+
+@pytest.mark.parametrize(("held", "mesh"), [("own", "dp_shard=2"), ("frozen", "dp_shard=2"), ("scale", "tp=2")])
+def test_other_tensors_of_a_loss_are_nobodys_business(held: str, mesh: str) -> None:
+    assert pool(2).run(holding, held, mesh) == ["", ""]
