@@ -86,9 +86,9 @@ class LossWatch:
         if bool(means >= _MIXES):
             raise PlanError(
                 f"forward_backward: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "
-                "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. Add "
-                "up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for each "
-                "split), or use one data rank and microbatches=1."
+                "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. "
+                "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
+                "each split), or use one data rank and microbatches=1."
             )
         if not self.excluded and bool((means == parts) & (counted > parts)):
             raise PlanError(

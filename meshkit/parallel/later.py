@@ -103,7 +103,7 @@ class LaterChanges:
             why = "no data rank sums its gradient with the others"
         elif self.sequence:
             why = "with sequence parallelism no rank of tp sums its gradient with the others"
-        elif slot is not None and slot.shard is not None:
+        elif slot is not None and slot.shard is not None and not isinstance(param, DTensor):
             why = "a shard was in its place"
         else:
             return ""
@@ -112,7 +112,8 @@ class LaterChanges:
     def _why_no_hook(self, param: nn.Parameter, microbatches: int) -> str:
         if not _has_hooks(param):
             return ""
-        if self.data_ranks:
+        # FSDP runs hooks of the other kind, on shards of what it has reduced.
+        if self.data_ranks and (param._backward_hooks or not isinstance(param, DTensor)):
             why = "there it is a shard, whose hooks do not run in backward"
         elif microbatches > 1:
             why = "backward would run it in each microbatch, on a part of the step's gradient"
