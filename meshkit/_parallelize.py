@@ -25,7 +25,8 @@ from meshkit.mesh import Mesh
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
-from meshkit.parallel.later import parameter_slots
+from meshkit.parallel.later import LaterChanges
+from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import take_hooks
 from meshkit.parallel.pipeline import cut_stages, pipeline_of
 from meshkit.parallel.tensor import tensor_parallel
@@ -127,7 +128,10 @@ def parallelize(
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
-    run.slots = parameter_slots(model) if mesh.tokens.size() > 1 else None
+    run.later = LaterChanges(
+        model, data_ranks=mesh.tokens.size() > 1, sequence=sequence, stages=resolved.cut is not None
+    )
+    run.old = OldParameters(model, before)
     look_at_optimizers(model, before)
     compare_optimizers(run)
     run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)

@@ -16,7 +16,8 @@ from meshkit.errors import PlanError
 Before = Mapping[str, "ref[nn.Parameter]"]
 # An attribute of the parameter and no table by id: it goes when the parameter goes, and a new one never inherits it.
 _KEY = "_meshkit_replaced"
-_looked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # when there were how many models
+# When there were how many models, and parameters in its groups: `add_param_group` may bring others later.
+_looked: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _models = 0
 
 
@@ -26,8 +27,8 @@ def parameters_before(model: nn.Module) -> Before:
 
 
 def look_at_optimizers(model: nn.Module, before: Before) -> None:
-    """From now on the first step of each optimizer raises PlanError if it holds parameters that this model had `before` and
-    has no more, and if it cannot compute with shards."""
+    """From now on each optimizer's first step, and the first with a group that was added, raises PlanError if it holds
+    parameters that this model had `before` and has no more, and if it cannot compute with shards."""
     global _models
     now = dict(model.named_parameters(remove_duplicate=False))
     for name, old in before.items():
@@ -40,7 +41,8 @@ def look_at_optimizers(model: nn.Module, before: Before) -> None:
 
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _looked.get(optimizer) == _models:
+    looked = _models, sum(len(group["params"]) for group in optimizer.param_groups)
+    if _looked.get(optimizer) == looked:
         return
     kind = type(optimizer).__name__
     if old := [name for param in _params(optimizer) if (name := getattr(param, _KEY, None)) is not None]:
@@ -55,7 +57,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "compute of shards. For moments of few bytes use mk.adamw(run) with OptimizerPolicy(states='8bit') or 'fp8'; "
             "torch's SGD, NAdam, RAdam, Adamax, Adadelta and ASGD run on shards."
         )
-    _looked[optimizer] = _models
+    _looked[optimizer] = looked
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -3,12 +3,13 @@ those that mix rows, on which the ranks agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
@@ -41,6 +42,7 @@ class LossWatch:
         self.func, self._count = func, count
         self.means = torch.full((), _MIXES if mixes else 0.0, dtype=torch.float64, device=device)
         self.excluded = False
+        self._leaves: dict[int, ref[Tensor]] = {}
 
     def __call__(self, model: Any, part: Any) -> Tensor:
         loss = self.func(model, part)
@@ -50,6 +52,7 @@ class LossWatch:
 
     def _look(self, loss: Any, part: Any) -> None:
         node = _torch.graph_node(loss) if isinstance(loss, Tensor) and not _torch.is_fake(loss) else None
+        self._leaves |= {} if node is None else {id(leaf): ref(leaf) for leaf in _torch.leaves_of(loss)}
         if node is not None and _is_mean(node):
             self.means += 1
         elif node is not None and (divisors := _divisors(node)):
@@ -57,21 +60,39 @@ class LossWatch:
         else:
             self.excluded = True
 
+    def trained_beside(self, model: nn.Module, batch: Mapping[str, object], *, parameters: bool) -> str:
+        """Why the step is not that of one device, if the loss trains a tensor that the model has not; else empty.
+
+        That is one with a gradient after the step, which outlives it. Gradients of what FSDP has gathered are reduced by now,
+        and are no more. parameters: look at those alone, where a stage's inputs have gradients too.
+        """
+        known = {id(each) for each in (*model.parameters(), *batch.values())}
+        for leaf in (leaf for each in self._leaves.values() if (leaf := each()) is not None):
+            if id(leaf) not in known and leaf.grad is not None and (isinstance(leaf, nn.Parameter) or not parameters):
+                return (
+                    f"the loss {self._name!r} trains a tensor of shape {list(leaf.shape)} beside the model: no data rank "
+                    "sums its gradient with the others. Make it a parameter of the model before parallelize; or detach it."
+                )
+        return ""
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.func, "__name__", type(self.func).__name__)
+
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
         """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
         the loss mixes rows."""
         parts = microbatches * ranks
-        name = getattr(self.func, "__name__", type(self.func).__name__)
         if bool(means >= _MIXES):
             raise PlanError(
-                f"forward_backward: the loss {name!r} mixes the rows of a batch, of which each data rank and each microbatch "
-                "has a part: on random values, its loss of eight rows is not the sum of those of four and four. Add up a "
-                "loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for each "
-                "split), or use one data rank and microbatches=1."
+                f"forward_backward: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "
+                "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. "
+                "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
+                "each split), or use one data rank and microbatches=1."
             )
         if not self.excluded and bool((means == parts) & (counted > parts)):
             raise PlanError(
-                f"forward_backward: the loss {name!r} is a mean already, and would be divided again by count, which is "
+                f"forward_backward: the loss {self._name!r} is a mean already, and would be divided again by count, which is "
                 f"{counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "
                 "(reduction='sum'); or, if the parts are of one size, count each as one "
                 f"(count=lambda batch: torch.tensor({parts // data_ranks}))."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,8 @@ def take_hooks(model: nn.Module) -> ParameterHooks:
         if name in hooks.gradient:
             param._backward_hooks = None
         if name in hooks.accumulated:
-            param._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]  # None clears them
+            # An empty table: None would leave autograd with the old one.
+            param._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
     return hooks
 
 

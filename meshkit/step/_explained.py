@@ -30,9 +30,11 @@ def explained(model: nn.Module, full: nn.Module, tp: int) -> Iterator[None]:
         if _runs_backward(error):
             raise PlanError(_of_backward(error, kind)) from error
         if not any(module is model for module in _called_modules(error)):
+            logits = f"logits that are split over the vocabulary on tp={tp}, or " if tp > 1 else ""
+            remedy = "Use mk.cross_entropy(logits, labels), or logits.full_tensor(). " if tp > 1 else ""
             raise PlanError(
-                f"{model_line(error)}: the loss meets logits that are split over the vocabulary on tp={tp}, a DTensor, "
-                "with a plain tensor. Use mk.cross_entropy(logits, labels), or logits.full_tensor()."
+                f"{model_line(error)}: the loss meets {logits}a parameter, which outside of its module's forward is a shard, "
+                f"a DTensor, with a plain tensor. {remedy}What it needs of parameters the model returns beside its output."
             ) from error
         raise PlanError(
             f"{kind} at {model_line(error)}: a parameter is used outside of the forward of the module that holds it (by "

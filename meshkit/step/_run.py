@@ -27,7 +27,8 @@ from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
-from meshkit.parallel.later import Slots, refuse_later_changes
+from meshkit.parallel.later import LaterChanges
+from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows import RowsGuard
@@ -62,7 +63,8 @@ class Run:
     hooks: ParameterHooks = field(default_factory=lambda: ParameterHooks({}, {}))  # the user's, on parameters
     units: SameUnits | None = None  # of data ranks on what the model runs and writes
     state: StateGuard | StateWatch | None = None  # of what recompute and microbatches would write more than once
-    slots: Slots | None = None  # of parameters, with data ranks
+    later: LaterChanges | None = None  # of the model, since it was split
+    old: OldParameters | None = None  # that something beside the model still holds
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
 
@@ -129,8 +131,7 @@ class Run:
                 f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
                 "{'input_ids': ..., 'labels': ...}."
             )
-        facts = {"microbatches": microbatches, "step": step}
-        tokens = self._begin("forward_backward", batch, loss, count, mask, facts).clamp(min=1)
+        tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, step=step).clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
@@ -138,8 +139,8 @@ class Run:
         watch = self._watch(batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
-        if self.slots is not None:
-            refuse_later_changes(self.model, self.slots)
+        if self.old is not None:
+            self.old.begin_step()
         if self.rows is not None:
             self.rows.begin_step(microbatches)
         if self.state is not None:
@@ -170,8 +171,9 @@ class Run:
                         with self._explained():
                             ((part_loss + collected.total()) * weight / tokens).backward()
                     total += part_loss.detach() * weight
+                    del part_loss  # and its graph, so that tensors which the loss made for this part end with it
                     reports.append((collected, weight))
-        summed, means = self._end(total, means)
+        summed, means = self._end(total, means, self._lost(watch, batch))
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -207,26 +209,48 @@ class Run:
         loss: Loss,
         count: Count,
         mask: Mask | Sequence[Mask] | None,
-        facts: Mapping[str, object],
+        microbatches: int | None = None,
+        **facts: object,
     ) -> Tensor:
-        """The valid tokens of the step over all ranks, which agree here on what they do with which rows."""
+        """The valid tokens of the step over all ranks, which agree here on what they do with which rows.
+
+        microbatches: None in an evaluation.
+        """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
         counted = self._to_device(count(batch)).reshape(())
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
+        # A change on one stage alone is a difference of ranks, which all of them learn in this message.
+        changed = "" if self.later is None else self.later.refusal(microbatches)
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
+        facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
-        (summed,) = self.mesh.agreement.meet(what, mine, facts={**facts, **named}, rows=rows)
+        (summed,) = self.mesh.agreement.meet(what, mine, facts=facts, rows=rows)
+        if changed:
+            raise PlanError(changed)
         return summed.to(counted.dtype)
 
-    def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over all ranks, and in the same message how many of them have not used some parameter."""
+    def _lost(self, watch: LossWatch | None, batch: Batch) -> str:
+        """The refusal, where a gradient of this step went to something that is no parameter of the run; else empty."""
+        old = "" if self.old is None else self.old.refusal()
+        if old or watch is None or self.mesh.tokens.size() == 1:
+            return old
+        return watch.trained_beside(self.model, batch, parameters=self.pipeline is not None)
+
+    def _end(self, total: Tensor, means: Tensor, lost: str) -> tuple[Tensor, Tensor]:
+        """Both over all ranks, and in the same message how many of them have not used some parameter.
+
+        Raises: PlanError for gradients that are lost; on pp, where the last stage alone has the loss, AgreementError.
+        """
         filled = torch.full_like(total, float(self.units is not None and self.units.filled))
         numbers = [total, means, filled]
         if not self.mesh.is_first("tp"):  # ranks of tp have the same loss; of the stages the last alone has one
             numbers = [torch.zeros_like(value) for value in numbers]
-        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers)
+        facts = {"lost gradients": lost or "none"}
+        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers, facts=facts)
+        if lost:
+            raise PlanError(lost)
         if self.units is not None:
             self.units.settle(filled)
         return summed, means
@@ -293,7 +317,7 @@ class Run:
         mask: Mask | Sequence[Mask] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
-        counted = self._begin("evaluate", batch, loss, count, mask, {})
+        counted = self._begin("evaluate", batch, loss, count, mask)
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)

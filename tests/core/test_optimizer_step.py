@@ -70,6 +70,27 @@ def test_optimizers_of_torch_equal_one_device_on_shards(kind: str) -> None:
         assert float(off) < TOL_FP64
 
 
+def added_group() -> str:
+    given = model()
+    old = given.get_parameter("leave.weight")
+    run = mk.parallelize(given, mesh_for("dp_shard=2"))
+    optimizer = torch.optim.SGD([param for name, param in run.named_parameters() if name != "leave.weight"], lr=0.01)
+    batch = {name: value.double() for name, value in features(0).items()}
+    run.forward_backward(own_rows(batch, run.mesh), loss=squares, count=row_count)
+    optimizer.step()
+    optimizer.add_param_group({"params": [old]})
+    with pytest.raises(PlanError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_group_of_parameters_of_before_the_split_is_refused_when_it_is_added_later() -> None:
+    for said in pool(2).run(added_group):
+        assert (
+            "SGD: 1 of its parameters, 'leave.weight' first, are those that the model had before it was split" in said
+        )
+
+
 def adafactor() -> str:
     run = mk.parallelize(model(), mesh_for("dp_shard=2"))
     optimizer = torch.optim.Adafactor(run.parameters())

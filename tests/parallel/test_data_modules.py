@@ -62,7 +62,10 @@ def on_ranks(
 ) -> bool:
     losses, grads, state = one_device(make, steps)
     mesh = mk.init_mesh(spec)
-    run = mk.parallelize(built(make), mesh, plan=BLOCKS if mesh.spec.tp == 1 else None, zero=zero)
+    # With stages the order of the modules must be known: without an example those before the blocks are taken for the first.
+    example = mk.Example((batch(0)["x"],)) if mesh.spec.pp > 1 else None
+    plan = BLOCKS if mesh.spec.tp == 1 else None
+    run = mk.parallelize(built(make), mesh, plan=plan, zero=zero, example=example)
     optimizer = mk.adamw(run, lr=1e-2)
     for step in range(steps):
         rows = own(batch(step), sizes, mesh.data_rank)
@@ -218,6 +221,12 @@ def test_microbatches_change_nothing(make: type[nn.Module], zero: int) -> None:
     assert all(pool(2).run(on_ranks, make, "dp_shard=2", (5, 3), 3, 2, zero))
 
 
+@pytest.mark.parametrize("spec", ["dp_shard=1", "tp=2", "pp=2"])
+@pytest.mark.parametrize("make", [GradientHooks, AccumulatedHooks], ids=lambda m: m.__name__)
+def test_hooks_run_once_a_step_where_a_parameter_is_not_replaced_too(make: type[nn.Module], spec: str) -> None:
+    assert all(pool(mk.MeshSpec.parse(spec).world_size).run(on_ranks, make, spec, (8,), 2, 2, 1))
+
+
 # ---------------------------------------------------------------------------------------------------------- refused
 
 
@@ -371,6 +380,26 @@ def test_what_cannot_be_right_is_refused_on_every_rank(make: type[nn.Module], te
     world = pool(2)
     assert all(world.run(refused, make, text, timeout_s=30.0))
     world.kill()  # its ranks may have messages left
+
+
+def reads_a_shard(model: Any, rows: Batch) -> Tensor:
+    return squares(model, rows) + rows["x"].shape[0] * model.blocks[0].fc1.weight[torch.arange(2)].square().sum()
+
+
+def refused_loss() -> str:
+    mesh = mk.init_mesh("dp_shard=2")
+    run = mk.parallelize(built(Layers), mesh, plan=BLOCKS)
+    with pytest.raises(mk.errors.PlanError) as error:
+        run.forward_backward(own(batch(0), (4, 4), mesh.data_rank), loss=reads_a_shard, count=row_count)
+    return str(error.value)
+
+
+def test_a_loss_that_meets_a_shard_is_told_of_the_parameter_and_not_of_logits() -> None:
+    for text in pool(2).run(refused_loss):
+        assert (
+            "the loss meets a parameter, which outside of its module's forward is a shard" in text
+            and "logits" not in text
+        )
 
 
 class UnusedLater(Layers):
