@@ -220,13 +220,16 @@ class Run:
         return summed.to(counted.dtype)
 
     def _end(self, total: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over all ranks, and in the same message how many of them have not used some parameter."""
-        filled = total.new_full((), float(self.units is not None and self.units.filled))
+        """Both over all ranks, and in the same message on how many of them gradients are missing that others may have."""
+        pipeline = self.pipeline.produced if self.pipeline is not None else None
+        missing = self.units.filled if self.units is not None else pipeline is not None and pipeline.odd
         first = self.mesh.is_first("tp")  # ranks of tp have the same loss, and the last stage alone has one
-        numbers = [value * first for value in (total, means, filled)]
-        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers)
+        numbers = [value * first for value in (total, means, total.new_full((), float(missing)))]
+        summed, means, count = self.mesh.agreement.meet("the end of forward_backward", *numbers)
         if self.units is not None:
-            self.units.settle(filled)
+            self.units.settle(count)
+        if pipeline is not None:
+            pipeline.settle(count)
         return summed, means
 
     @contextmanager
