@@ -23,6 +23,7 @@ from ._walk import draws as draws
 from ._proof import prove as prove
 from ._repeat import Change as Change
 from ._repeat import changes as changes
+from ._repeat import draws_by_hand as draws_by_hand
 from ._repeat import same_draws as same_draws
 from ._repeat import twice as twice
 from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS
