@@ -2,6 +2,7 @@
 
 from ._copy import copied as copied
 from ._copy import follow_mode as follow_mode
+from ._copy import is_record as is_record
 from ._copy import mode_of as mode_of
 from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values

@@ -179,7 +179,9 @@ def test_a_counter_of_steps_is_right() -> None:
 
 
 def test_a_generator_of_a_module_is_refused_where_it_is_drawn_of_again() -> None:
-    with pytest.raises(PlanError, match=r"depends on 'blocks.0.generator', of which each call draws .* recompute='full'"):
+    with pytest.raises(
+        PlanError, match=r"depends on 'blocks.0.generator', of which each call draws .* recompute='full'"
+    ):
         resolved(OwnGenerator, memory=RECOMPUTE)
     with pytest.raises(PlanError, match=r"depends on 'blocks.0.generator', of which each call draws .* 3 microbatches"):
         resolved(OwnGenerator, microbatches=3)

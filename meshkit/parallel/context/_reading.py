@@ -400,7 +400,9 @@ def _refuse_difference(
                 raise PlanError(
                     f"{b or a}: of {runs} tokens it is run, and of {runs_not} not, so what runs depends on their number."
                 )
-            for (name, there), (_, here) in zip_longest(_factors(a), _factors(b), fillvalue=("one argument more", None)):
+            for (name, there), (_, here) in zip_longest(
+                _factors(a), _factors(b), fillvalue=("one argument more", None)
+            ):
                 is_count = (_operator(b), b.where) in counted and (there, here) == (proved * ranks, count * ranks)
                 if there != here and not is_count:
                     raise PlanError(

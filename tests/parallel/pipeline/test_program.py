@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import sys
 
+import pytest
 import torch
 from torch import nn
 
