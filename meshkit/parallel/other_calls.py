@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshkit.errors import PlanError
-from meshkit.program import Change, Example, Program, Trace, Unreadable, changes, trace
+from meshkit.program import Change, Example, Program, Trace, Unreadable, changes, draws_by_hand, trace
 
 
 def refuse_other_calls(
@@ -23,8 +23,8 @@ def refuse_other_calls(
     if not repeated and microbatches == 1:
         return
     try:
-        program.read(example, closed)
-        return
+        if not draws_by_hand(program.read(example, closed)):
+            return
     except Unreadable:
         pass
     except PlanError:  # told where it matters

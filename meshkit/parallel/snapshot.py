@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core._torch import tree_leaves
+from meshkit.program import is_record
 
 
 class _Reads(TorchFunctionMode):
@@ -46,6 +49,11 @@ class Snapshot:
             now = state.get(name)
             if tensor._version != version or (now is not tensor and name in self.reads.names and now is not None):
                 changed[name] = tensor if now is None else now
+        # A container that grows, of which something has been read: a next forward may read what is new in it.
+        grown = {name.partition("[")[0] for name in self.reads.names if "[" in name}
+        for name, tensor in state.items():
+            if name not in self._state and name.partition("[")[0] in grown:
+                changed[name] = tensor
         return changed
 
     def made(self) -> list[str]:
@@ -67,19 +75,32 @@ def _changed(tensor: Tensor, before: tuple[Tensor, int] | None) -> bool:
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Attributes of modules that are tensors, and neither parameters nor buffers, nor other names of those."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
+    found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            inside = (
-                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-            )
-            if key in _TABLES:
-                continue
-            for index, item in enumerate(inside):
-                if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and id(item) not in registered:
-                    where = f"{prefix}.{key}" if prefix else key
-                    found[where if item is value else f"{where}[{index}]"] = item
+            if key not in _TABLES:
+                for where, tensor in _tensors_in(value, f"{prefix}.{key}" if prefix else key, 0):
+                    if not isinstance(tensor, nn.Parameter) and id(tensor) not in registered:
+                        found[where] = tensor
     return found
 
 
+def _tensors_in(value: Any, where: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """Those of lists, deques, tuples, dicts and records too."""
+    if isinstance(value, Tensor):
+        yield where, value
+    elif depth < _DEEPEST:
+        inside: Any = ()
+        if isinstance(value, list | tuple | deque):
+            inside = value
+        elif isinstance(value, dict):
+            inside = value.values()
+        elif is_record(value):
+            inside = vars(value).values()
+        if len(inside) <= _LONGEST:
+            for index, item in enumerate(inside):
+                yield from _tensors_in(item, f"{where}[{index}]", depth + 1)
+
+
+_DEEPEST, _LONGEST = 3, 4096  # what is more holds data, as a tokenizer's words
 _TABLES = frozenset(vars(nn.Module()))

@@ -20,7 +20,17 @@ from meshkit.errors import PlanError
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.rows import of_rows, read_forward
 from meshkit.parallel.snapshot import Snapshot
-from meshkit.program import Example, Operation, Program, Trace, follow_mode, kind_of_call, mode_of, tensors
+from meshkit.program import (
+    Example,
+    Operation,
+    Program,
+    Trace,
+    draws_by_hand,
+    follow_mode,
+    kind_of_call,
+    mode_of,
+    tensors,
+)
 
 FORWARDS_READ = 2  # what a first forward makes, as a table that is kept, the second does not write
 
@@ -145,6 +155,14 @@ class StateGuard:
         if call not in self._writes:
             read = _read(self._program, model, example, self._closed)
             self._writes[call] = [] if read is None else state_writes(read)
+            if read is not None and draws_by_hand(read):
+                refuse_other_calls(
+                    self._program,
+                    of_rows(example, 2),
+                    closed=self._closed,
+                    repeated=self._repeated,
+                    microbatches=self._microbatches,
+                )
         refuse_state_writes(self._writes[call], self._repeated, self._microbatches)
 
 

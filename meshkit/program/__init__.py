@@ -2,6 +2,7 @@
 
 from ._copy import copied as copied
 from ._copy import follow_mode as follow_mode
+from ._copy import is_record as is_record
 from ._copy import mode_of as mode_of
 from ._copy import pointed_at as pointed_at
 from ._copy import without_values as without_values
@@ -24,6 +25,7 @@ from ._walk import draws as draws
 from ._proof import prove as prove
 from ._repeat import Change as Change
 from ._repeat import changes as changes
+from ._repeat import draws_by_hand as draws_by_hand
 from ._repeat import same_draws as same_draws
 from ._repeat import twice as twice
 from ._rules import EXPERTS_OF_PARTS as EXPERTS_OF_PARTS

@@ -204,6 +204,8 @@ class _Pointers:
     def _state(self, value: Any) -> Any:
         """Of what a forward may change beside lists and dicts: counters, records, generators of random numbers. What these
         point at stays what it is: a parameter that is reached by one is refused where it is read."""
+        if isinstance(value, torch.Generator):
+            return self._copies.get(id(value)) or self._remember(value, value.clone_state())
         if not isinstance(value, _STATES) and not is_source(value) and not is_record(value):
             return value
         if id(value) in self._copies:

@@ -30,7 +30,8 @@ def differences(one: Trace, other: Trace, *, by_keywords: Collection[str] = ()) 
         if a is None or b is None or a.name != b.name:
             yield Difference(a, b)
             return
-        for (name, there), (_, here) in zip(_factors(a, by_keywords), _factors(b, by_keywords), strict=True):
+        pairs = zip_longest(_factors(a, by_keywords), _factors(b, by_keywords), fillvalue=("one argument more", None))
+        for (name, there), (_, here) in pairs:
             if there != here:
                 yield Difference(a, b, (name, there, here))
 

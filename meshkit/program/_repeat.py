@@ -15,11 +15,12 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from meshkit.core._torch import tree_flatten
 from meshkit.core.patch_class import patch_class
-from meshkit.program._records import ClassRead, Draws, TensorRef, Trace, Unreadable
+from meshkit.program._records import ClassRead, Draws, Operation, TensorRef, Trace, Unreadable
 from meshkit.program._state import NEW, cells, same, state, view_of
 from meshkit.program._watch import is_source, watched
 
@@ -85,6 +86,8 @@ def changes(model: nn.Module, read: Callable[[], Trace], *, inside: Collection[s
     for name in {"": None, **dict.fromkeys(inside)}:
         _note_draws(model.get_submodule(name), partial(found.setdefault, Change(name, "", drawn=True)))
     first, before = read(), state(model)
+    for label, module in _own_draws(model, first):
+        found.setdefault(Change(module, f"depends on {label!r}, of which each call draws other random numbers"))
     second = read()
     for cell in list(cells(model)):
         if is_source(cell.value) or not same(before.get(cell.key, NEW), view_of(cell.value)):
@@ -95,6 +98,29 @@ def changes(model: nn.Module, read: Callable[[], Trace], *, inside: Collection[s
     if not found and (parted := _parting(second, third)) is not None:
         found.setdefault(Change(*parted))
     return first, list(found)
+
+
+def draws_by_hand(read: Trace) -> bool:
+    """Whether some operator draws of a generator that it is given."""
+    return any(_generators(operation) for operation in read.operations)
+
+
+def _own_draws(model: nn.Module, read: Trace) -> Iterator[tuple[str, str]]:
+    """(label, module) of each draw of a `torch.Generator` that modules keep, whose state neither recompute nor a second
+    microbatch puts back."""
+    labels: dict[int, str] = {}
+    for cell in cells(model):
+        for value in cell.value if isinstance(cell.value, list | tuple) else (cell.value,):
+            labels.setdefault(id(value), cell.label)
+    for operation in read.operations:
+        for generator in _generators(operation):
+            if id(generator) in labels:
+                yield labels[id(generator)], read.calls[operation.call].name if operation.call >= 0 else ""
+
+
+def _generators(operation: Operation) -> list[torch.Generator]:
+    leaves = tree_flatten((operation.args, dict(operation.kwargs)))[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
 
 @contextmanager

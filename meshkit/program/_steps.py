@@ -63,6 +63,8 @@ def _lookup(proof: Walk, operations: Sequence[Operation]) -> None:
 def _decode(proof: Walk, operations: Sequence[Operation]) -> None:
     """Codes of a quantized weight into numbers: of the rank's rows, or of its columns, which are whole blocks."""
     full = proof.next(operations[0])
+    if full.name != operations[0].name:
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
     (codes,), (result,) = tensors(full.args), tensors(full.outputs)
     proof.full.define(result)
     before = 0  # columns of the ranks before
@@ -148,6 +150,8 @@ def _own_positions(proof: Walk, operations: Sequence[Operation]) -> None:
 def _sum_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
     """Sums or means over the tokens of all ranks, read by ranks as they like."""
     full = proof.next(operations[0])
+    if full.name not in ("aten.mean.dim", "aten.sum.dim_IntList"):
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
     (result,) = tensors(full.outputs)
     (theirs,) = tensors(full.args)
     proof.full.define(result)
@@ -193,7 +197,10 @@ def _own_backward(proof: Walk, operations: Sequence[Operation]) -> None:
 
 
 def _returned(proof: Walk, operations: Sequence[Operation]) -> None:
-    full = tensors(proof.next(operations[0]).args)
+    returned = proof.next(operations[0])
+    if returned.name != operations[0].name:
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {returned} there.")
+    full = tensors(returned.args)
     states: list[Hashable] = []
     for rank, operation in zip(proof.ranks, operations, strict=True):
         own, where = tensors(operation.args), rank.where(operation)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshkit.core._torch import tree_map
+from meshkit.errors import PlanError
 from meshkit.program._elements import Numbers, Part, Replay, equal
 from meshkit.program._records import CLOSED, CLOSED_BY_VALUE, Operation, TensorRef, Trace, tensors
 from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
@@ -118,7 +119,9 @@ class Walk:
                     step(self, operations)
                 else:
                     self._follow(self.next(first), operations)
-            except (IndexError, RuntimeError) as error:  # sizes that do not belong together
+            except PlanError:
+                raise
+            except (IndexError, ValueError, RuntimeError) as error:  # sizes, or tensors, that do not belong together
                 raise Unproved(f"{self.at}: it cannot be followed: {error}") from error
         if (left := next(self._model, None)) is not None:
             raise Unproved(f"{left}: the split model does not run it.")

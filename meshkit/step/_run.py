@@ -239,20 +239,23 @@ class Run:
         return watch.trained_beside(self.model, batch, parameters=self.pipeline is not None)
 
     def _end(self, total: Tensor, means: Tensor, lost: str) -> tuple[Tensor, Tensor]:
-        """Both over all ranks, and in the same message how many of them have not used some parameter.
+        """Both over all ranks, and in the same message on how many of them gradients are missing that others may have.
 
         Raises: PlanError for gradients that are lost; on pp, where the last stage alone has the loss, AgreementError.
         """
-        filled = torch.full_like(total, float(self.units is not None and self.units.filled))
-        numbers = [total, means, filled]
+        pipeline = self.pipeline.produced if self.pipeline is not None else None
+        missing = self.units.filled if self.units is not None else pipeline is not None and pipeline.odd
+        numbers = [total, means, torch.full_like(total, float(missing))]
         if not self.mesh.is_first("tp"):  # ranks of tp have the same loss; of the stages the last alone has one
             numbers = [torch.zeros_like(value) for value in numbers]
         facts = {"lost gradients": lost or "none"}
-        summed, means, filled = self.mesh.agreement.meet("the end of forward_backward", *numbers, facts=facts)
+        summed, means, count = self.mesh.agreement.meet("the end of forward_backward", *numbers, facts=facts)
         if lost:
             raise PlanError(lost)
         if self.units is not None:
-            self.units.settle(filled)
+            self.units.settle(count)
+        if pipeline is not None:
+            pipeline.settle(count)
         return summed, means
 
     @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +274,27 @@ class UnreadMean(PlainMean):
         return x - self.mean
 
 
+class Grows(Layers):
+    """Means of its inputs in a list of a record, each forward reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(means=deque[Tensor]())
+
+    def middle(self, x: Tensor) -> Tensor:
+        before = self.kept.means[-1] if self.kept.means else 0
+        self.kept.means.append(x.detach().mean(0))
+        return x - before
+
+
+class GrowsForALog(Grows):
+    """Nothing is read of it."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.kept.means.append(x.detach().mean(0))
+        return x
+
+
 class LateParameter(Layers):
     def middle(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):
@@ -352,6 +375,7 @@ REFUSED = {
     PlainMean: "mixes the rows of a batch",
     LateMean: "mixes the rows of a batch",
     UnreadMean: "mixes the rows of a batch",
+    Grows: "mixes the rows of a batch|the forward writes 'kept",
     LateParameter: "parameter 'late' was made in forward",
     OtherBlocks: "data ranks run different modules: after the root rank . of the data ranks comes to blocks",
     OneBlockMore: "data ranks run different modules: after blocks.0 rank . of the data ranks comes to",
@@ -552,3 +576,15 @@ def passes_add_up(spec: str) -> bool:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "dp_shard=2 tp=2"])
 def test_gradients_of_whole_parameters_add_up_over_passes(spec: str) -> None:
     assert all(pool(mk.MeshSpec.parse(spec).world_size).run(passes_add_up, spec))
+
+
+def grown() -> bool:
+    mesh = mk.init_mesh("dp_shard=2")
+    run = mk.parallelize(built(GrowsForALog), mesh, plan=BLOCKS)
+    for step in range(3):
+        run.forward_backward(own(batch(step), (4, 4), mesh.data_rank), loss=squares, count=row_count)
+    return True
+
+
+def test_a_list_that_grows_and_is_not_read_is_not_refused() -> None:
+    assert all(pool(2).run(grown))

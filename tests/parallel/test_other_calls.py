@@ -65,6 +65,24 @@ class InModel(Layers):
         return x * min(1.0, 0.3 * self.calls)
 
 
+class OwnGenerator(InBlocks):
+    class Block(InBlocks.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(1)
+
+        def scale(self) -> Any:
+            return torch.rand((), generator=self.generator, dtype=torch.float64)
+
+
+class FreshGenerator(InBlocks):
+    """Each call draws the same."""
+
+    class Block(InBlocks.Block):
+        def scale(self) -> Any:
+            return torch.rand((), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 class ForALog(InBlocks):
     """Counted, and a word said once, by which nothing is computed."""
 
@@ -158,3 +176,19 @@ def test_without_an_example_the_first_step_shows_it(mesh: str) -> None:
 def test_a_counter_of_steps_is_right() -> None:
     for model, memory in ((InBlocks, MemoryPolicy()), (InModel, RECOMPUTE), (ForALog, RECOMPUTE)):
         assert all(float(off) < TOL_FP64 for off in pool(2).run(step, model, "dp_shard=2", memory, 1))
+
+
+def test_a_generator_of_a_module_is_refused_where_it_is_drawn_of_again() -> None:
+    with pytest.raises(
+        PlanError, match=r"depends on 'blocks.0.generator', of which each call draws .* recompute='full'"
+    ):
+        resolved(OwnGenerator, memory=RECOMPUTE)
+    with pytest.raises(PlanError, match=r"depends on 'blocks.0.generator', of which each call draws .* 3 microbatches"):
+        resolved(OwnGenerator, microbatches=3)
+    resolved(OwnGenerator)
+    resolved(FreshGenerator, memory=RECOMPUTE)
+    resolved(FreshGenerator, microbatches=3)
+
+
+def test_readings_and_trials_draw_nothing_of_a_module_s_generator() -> None:
+    assert max(pool(2).run(step, OwnGenerator, "dp_shard=2", MemoryPolicy(), 1)) < TOL_FP64

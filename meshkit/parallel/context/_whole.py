@@ -141,7 +141,7 @@ def _dims_of(call: ModuleCall, wider: ModuleCall) -> tuple[dict[Path, int], dict
     ]
     for each, other in both:
         refs, others = _refs(each), _refs(other)
-        if refs.keys() != others.keys():
+        if refs.keys() != others.keys() or any(len(refs[path].shape) != len(others[path].shape) for path in refs):
             return None
         dims: dict[Path, int] = {}
         for path, ref in refs.items():

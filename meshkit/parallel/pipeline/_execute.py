@@ -77,6 +77,9 @@ def forward(
 ) -> tuple[Tensor | None, list[Tensor], list[GradientEdge | None]]:
     """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where in the graph."""
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
+    if flow.writes_given:
+        # Each stage of this rank does that again; and microbatches, which are parts of one tensor, count writes together.
+        microbatch = _torch.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, microbatch)
     model = _StageModel(staged, stage, flow, given)
     try:
         with staged.in_loss(), _torch.before_backwards(partial(_refuse_across_stages, stage, received)):

@@ -43,7 +43,7 @@ class Flow:
     """calls: of all stages' modules, in order; a value's number is an index of it. cuts[stage]: the values that the stage
     hands on to the next. refs: what each is like. written: values that are changed in place afterwards. between: storages
     that operations between the modules read or write, or that are returned. given: what the model is called with beside
-    tensors."""
+    tensors. writes_given: whether it changes tensors in place that it is called with."""
 
     calls: tuple[ModuleCall, ...]
     cuts: tuple[tuple[Value, ...], ...]
@@ -51,6 +51,7 @@ class Flow:
     written: frozenset[Value] = frozenset()
     between: frozenset[int] = frozenset()
     given: tuple[Any, ...] = ()
+    writes_given: bool = False
 
     @cached_property
     def outputs(self) -> list[tuple[list[Any], Any, list[Any]]]:
@@ -193,7 +194,14 @@ class _Walk:
             cuts.append(tuple(sorted(v for v, last in needs.items() if self._stage(v.call) <= cut < last)))
         refs = {value: _leaves(self.calls[value.call].output)[value.leaf] for value in needs}
         written = frozenset(value for value in needs if self._changed(value, refs[value]))
-        return Flow(tuple(self.calls), tuple(cuts), refs, written, frozenset(self._between()))
+        writes_given = any(
+            self.trace.storages[ref.storage].source.startswith("input ")
+            for operation in self.trace.operations
+            for ref in _written(operation)
+        )
+        return Flow(
+            tuple(self.calls), tuple(cuts), refs, written, frozenset(self._between()), writes_given=writes_given
+        )
 
     def _need(
         self,

@@ -82,10 +82,14 @@ class Pipeline:
     ) -> tuple[Tensor, list[tuple[Collected, float]]]:
         """`backward`, with the sum of the losses of all ranks of the axis on each of them.
 
-        Wire: an all-reduce of a number over the axis.
+        Wire: an all-reduce of two numbers over the axis.
+        Raises: StepError as `Produced.settle` does.
         """
         total, reports = self.backward(microbatches, loss, scale)
-        dist.all_reduce(total, group=self.axis.get_group())
+        numbers = torch.stack([total, torch.full_like(total, float(self.produced.odd))])
+        dist.all_reduce(numbers, group=self.axis.get_group())
+        total, odd = numbers.unbind()
+        self.produced.settle(odd)
         return total, reports
 
     def backward(
@@ -94,7 +98,8 @@ class Pipeline:
         """Add the gradients of all microbatches to the parameters.
 
         microbatches: (microbatch, weight of its loss). Returns the sum of their losses, fp64, which is zero but on the rank
-        of the last stage, and for each forward of this rank (report of its routers, weight).
+        of the last stage, and for each forward of this rank (report of its routers, weight). The caller sums `produced.odd`
+        over the ranks, for `produced.settle`.
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
@@ -166,7 +171,8 @@ class Pipeline:
         params = dict(self.staged.model.named_parameters(remove_duplicate=False))
         both = [params[head if first else tail] for head, tail in self.cut.copied]
         trained = [param for param in both if param.requires_grad]
-        made = self.produced.tied([param.grad is not None for param in trained], first=first)
+        has_grad = {number: param.grad is not None for number, param in enumerate(both) if param.requires_grad}
+        made = self.produced.tied(has_grad, first=first)
         gradients = []
         for param in trained:
             if param.grad is None:  # this end has not used it

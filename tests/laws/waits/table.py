@@ -11,8 +11,8 @@ from tests.laws.gate.cell import Cell
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
     """waits: how often in a step, by the file that asks. launches: of forward and backward. clip: of norm and clipping.
-    copied_beside: bytes that go to the device with the batch: the count of its labels, what ranks say that they do, indices, row counts of
-    experts."""
+    copied_beside: bytes that go to the device with the batch: the count of its labels, what ranks say that they do, indices,
+    row counts of experts."""
 
     waits: dict[str, int] = field(default_factory=dict)
     launches: int

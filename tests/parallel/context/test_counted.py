@@ -133,6 +133,23 @@ def test_the_lines_are_named_and_with_a_sequence_refused() -> None:
     assert all(note.startswith("cp=2: mean at test_counted.py:") for note in notes if "mean" in note)
 
 
+class SumOfSome(OwnModel):
+    """A sum over tokens that are chosen and counted in one line: which of its sums is over a rank's tokens cannot be told."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids)
+        even = [torch.arange(x.shape[1]) % 2 == 0 for _ in range(2)]
+        x = x + (even[0][:, None] * x).sum(1, keepdim=True) / even[1].to(x.dtype).sum(0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_sums_of_one_line_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(PlanError, match="SumOfSome cannot be split by its tokens"):
+        resolve(read_program(SumOfSome()), Strategy(plan=PLAN), MeshSpec(cp=2))
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.errors import StepError
 from meshkit.strategy import PipelinePolicy
 from tests.compare_shards import difference
 from tests.laws.parity.cases import mesh_for, own_rows
-from tests.world import RankError, pool, run_ranks
+from tests.world import pool, run_ranks
 
 TOL_FP64 = 1e-12
 WIDTH, ROWS, STEPS = 8, 8, 3
@@ -116,21 +118,104 @@ def test_each_loss_has_its_own() -> None:
     assert max(pool(2).run(apart, "pp=2", "1f1b", [of_out, of_side, of_middle], True, True)) < TOL_FP64
 
 
-def two_kinds_of_step(first: float, second: float) -> None:
-    run = mk.parallelize(model(False, False), mesh_for("pp=2"), example=mk.Example((rows()["x"],)), microbatches=2)
-    for sign in (first, second):
-        run.forward_backward(rows(sign), loss=now_and_then, count=count)
+def some_rows(model: Any, part: dict[str, Tensor]) -> Tensor:
+    """The sides of some rows have a loss; where a part of the batch has none of them, there is no gradient."""
+    given = model(part["x"])
+    used = part["x"][:, 0] > 0
+    return given["out"].square().sum() + (given["side"][used].sum() if used.any() else 0)
 
 
-def test_a_gradient_that_was_not_there_in_the_first_step_is_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"the loss has a gradient at value \d of what stage 0 hands on, and in the first"
-    ):
-        run_ranks(2, two_kinds_of_step, -1.0, 1.0)
+def out_or_side(model: Any, part: dict[str, Tensor]) -> Tensor:
+    return model(part["x"])["out" if part["x"][0, 0] > 0 else "side"].square().sum()
 
 
-def test_a_gradient_that_was_there_in_the_first_step_alone_is_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"the loss has no gradient at value \d of what stage 0 hands on, and in the first"
-    ):
-        run_ranks(2, two_kinds_of_step, 1.0, -1.0)
+def signed(*signs: float) -> dict[str, Tensor]:
+    """signs: of the rows, by turns."""
+    return {"x": rows()["x"] * torch.tensor(signs, dtype=torch.float64).repeat(ROWS // len(signs))[:, None]}
+
+
+def refusals(mesh: str, loss: Any, batches: list[dict[str, Tensor]], tied: bool) -> str:
+    """What a rank is told after steps on these batches, and whether its parameters have been what one device has."""
+    single, device = model(False, tied), mesh_for(mesh)
+    run = mk.parallelize(model(False, tied), device, example=mk.Example((rows()["x"],)), microbatches=2)
+    ours, theirs = optimizer_of(run), optimizer_of(single)
+    for batch in batches:
+        (loss(single, batch) / ROWS).backward()
+        try:
+            run.forward_backward(own_rows(batch, device), loss=loss, count=count)
+        except StepError as error:
+            return str(error)
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+        wanted = dict(single.named_parameters(remove_duplicate=False))
+        off = max(difference(param, wanted[name]) for name, param in run.named_parameters())
+        if off > TOL_FP64:
+            return f"{off} off"
+    return "equal"
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2 dp_shard=2", "pp=2 dp_replicate=2"])
+@pytest.mark.parametrize(
+    ("loss", "first", "later", "tied", "told"),
+    [
+        (now_and_then, -1.0, 1.0, False, "a gradient at value [0-9]"),
+        (now_and_then, 1.0, -1.0, False, "no gradient at value [0-9]"),
+        (out_or_side, -1.0, 1.0, True, "a gradient at (value|tied weight) [0-9]"),
+        (out_or_side, 1.0, -1.0, True, "(a|no) gradient at (value|tied weight) [0-9]"),
+    ],
+)
+def test_a_step_with_other_gradients_than_the_first_is_refused_alike_on_every_rank(
+    mesh: str, loss: Any, first: float, later: float, tied: bool, told: str
+) -> None:
+    batches = [signed(first), signed(first), signed(later)]
+    texts = run_ranks(mk.MeshSpec.parse(mesh).world_size, refusals, mesh, loss, batches, tied)
+    (text,) = set(texts)
+    assert re.search(rf"the loss has {told}.* in the first step of its kind", text), text
+
+
+def test_rows_of_one_data_rank_alone_may_have_no_gradient() -> None:
+    """Then the others' are the gradient, in a first step and later."""
+    some = {"x": signed(1.0)["x"] * torch.cat([torch.ones(ROWS // 2), -torch.ones(ROWS // 2)]).double()[:, None]}
+    batches = [some, {"x": -some["x"]}, signed(1.0), some]
+    assert set(run_ranks(4, refusals, "pp=2 dp_shard=2", some_rows, batches, False)) == {"equal"}
+
+
+class Frozen(Chain):
+    """With a tied weight that is not trained at first."""
+
+    def __init__(self) -> None:
+        super().__init__(False, True)
+        self.first.weight.requires_grad_(False)
+
+
+def thawed(mesh: str) -> float:
+    torch.manual_seed(0)
+    single = Frozen().double()
+    torch.manual_seed(0)
+    run = mk.parallelize(Frozen().double(), mesh_for(mesh), example=mk.Example((rows()["x"],)), microbatches=2)
+    worst = 0.0
+    for step in range(4):
+        for each in (single, run.model):
+            each.requires_grad_(True) if step in (1, 3) else None
+            if step in (0, 2):
+                for name, param in each.named_parameters():
+                    param.requires_grad_(name not in ("first.weight", "last.weight"))
+        (of_out(single, rows()) / ROWS).backward()
+        run.forward_backward(own_rows(rows(), run.mesh), loss=of_out, count=count)
+        wanted = dict(single.named_parameters(remove_duplicate=False))
+        for name, param in run.named_parameters():
+            grad, right = param.grad, wanted[name].grad
+            if (grad is None) != (right is None):
+                return torch.inf
+            if grad is not None:
+                worst = max(worst, difference(grad, right))
+        for each in (single, run.model):
+            for param in each.parameters():
+                param.grad = None
+    return worst
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2 dp_shard=2"])
+def test_a_tied_weight_may_be_thawed_and_frozen_between_steps(mesh: str) -> None:
+    assert max(run_ranks(mk.MeshSpec.parse(mesh).world_size, thawed, mesh)) < TOL_FP64

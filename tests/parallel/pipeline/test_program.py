@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -18,8 +20,16 @@ from tests.zoo.shrink import VOCABULARY
 TOL = 1e-10  # only the order of summation differs
 
 
+class WritesIds(Plain):
+    """In place, which its input is afterwards."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        input_ids.add_(1).remainder_(VOCABULARY)
+        return super().forward(input_ids)
+
+
 def built(name: str) -> nn.Module:
-    module = next(module for module in (decoders, blocks, paths) if hasattr(module, name))
+    module = next(module for module in (decoders, blocks, paths, sys.modules[__name__]) if hasattr(module, name))
     torch.manual_seed(0)
     model: Plain = getattr(module, name)()
     return model.double()
@@ -35,15 +45,14 @@ def worst(name: str, mesh: str, schedule: str) -> float:
     run = mk.parallelize(built(name), mesh_for(mesh), pipeline=PipelinePolicy(schedule=schedule))
     alone, errors = built(name), []
     for rows, tokens in ((4, 8), (3, 12)):
-        data = batch(rows, tokens)
-        run.forward_backward(data, microbatches=2)
-        (next_token_loss(alone, data) / (rows * tokens)).backward()
+        run.forward_backward(batch(rows, tokens), microbatches=2)
+        (next_token_loss(alone, batch(rows, tokens)) / (rows * tokens)).backward()
         expected = dict(alone.named_parameters())
         for key, param in run.named_parameters():
             errors.append(float((param.grad - expected[key].grad).abs().max()))
-    loss, count = run.evaluate(data)
+    loss, count = run.evaluate(batch(rows, tokens))
     with torch.no_grad():
-        errors.append(abs(float(loss - next_token_loss(alone.eval(), data))) / int(count))
+        errors.append(abs(float(loss - next_token_loss(alone.eval(), batch(rows, tokens)))) / int(count))
     return max(errors)
 
 
@@ -58,6 +67,8 @@ def worst(name: str, mesh: str, schedule: str) -> float:
         ("DetachedHalf", "pp=2", "interleaved"),
         ("TupleBlocks", "pp=2", "zbv"),
         ("OnTokenCount", "pp=2", "1f1b"),
+        ("WritesIds", "pp=2", "1f1b"),
+        ("WritesIds", "pp=2", "zbv"),
     ],
 )
 def test_gradients_and_evaluation_equal_one_device(name: str, mesh: str, schedule: str) -> None:
