@@ -309,5 +309,5 @@ def torch_loss_on_tp() -> None:
 
 
 def test_a_loss_that_does_not_take_split_logits_is_told_what_does() -> None:
-    with pytest.raises(RankError, match=r"the loss meets logits .* on tp=2, a DTensor.*Use mk\.cross_entropy"):
+    with pytest.raises(RankError, match=r"the loss meets logits .* on tp=2, or a parameter.*Use mk\.cross_entropy"):
         pool(2).run(torch_loss_on_tp)

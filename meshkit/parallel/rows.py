@@ -25,7 +25,6 @@ from meshkit.program import (
     OnlyAlone,
     Program,
     Read,
-    ReadingError,
     Trace,
     Unproved,
     differences,
@@ -211,15 +210,16 @@ def _refuse_other_rows(program: Program, example: Example, rows: int, closed: Ma
 
     try:
         expected = read(proved)
-        if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
-            return  # on other values it may run something else
+    except PlanError:
+        return  # it draws other numbers in each reading, or cannot be read, and was tried on values
+    if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
+        return  # on other values it may run something else
+    try:
         found = read(rows)
-    except ReadingError as error:
+    except PlanError as error:
         raise _mixed(
             program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {error}."
         ) from error
-    except PlanError:
-        return  # it draws other numbers in each reading, or cannot be read, and was tried on values
     for difference in differences(expected, found):
         at = difference.other or difference.one
         if difference.factor is not None:
