@@ -217,9 +217,8 @@ def _refuse_other_rows(program: Program, example: Example, rows: int, closed: Ma
     try:
         found = read(rows)
     except PlanError as error:
-        raise _mixed(
-            program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {error}."
-        ) from error
+        why = str(error).rstrip(".")
+        raise _mixed(program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {why}.") from error
     for difference in differences(expected, found):
         at = difference.other or difference.one
         if difference.factor is not None:
