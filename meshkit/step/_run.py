@@ -217,7 +217,7 @@ class Run:
         microbatches: None in an evaluation.
         """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
-        counted = self._to_device(count(batch)).reshape(())
+        counted = self._to_device(count(batch))
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
@@ -226,10 +226,17 @@ class Run:
         facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
-        (summed,) = self.mesh.agreement.meet(what, mine, facts=facts, rows=rows)
+        # An evaluation may count several things: they do not fit into the message.
+        summed = self.mesh.agreement.meet(what, *([] if mine.ndim else [mine]), facts=facts, rows=rows)
         if changed:
             raise PlanError(changed)
-        return summed.to(counted.dtype)
+        return self._sum_over_mesh(mine) if mine.ndim else summed[0].to(counted.dtype)
+
+    def _sum_over_mesh(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        if self.mesh.spec.world_size > 1:
+            dist.all_reduce(value, group=self.mesh.group)
+        return value
 
     def _lost(self, watch: LossWatch | None, batch: Batch) -> str:
         """The refusal, where a gradient of this step went to something that is no parameter of the run; else empty."""
@@ -328,7 +335,15 @@ class Run:
         self.model.train(training)
         after_inference(self.model)
         local = torch.zeros((), device=self.mesh.device) if total is None else total.double() * weight
-        (summed,) = self.mesh.agreement.meet("the end of evaluate", local * self.mesh.is_first("tp"))
+        if local.ndim and self.pipeline is not None:
+            raise PlanError(
+                f"evaluate: the loss is a tensor of shape {tuple(local.shape)}, and with pp the other stages do not know of "
+                "it. Return a scalar, or use a mesh without pp."
+            )
+        local = local if self.mesh.is_first("tp") else torch.zeros_like(local)
+        if local.ndim:
+            return self._sum_over_mesh(local), counted
+        (summed,) = self.mesh.agreement.meet("the end of evaluate", local)
         return summed, counted
 
     @torch.no_grad()
