@@ -65,7 +65,7 @@ def take_hooks(model: nn.Module) -> ParameterHooks:
             param._backward_hooks = None
         if name in hooks.accumulated:
             # An empty table: None would leave autograd with the old one.
-            param._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
+            param._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]  # not in the stubs
     return hooks
 
 

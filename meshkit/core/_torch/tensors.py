@@ -26,8 +26,8 @@ def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of a nested container, in torch's order.
 
     Private: SUPPORTED_NODES, the containers that torch knows, and its own tree_leaves for those that are no plain tuple, list
-    or dict, which are walked here: reading a program asks for the leaves of ten thousand arguments, and torch's walk was a
-    third of its time. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    or dict, which are walked here: reading a program asks for the leaves of ten thousand arguments, and torch's walk took
+    18 to 31 % of it. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
     leaves: list[Any] = []
     _add_leaves(tree, leaves)
