@@ -75,13 +75,16 @@ _meetings = Counter[str]()
 
 
 class Agreement:
-    """What the ranks of a mesh have said that they do, and the meetings in which that is compared."""
+    """What the ranks of a mesh have said that they do, and the meetings in which that is compared.
+
+    alone: nobody is there to differ, on one rank or in a fake world.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._bits = mesh, 48 - (mesh.spec.world_size - 1).bit_length()
-        self._alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
+        self.alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
         self._scopes = (
-            {} if self._alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
+            {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
         )
         self._calls: list[Call] = []  # since the last meeting
         self._open: deque[tuple[list[Call], Callable[[], Tensor]]] = deque()  # meetings that nobody has looked at
@@ -100,7 +103,7 @@ class Agreement:
         facts: what every rank of the mesh must have alike, by name; stage: those of the same pipeline stage; rows: those that
         differ only in pp, cp or tp, and read the same rows. Tensors are compared by their values, all else by its repr.
         """
-        if not self._alone:
+        if not self.alone:
             given: dict[Scope, Mapping[str, object]] = {"mesh": facts or {}, "stage": stage or {}, "rows": rows or {}}
             told = {
                 scope: {name: _told(value) for name, value in each.items()}
@@ -135,7 +138,7 @@ class Agreement:
             message[-2] += (fact * factor).bitwise_and_((1 << self._bits) - 1)
         with waiting(f"the other ranks to come to {what}"):
             dist.all_reduce(message, group=self._mesh.group)
-        if not self._alone:
+        if not self.alone:
             self._open.append((calls, copy_to_host(message[-2:])))
             self._look(lag=0 if self._mesh.device == HOST or what not in self._kinds else LAG)
             self._kinds.add(what)
@@ -159,7 +162,7 @@ class Agreement:
     def _tail(self, calls: list[Call], unused: int) -> Tensor:
         """What follows the numbers of a message, on the host: zeros for `unused` ones, the number of [Note: one number says
         whether any rank differs], and which meeting of the group this is."""
-        if self._alone:
+        if self.alone:
             return torch.zeros(unused + 2, dtype=torch.float64)
         _meetings[self._mesh.group.group_name] += 1
         total = 0
@@ -172,7 +175,7 @@ class Agreement:
 
     def _on_device(self, calls: list[Call]) -> Iterator[tuple[Tensor, int]]:
         """Digests that are on the device, each with what multiplies it."""
-        for scope, each in () if self._alone else self._scopes.items():
+        for scope, each in () if self.alone else self._scopes.items():
             for key, fact in _facts(calls, scope):
                 if fact.digest is not None:
                     yield fact.digest, _signed(each.coefficient * (2 * _hash(key) + 1))

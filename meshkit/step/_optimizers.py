@@ -36,7 +36,7 @@ def compare_optimizers(run: Run) -> None:
     """From now on ranks agree on the steps of optimizers that hold this run's parameters: the first step is compared before
     it is made, the others with the next call in which ranks meet."""
     global _registered
-    if run.mesh.spec.world_size == 1:
+    if run.mesh.agreement.alone:
         return
     _runs.add(run)
     if not _registered:

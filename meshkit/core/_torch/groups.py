@@ -200,6 +200,10 @@ def start_fake_world(world_size: int, rank: int) -> None:
     from torch.distributed._tools import fake_collectives  # noqa: F401  # imported for what it registers
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # DTensor works out shapes on fake tensors, for which torch makes up a device where there is none. A process whose first
+    # backward comes later starts a thread for it, and none that is forked from it can run one, as a check's ranks do.
+    if not torch.accelerator.is_available():
+        torch.zeros((), requires_grad=True).clone().backward()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

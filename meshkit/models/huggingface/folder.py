@@ -72,7 +72,6 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     """
     pieces = named_pieces(model, "load_pretrained")
     files = _weight_files(Path(folder))
-    note(model, "load_pretrained", {"files": {file.name: file.stat().st_size for file in {*files.values()}}})
     scales = BlockScales(Path(folder), files, pieces, open_safetensors)
     # What is skipped is left out before names are compared, or it would be refused as unexpected.
     files = {key: file for key, file in files.items() if not is_ignored(model, key) and not scales.is_scale(key)}
@@ -83,6 +82,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
             for key in keys:  # headers only; all files are checked before the first tensor is changed
                 stored = reader.get_slice(key)
                 _refuse_other_shape(file, key, stored, pieces[key], scaled=scales.refuse(file, key, stored))
+    note(model, "load_pretrained", {"files": {file.name: file.stat().st_size for file in {*files.values()}}})
     loaded: dict[object, str] = {}
     for file, keys in _by_file(files).items():
         with open_safetensors(file) as reader:

@@ -24,6 +24,8 @@ from tests.compare_shards import computed_once, difference
 from tests.tiny import draw_parameters, tiny_config
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
+# The first update of a gradient g is g / (|g| + eps): a gradient of noise alone, 1e-16, must stay one after it.
+ADAM = {"lr": 1e-2, "eps": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], 
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95)
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95), **ADAM
     )
     losses, norms, gradients = [], [], {}
     for batch in batches(cell):
@@ -213,7 +215,7 @@ def own_rows(batch: dict[str, Tensor], mesh: mk.Mesh) -> dict[str, Tensor]:
 def run_cell(cell: Cell) -> Outcome:
     """On every rank: train on the mesh and compare with one device."""
     run = start(cell)
-    optimizer = mk.adamw(run, lr=1e-2)
+    optimizer = mk.adamw(run, **ADAM)
     losses, norms, gradients, parameters = computed_once(reference, cell)
     copies = copies_of(run.model)
     worst: dict[str, float] = {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core._torch import FakeTensorMode
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.program import read_program
 from meshkit.resolve import resolve
 from tests.depth import deep
@@ -24,6 +25,7 @@ from tests.laws.parity.cases import mesh_for
 from tests.preflight.check import good, planted
 from tests.preflight.check.good import GOOD, examples, mlp, points, run_without_seed, squared_error
 from tests.preflight.check.planted import PLANTED, Planted
+from tests.tiny import tiny_config
 from tests.world import CONTEXT, RankError, fork, pool, run_ranks
 
 PAGE = Path(__file__).parents[3] / "docs" / "check.md"
@@ -143,6 +145,14 @@ def explained_and_trained() -> str:
     return report
 
 
+def estimated_and_trained() -> str:
+    """An estimate, a backward and a check in one process."""
+    tokens = {"rows": 2, "seq_len": 8}
+    mk.estimate(Llama(tiny_config()), "dp_shard=2", plan=LLAMA_PLAN, **tokens)
+    squared_error(mlp(), points(5)).backward()
+    return str(mk.check(mlp(), "dp_shard=2", **MLP))
+
+
 def with_threads() -> str:
     with FakeTensorMode():  # as a GPU would, it lets the next backward start a thread
         torch.ones(1)
@@ -165,6 +175,10 @@ class Scaled(nn.Sequential):
 
 def test_a_model_is_checked_after_it_was_explained_and_trained() -> None:
     assert "no finding" in in_a_process(explained_and_trained)
+
+
+def test_an_estimate_leaves_a_process_that_can_be_checked_in() -> None:
+    assert "no finding" in in_a_process(estimated_and_trained)
 
 
 def test_ranks_of_a_process_with_threads_of_a_backward_are_refused() -> None:
