@@ -36,6 +36,16 @@ class StepError(MeshkitError):
     exit_code = 1
 
 
+class CorruptionError(MeshkitError):
+    """Weights or optimizer state that are not what was written: a bit flipped, or a rank computed wrongly.
+
+    ranks: of the mesh, those that have it; of two copies that differ both.
+    """
+
+    exit_code = 1
+    ranks: tuple[int, ...] = ()
+
+
 class OffloadError(MeshkitError):
     """Activations that could not be moved or brought back: a full disk, a failing file, a tensor changed meanwhile."""
 

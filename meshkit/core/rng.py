@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshkit.core.hashing import signed64
 from meshkit.core.sharding import local_slices, local_tensor
 
 CHUNK = 1 << 22  # elements at a time: bounds the scratch memory to about 300 MiB
@@ -30,9 +31,9 @@ def random_bits(counter: Tensor, stream: int | Tensor, bits: int) -> Tensor:
 
     stream: one for all counters, or one for each.
     """
-    z = counter * _signed(0x9E3779B97F4A7C15) + stream  # new memory: what follows is done in place
-    z.bitwise_xor_(_shift(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    z.bitwise_xor_(_shift(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    z = counter * signed64(0x9E3779B97F4A7C15) + stream  # new memory: what follows is done in place
+    z.bitwise_xor_(_shift(z, 30)).mul_(signed64(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(_shift(z, 27)).mul_(signed64(0x94D049BB133111EB))
     return _shift(z.bitwise_xor_(_shift(z, 31)), 64 - bits)
 
 
@@ -72,10 +73,6 @@ def index_of_rows(tensor: Tensor, rows: slice) -> Tensor:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 # [Note: keys of tokens]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.core import _torch
+from meshkit.core.hashing import hash64, signed64
 from meshkit.core.to_device import HOST, copy_to_host, to_device
 from meshkit.core.waiting import waiting
 from meshkit.errors import AgreementError
@@ -83,9 +84,7 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._bits = mesh, 48 - (mesh.spec.world_size - 1).bit_length()
         self.alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
-        self._scopes = (
-            {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
-        )
+        self._scopes = {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
         self._calls: list[Call] = []  # since the last meeting
         self._open: deque[tuple[list[Call], Callable[[], Tensor]]] = deque()  # meetings that nobody has looked at
         self._kinds: set[str] = set()  # of meetings that were
@@ -169,7 +168,7 @@ class Agreement:
         for scope, each in self._scopes.items():
             words = [call.what for call in calls] if scope == "mesh" else []
             told = [f"{key}={fact.text}" for key, fact in _facts(calls, scope)]
-            total += each.coefficient * _hash("\n".join(words + told))
+            total += each.coefficient * hash64("\n".join(words + told))
         total &= (1 << self._bits) - 1
         return torch.tensor([0] * unused + [total, _meetings[self._mesh.group.group_name]], dtype=torch.float64)
 
@@ -178,14 +177,14 @@ class Agreement:
         for scope, each in () if self.alone else self._scopes.items():
             for key, fact in _facts(calls, scope):
                 if fact.digest is not None:
-                    yield fact.digest, _signed(each.coefficient * (2 * _hash(key) + 1))
+                    yield fact.digest, signed64(each.coefficient * (2 * hash64(key) + 1))
 
 
 def _scope(scope: Scope, spec: MeshSpec, rank: int, bits: int) -> _Scope:
     axes = group_axes(spec, *_AXES[scope])
     groups = spec.groups(*axes) if axes else [[each] for each in range(spec.world_size)]
     mine = next(group for group in groups if rank in group)
-    drawn = [_hash(f"{scope} {each}") for each in mine[:-1]]
+    drawn = [hash64(f"{scope} {each}") for each in mine[:-1]]
     # An axis of one rank has nobody to agree with: its number is zero.
     index = mine.index(rank)
     return _Scope(groups, (drawn[index] if index < len(drawn) else -sum(drawn)) % (1 << bits))
@@ -200,7 +199,7 @@ def _facts(calls: list[Call], scope: Scope) -> Iterator[tuple[str, Fact]]:
 def _told(value: object) -> Fact:
     if not isinstance(value, Tensor):
         text = value if isinstance(value, str) else repr(value)
-        return Fact(text if len(text) <= SHOWN else f"{text[:SHOWN]}... {_hash(text):016x}")
+        return Fact(text if len(text) <= SHOWN else f"{text[:SHOWN]}... {hash64(text):016x}")
     local = value.detach()
     kind = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
     flat = local.reshape(-1)
@@ -217,17 +216,8 @@ def _digest_on_device(flat: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    weights = torch.arange(flat.numel(), device=flat.device) * _signed(_hash("weights") * 2) + 1
+    weights = torch.arange(flat.numel(), device=flat.device) * signed64(hash64("weights") * 2) + 1
     return (flat.view(whole) * weights).sum()
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def _signed(value: int) -> int:
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
 
 
 def _caller() -> str:

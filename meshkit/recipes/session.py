@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
 from meshkit.errors import MeshkitError, StepError
+from meshkit.faults.corruption import CorruptionGuard
 from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
@@ -64,7 +65,7 @@ class Session:
     parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
-    guard: against gradients that are not finite.
+    guard: against gradients that are not finite. --corruption-every compares copies here, also before each checkpoint.
     scalars: the line of this step so far, see `log`. logger: for pictures and texts.
     Every rank calls every method, at the same steps.
     """
@@ -94,6 +95,12 @@ class Session:
         self._checkpoints = Checkpointer(folder, keep=config.keep)
         # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
+        every = config.corruption_every if isinstance(config, StepFlags) else 0
+        self._corruption = (
+            CorruptionGuard(run, optimizer, every_steps=every)
+            if every and isinstance(run, Run) and optimizer is not None
+            else None
+        )
         self._signals = SaveOnSignal()
         self._files = ExitStack()  # open from __enter__ to __exit__
         self._step = 0
@@ -122,6 +129,8 @@ class Session:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)
             files.enter_context(self._signals)
+            if self._corruption is not None:
+                files.enter_context(self._corruption)
             files.enter_context(multiplying_fp32(config.fp32_precision))
             self._collect = files.enter_context(collecting_garbage(config.gc_every))
             progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=is_main))
@@ -233,6 +242,8 @@ class Session:
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())
         saves = self.saves(step)
+        if self._corruption is not None:  # also what is saved was compared: from there the run goes on
+            self._corruption.check(step, now=saves)
         self.stopped = bool(self._leaving) and step < self._total
         self._unwritten.append((step, self.scalars, self._arriving))
         # A line is written a step later, when its numbers have come: the host does not wait for the device to log. Before a

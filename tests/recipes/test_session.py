@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.errors import StepError
+from meshkit.core.sharding import local_tensor
+from meshkit.errors import CorruptionError, StepError
 from meshkit.preflight.waits import recording
 from meshkit.recipes import Session, StepFlags
 from tests.world import run_ranks
@@ -226,3 +227,31 @@ def test_several_runs_and_a_state_go_on_from_the_newest_step_that_all_have(tmp_p
     (tmp_path / "checkpoints" / "critic" / "step-00000004").rmdir()
     ((made, value, sums),) = run_ranks(1, train_two, str(tmp_path), 5)
     assert made == [3, 4, 5] and value == 20 and sums == [16 * 2.0, 16 * 4.0]
+
+
+def flipped(out: str) -> str:
+    """A run in which a bit flips between steps 3 and 4; it saves every second step, and compares every tenth."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, optimizer = tiny_run(mesh)
+    config = StepFlags(out=Path(out), warmup_steps=0, lr_kind="constant", steps=8, save_every=2, corruption_every=10)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        Session(run, config, optimizer=optimizer, scheduler=config.lr_schedule(optimizer)) as session,
+        pytest.raises(CorruptionError) as raised,
+    ):
+        for step in session.steps():
+            run.forward_backward(batch_of(step), loss=squares, count=count)
+            mk.clip_grad_norm(run, config.clip)
+            if step == 4 and mesh.rank == 1:
+                raw = local_tensor(next(run.parameters())).reshape(-1).view(torch.uint8).numpy()
+                raw[3] ^= 64
+            optimizer.step()
+            optimizer.zero_grad()
+            session.stop_clock(tokens=8)
+    return str(raised.value)
+
+
+def test_state_with_a_flipped_bit_is_not_saved(tmp_path: Path) -> None:
+    for said in run_ranks(2, flipped, str(tmp_path)):
+        assert "step 4: silent data corruption since step 2: 0.weight changed on rank 1 while nothing wrote it" in said
+    assert sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
