@@ -14,6 +14,9 @@ class Group:
     ranks: tuple[int, ...]
     axis: str = field(default="", compare=False)
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all ranks besides it would be made anew in each look at a dict
+
     def __str__(self) -> str:
         return f"{self.axis or self.name} {list(self.ranks)}"
 
