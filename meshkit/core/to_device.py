@@ -6,7 +6,8 @@ launched, and a read from the device would wait for all that is queued there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,16 +46,28 @@ def tensor_on(values: Sequence[int], device: torch.device, *, dtype: torch.dtype
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
-def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts a copy; what is returned waits for it, and not for what is launched in between."""
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor on its way to the host. Called, it waits for the copy, and not for what was launched after it."""
+
+    copy: Tensor
+    done: torch.Event | None
+
+    def __call__(self) -> Tensor:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.copy
+
+    def is_here(self) -> bool:
+        """Whether a call would not wait."""
+        return self.done is None or self.done.query()
+
+
+def copy_to_host(tensor: Tensor) -> Arriving:
+    """Starts a copy."""
     if tensor.device == HOST:
-        return lambda: tensor
+        return Arriving(tensor, None)
     copy = tensor.to(HOST, non_blocking=True)  # into pinned memory
     done = torch.Event(tensor.device)
     done.record()
-
-    def read() -> Tensor:
-        done.synchronize()
-        return copy
-
-    return read
+    return Arriving(copy, done)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from meshkit.core import _torch
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left
 from meshkit.faults.location import Location, location_now
+from meshkit.mesh.agreement import open_difference
 
 LOOK_S = 0.1  # between two looks for a process group, before there is one
 MAIN_THREAD_S = 0.5  # for the main thread to see a closed connection: it knows more to report
@@ -175,7 +176,9 @@ class Watchdog:
         if heartbeat is None:
             return
         with contextlib.suppress(RuntimeError):
-            if heartbeat.is_first(f"stall at {location}"):
+            if (difference := open_difference()) and heartbeat.is_first(f"difference {difference}"):
+                report(f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.", difference)
+            elif not difference and heartbeat.is_first(f"stall at {location}"):
                 report(
                     f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.",
                     heartbeat.missing() or "Another has failed.",

@@ -12,11 +12,12 @@ import math
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from meshkit.core import _torch
 from meshkit.core.hashing import hash64, signed64
-from meshkit.core.to_device import HOST, copy_to_host, to_device
+from meshkit.core.to_device import HOST, Arriving, copy_to_host, to_device
 from meshkit.core.waiting import waiting
 from meshkit.errors import AgreementError
 from meshkit.mesh._differences import Call, Fact, Scope, Told, difference
@@ -53,7 +54,8 @@ SAMPLE = 1 << 20  # elements of a tensor of floats that are looked at
 # [Note: when a meeting is looked at]
 # On the host at once, and everywhere in the first meeting of each kind. On a device the host would wait for all that is
 # queued there, so it looks some meetings later, when the number has long come: a difference that appears in a later step is
-# named in the next one, or, if its messages do not match, by the watchdog. The same number of meetings on every rank, not
+# named in the next one, or, if its messages do not match, by the watchdog, whose thread looks where the main thread waits
+# (`open_difference`). The same number of meetings on every rank, not
 # when the number is there: all ranks raise at the same place.
 
 
@@ -73,6 +75,7 @@ _AXES: dict[Scope, tuple[str, ...]] = {
 # By name of the group, which meshes of the same ranks share. Their sum over ranks travels too: it names this meeting and no
 # other on every rank, also where an error has let ranks make different numbers of them.
 _meetings = Counter[str]()
+_every: WeakSet[Agreement] = WeakSet()
 
 
 class Agreement:
@@ -86,8 +89,9 @@ class Agreement:
         self.alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
         self._scopes = {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
         self._calls: list[Call] = []  # since the last meeting
-        self._open: deque[tuple[list[Call], Callable[[], Tensor]]] = deque()  # meetings that nobody has looked at
+        self._open: deque[tuple[list[Call], Arriving]] = deque()  # meetings that nobody has looked at
         self._kinds: set[str] = set()  # of meetings that were
+        _every.add(self)
 
     def note(
         self,
@@ -148,9 +152,21 @@ class Agreement:
         while len(self._open) > lag:
             calls, read = self._open.popleft()
             summed, turn = read().tolist()
-            if not math.isfinite(summed) or int(summed) % (1 << self._bits):
+            if self._is_difference(summed):
                 self._open.clear()
                 raise AgreementError(self._difference(calls, turn))
+
+    def open_difference(self) -> str:
+        """Of the meetings that are over and that the main thread has not looked at yet; see `open_difference`."""
+        for calls, read in list(self._open):
+            if read.is_here():
+                summed, turn = read().tolist()
+                if self._is_difference(summed):
+                    return self._difference(calls, turn)
+        return ""
+
+    def _is_difference(self, summed: float) -> bool:
+        return not math.isfinite(summed) or bool(int(summed) % (1 << self._bits))
 
     def _difference(self, calls: list[Call], turn: float) -> str:
         told = Told(rank=self._mesh.rank, host=socket.gethostname(), calls=[call.in_text() for call in calls])
@@ -178,6 +194,15 @@ class Agreement:
             for key, fact in _facts(calls, scope):
                 if fact.digest is not None:
                     yield fact.digest, signed64(each.coefficient * (2 * hash64(key) + 1))
+
+
+def open_difference() -> str:
+    """In what the ranks of a mesh have differed since the main thread looked last, or "": for the thread of a rank that waits.
+
+    Of use on devices, where that is some meetings ago, and ranks that differ may have stopped in messages that do not match.
+    Waits for the other ranks' threads to ask the same.
+    """
+    return next(filter(None, (each.open_difference() for each in list(_every))), "")
 
 
 def _scope(scope: Scope, spec: MeshSpec, rank: int, bits: int) -> _Scope:

@@ -44,8 +44,8 @@ def by_directions(table: Schedule, *, tied: bool = False, host_waits: bool = Fal
 
 
 # [Note: the hardest rules]
-# Host waits, and communicators for whose first use hosts wait, only add waits where all calls are batched (an unbatched one has
-# another communicator by either rule). What ends with both ends without either, as the smaller tables show under all four.
+# Host waits, and communicators for whose first use hosts wait, only add waits where all calls are batched (an unbatched one
+# has another communicator by either rule). What ends with both ends without, as the smaller tables show under all four.
 
 
 def refuse_any_stop(name: str, ranks: int, counts: tuple[int, ...], *, hardest: bool = False) -> int:
