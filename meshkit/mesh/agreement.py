@@ -197,7 +197,7 @@ class Agreement:
 
 
 def open_difference() -> str:
-    """In what the ranks of a mesh have differed since the main thread looked last, or "": for the thread of a rank that waits.
+    """In what the ranks of a mesh have differed since the main thread looked, or "": for the thread of a rank that waits.
 
     Of use on devices, where that is some meetings ago, and ranks that differ may have stopped in messages that do not match.
     Waits for the other ranks' threads to ask the same.
