@@ -51,10 +51,10 @@ class Key(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """A tensor after an optimizer step. stamp: of [Note: what may be written]."""
+    """Tensors after an optimizer step. stamps: of [Note: what may be written]. digests: int64 [tensors]."""
 
-    stamp: tuple[int, ...]
-    digest: Tensor
+    stamps: dict[Key, tuple[int, ...]]
+    digests: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,13 @@ class CorruptionGuard:
         self._run, self._optimizer, self._every = run, optimizer, every_steps
         model_tensors(run.model)  # brings sharded parameters back into the modules
         copies = copies_of(run.model)
-        self._names = {param: copies.get(name, name) for name, param in run.named_parameters()}
+        self._parameters = [
+            (param, copies.get(name, name), tuple((each.start, each.stop) for each in local_slices(param)))
+            for name, param in run.named_parameters()
+        ]
         self._table: _Table | None = None
-        self._resting: dict[Key, _Rest] = {}
-        self._changed: dict[Key, Tensor] = {}  # since the last check; bools on the device
+        self._resting: _Rest | None = None
+        self._changed: dict[tuple[Key, ...], Tensor] = {}  # at rest since the last check, bool [tensors]
         self._checked = 0  # the last step that was found right
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -122,7 +125,7 @@ class CorruptionGuard:
 
     def forget(self) -> None:
         """What was written between two steps, as by loading a checkpoint, is no corruption."""
-        self._resting.clear()
+        self._resting = None
         self._changed.clear()
 
     def check(self, step: int, *, now: bool = False) -> None:
@@ -134,17 +137,16 @@ class CorruptionGuard:
         if not now and step % self._every:
             return
         self._compare_with_rest()
-        tensors, device = dict(self._tensors()), self._run.mesh.device
-        sums = [_digest(local).to(device) for local, _ in tensors.values()]
-        digests = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+        tensors = dict(self._tensors())
+        digests = self._digests(local for local, _ in tensors.values())
         if self._run.mesh.spec.world_size > 1:
             unknown = self._table is None or self._table.keys != [*tensors]
             wrong, changed, to_gather = self._sums(digests, unknown=unknown)
             if to_gather:  # on every rank: their tensors are others than those that were compared last
-                self._table = self._gather([*tensors], device)
+                self._table = self._gather([*tensors])
                 wrong, changed, _ = self._sums(digests, unknown=False)
         else:
-            wrong, changed = 0, int(sum(int(each) for each in self._changed.values()))
+            wrong, changed = 0, int(self._count_changed())
         if wrong or changed:
             ranks, sentence = self._found([*tensors], digests)
             error = CorruptionError(
@@ -160,8 +162,7 @@ class CorruptionGuard:
 
     def _tensors(self) -> Iterator[tuple[Key, tuple[Tensor, tuple[int, ...]]]]:
         """(shard, stamp) of this rank's weights and moments."""
-        for param, name in self._names.items():
-            region = tuple((each.start, each.stop) for each in local_slices(param))
+        for param, name, region in self._parameters:
             for state, tensor in [("", param), *self._optimizer.state.get(param, {}).items()]:
                 leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, Tensor)]
                 for index, leaf in enumerate(leaves):
@@ -173,33 +174,40 @@ class CorruptionGuard:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         copies = {} if self._table is None else dict(zip(self._table.keys, self._table.copies, strict=True))
-        self._resting = {
-            key: _Rest(stamp, _digest(local))
-            for key, (local, stamp) in self._tensors()
-            if copies.get(key, 1) < MAJORITY
-        }
+        resting = {key: each for key, each in self._tensors() if copies.get(key, 1) < MAJORITY}
+        stamps = {key: stamp for key, (_, stamp) in resting.items()}
+        self._resting = _Rest(stamps, self._digests(local for local, _ in resting.values()))
 
     def _before_step(self, *_: Any) -> None:
         self._compare_with_rest()
-        self._resting.clear()
+        self._resting = None
 
     @torch.no_grad()
     def _compare_with_rest(self) -> None:
-        for key, (local, stamp) in self._tensors() if self._resting else ():
-            if (rest := self._resting.get(key)) is not None and rest.stamp == stamp:
-                changed = _digest(local) != rest.digest
-                self._changed[key] = changed | self._changed[key] if key in self._changed else changed
+        if self._resting is None:
+            return
+        stamps, before = self._resting
+        unwritten = {key: local for key, (local, stamp) in self._tensors() if stamps.get(key) == stamp}
+        if len(unwritten) < len(stamps):
+            before = before[torch.tensor([key in unwritten for key in stamps], device=before.device)]
+        changed = self._digests(unwritten.values()) != before
+        keys = (*unwritten,)
+        self._changed[keys] = changed | self._changed[keys] if keys in self._changed else changed
+
+    def _digests(self, tensors: Iterable[Tensor]) -> Tensor:
+        """int64 [tensors]"""
+        device = self._run.mesh.device
+        sums = [_digest(local).to(device) for local in tensors]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
     # -------------------------------------------------------------------------------------------------- over the mesh
 
     def _sums(self, digests: Tensor, *, unknown: bool) -> tuple[int, int, int]:
         """Over the mesh: not zero where copies differ, where any rank saw a change at rest, and where one has new tensors."""
-        changed = [each.to(digests.device) for each in self._changed.values()]
+        compared = self._table if not unknown else None
         numbers = [
-            digests.new_zeros(())
-            if unknown or self._table is None
-            else (_folded(digests) * self._table.coefficients).sum(),
-            torch.stack(changed).sum() if changed else digests.new_zeros(()),
+            (_folded(digests) * compared.coefficients).sum() if compared is not None else digests.new_zeros(()),
+            self._count_changed(),
             digests.new_full((), int(unknown)),
         ]
         message = torch.stack(numbers)
@@ -207,7 +215,11 @@ class CorruptionGuard:
         wrong, of_ranks, to_gather = message.tolist()
         return wrong, of_ranks, to_gather
 
-    def _gather(self, keys: Sequence[Key], device: torch.device) -> _Table:
+    def _count_changed(self) -> Tensor:
+        none = torch.zeros((), dtype=torch.int64, device=self._run.mesh.device)
+        return sum((each.sum() for each in self._changed.values()), none)
+
+    def _gather(self, keys: Sequence[Key]) -> _Table:
         """Which ranks hold the same."""
         hashes = [_identity(key) for key in keys]
         holders: dict[int, list[int]] = {each: [] for each in hashes}
@@ -217,7 +229,9 @@ class CorruptionGuard:
                     holders[each].append(rank)
         me = self._run.mesh.group.rank()
         coefficients = [_coefficient(each, holders[each], me) for each in hashes]
-        return _Table([*keys], torch.tensor(coefficients, device=device), [len(holders[each]) for each in hashes])
+        return _Table(
+            [*keys], torch.tensor(coefficients, device=self._run.mesh.device), [len(holders[each]) for each in hashes]
+        )
 
     def _of_ranks(self, numbers: Tensor) -> Tensor:
         """[ranks, most]: each rank's numbers, followed by zeros."""
@@ -232,7 +246,12 @@ class CorruptionGuard:
 
     def _found(self, keys: Sequence[Key], digests: Tensor) -> tuple[tuple[int, ...], str]:
         """(the ranks, what is wrong where), the same on every rank. A collective."""
-        changed = {key for key, each in self._changed.items() if bool(each)}
+        changed = {
+            key
+            for keys, each in self._changed.items()
+            for key, is_changed in zip(keys, each.tolist(), strict=True)
+            if is_changed
+        }
         if self._run.mesh.spec.world_size == 1:
             return (0,), f"{_listed(map(str, changed))} changed while nothing wrote it."
         hashes = [_identity(key) for key in keys]

@@ -139,7 +139,8 @@ def flipped(cell: Cell, kind: str, count: int) -> list[Flip]:
 
 def named(cell: Cell, kind: str, count: int) -> list[tuple[Flip, Flip]]:
     """(what was flipped, what was said)"""
-    of_ranks = pool(mk.MeshSpec.parse(cell.mesh).world_size).run(flipped, cell, kind, count, timeout_s=900.0 if DEEP else 240.0)
+    ranks = pool(mk.MeshSpec.parse(cell.mesh).world_size)
+    of_ranks = ranks.run(flipped, cell, kind, count, timeout_s=900.0 if DEEP else 240.0)
     pairs = []
     for flips in zip(*of_ranks, strict=True):
         assert len({(flip.text, flip.ranks) for flip in flips}) == 1  # the same on every rank
