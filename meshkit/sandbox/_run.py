@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from typing import Any, Literal
 
 from meshkit.errors import RewardError
@@ -82,28 +83,22 @@ def run_sandboxed(program: str, *, tests: str | None = None, limits: SandboxLimi
         judge = stack.enter_context(start.process("tests", tests, line=(to_tests, from_tests)))
         # Our copies: while they are open, the death of one side would not end the other's pipe.
         for end in (to_program, from_tests, to_tests, from_program):
-            os.close(end)
+            end.close()
         return _verdict([run, judge], judge, _wait([run, judge], judge, limits), limits)
 
 
-def _pipe(stack: ExitStack) -> tuple[int, int]:
+def _pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
+    # Files, not numbers: closing one twice would close what another thread has opened in between.
     read, write = os.pipe()
-    for end in (read, write):
-        stack.callback(_close, end)
-    return read, write
-
-
-def _close(number: int) -> None:
-    with suppress(OSError):
-        os.close(number)
+    return stack.enter_context(FileIO(read, "r")), stack.enter_context(FileIO(write, "w"))
 
 
 @dataclass(eq=False, kw_only=True)
 class _Process:
     popen: subprocess.Popen[bytes]
-    word: int
+    word: FileIO
     """end of the pipe to which it says how it goes"""
-    notes: int
+    notes: FileIO
     """its stderr, until it is confined"""
     said: bytes = b""
     began: float = field(default_factory=time.monotonic)
@@ -123,7 +118,7 @@ class _Start:
     folder: str | None
 
     @contextmanager
-    def process(self, role: str, source: str, *, line: tuple[int, ...]) -> Iterator[_Process]:
+    def process(self, role: str, source: str, *, line: tuple[FileIO, ...]) -> Iterator[_Process]:
         """A process that is dead when the context ends, and with it all that it started."""
         with ExitStack() as stack:
             word, their_word = _pipe(stack)
@@ -135,30 +130,28 @@ class _Start:
                 "namespaces": self.limits.namespaces,
                 "readable": self.jail.readable,
                 "folder": self.folder,
-                "word": their_word,
-                "alive": their_alive,
-                "line": line,
+                "word": their_word.fileno(),
+                "alive": their_alive.fileno(),
+                "line": [end.fileno() for end in line],
             }
             # Files in memory: a pipe would have to be fed and drained while we wait.
-            stdin, notes = os.memfd_create("order"), os.memfd_create("notes")
-            stack.callback(_close, stdin)
-            stack.callback(_close, notes)
-            with open(stdin, "wb", closefd=False) as file:
-                file.write(json.dumps(order).encode())
-            os.lseek(stdin, 0, os.SEEK_SET)
+            stdin = stack.enter_context(FileIO(os.memfd_create("order"), "r+"))
+            notes = stack.enter_context(FileIO(os.memfd_create("notes"), "r+"))
+            stdin.write(json.dumps(order).encode())
+            stdin.seek(0)
             popen = subprocess.Popen(
                 self.jail.command,
                 stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 stderr=notes,
-                pass_fds=[their_word, their_alive, *line],
+                pass_fds=[end.fileno() for end in (their_word, their_alive, *line)],
                 # Tokens and passwords of the job live in its environment.
                 env={},
                 # A process group of its own, for os.killpg; and no terminal to write to.
                 start_new_session=True,
             )
             stack.callback(_kill, popen)
-            os.close(their_word)
+            their_word.close()
             yield _Process(popen=popen, word=word, notes=notes)
 
 
@@ -172,11 +165,11 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
 def _wait(processes: list[_Process], judge: _Process, limits: SandboxLimits) -> bool:
     """Whether the one whose word counts has said it, or died, in time."""
     deadline = time.monotonic() + limits.wall_s
-    waiting = {process.word: process for process in processes}
+    waiting = {process.word.fileno(): process for process in processes}
     poll = select.poll()
     for word in waiting:
         poll.register(word, select.POLLIN)
-    while judge.word in waiting:
+    while judge.word.fileno() in waiting:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return False
@@ -201,8 +194,8 @@ def _verdict(processes: list[_Process], judge: _Process, in_time: bool, limits: 
         if refused is None and in_time and "confined" not in first:
             if not _has_ended(process):
                 continue
-            os.lseek(process.notes, 0, os.SEEK_SET)
-            notes = os.read(process.notes, 2000).decode(errors="replace").strip().splitlines()
+            process.notes.seek(0)
+            notes = process.notes.read(2000).decode(errors="replace").strip().splitlines()
             refused = f"the jail did not start: {notes[-1] if notes else f'exit status {process.popen.returncode}'}. "
             refused += "Allow user namespaces, or pass SandboxLimits(namespaces=False) on Linux 6.12 or later."
         if refused is not None:
