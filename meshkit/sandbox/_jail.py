@@ -53,14 +53,26 @@ def jail(tool: Tool, folder: str | None) -> Jail:
     interpreter = (python, "-I", "-S", "-B", "-c", _START, str(INSIDE))
     command: tuple[str, ...] = ()
     if tool == "bubblewrap":
-        command = ("bwrap", *_bubblewrap(readable, folder))
+        command = (_where("bwrap"), *_bubblewrap(readable, folder))
     elif tool == "unshare":
         # setpriv: unshare dies with the job; --kill-child: the process inside, and with it all there is, dies with unshare.
-        command = ("setpriv", "--pdeathsig", "KILL", "--", "unshare", "--user", "--map-root-user", "--pid", "--fork")
-        command += ("--kill-child", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--")
-    if command and (program := shutil.which(command[0])):
-        command = (program, *command[1:])
+        command = (
+            _where("setpriv"),
+            "--pdeathsig",
+            "KILL",
+            "--",
+            _where("unshare"),
+            "--user",
+            "--map-root-user",
+            "--pid",
+        )
+        command += ("--fork", "--kill-child", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--")
     return Jail(tool=tool, command=(*command, *interpreter), readable=readable)
+
+
+def _where(program: str) -> str:
+    # By its path: nothing inside has the job's PATH.
+    return shutil.which(program) or program
 
 
 def _bubblewrap(readable: tuple[str, ...], folder: str | None) -> list[str]:

@@ -101,7 +101,14 @@ class _Process:
     notes: FileIO
     """its stderr, until it is confined"""
     said: bytes = b""
+    closed: bool = False
+    """nothing more will be read from it"""
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """Of the sandbox itself; later messages may be the program's."""
+        return next(iter(self.messages()), {})
 
     def messages(self) -> list[dict[str, Any]]:
         messages = []
@@ -180,26 +187,27 @@ def _wait(processes: list[_Process], judge: _Process, limits: SandboxLimits) -> 
             if not more or len(process.said) > _MOST_BYTES:
                 poll.unregister(word)
                 del waiting[word]
-                if not any("confined" in message for message in process.messages()[:1]):
+                process.closed = True
+                if "confined" not in process.first:
                     return True
     return True
 
 
 def _verdict(processes: list[_Process], judge: _Process, in_time: bool, limits: SandboxLimits) -> Verdict:
     for process in processes:
-        # The first alone: later ones may be the program's.
-        first = next(iter(process.messages()), {})
-        refused = first.get("refused")
-        # A process that our time has cut off before it was confined is late, not refused.
-        if refused is None and in_time and "confined" not in first:
-            if not _has_ended(process):
-                continue
+        if refused := process.first.get("refused"):
+            raise RewardError(f"run_sandboxed: {refused}")
+    for process in processes:
+        if process.closed and "confined" not in process.first:
+            with suppress(subprocess.TimeoutExpired):
+                process.popen.wait(_SLACK_S)
             process.notes.seek(0)
             notes = process.notes.read(2000).decode(errors="replace").strip().splitlines()
-            refused = f"the jail did not start: {notes[-1] if notes else f'exit status {process.popen.returncode}'}. "
-            refused += "Allow user namespaces, or pass SandboxLimits(namespaces=False) on Linux 6.12 or later."
-        if refused is not None:
-            raise RewardError(f"run_sandboxed: {refused}")
+            why = notes[-1] if notes else f"exit status {process.popen.returncode}"
+            raise RewardError(
+                f"run_sandboxed: the jail did not start: {why}. "
+                "Allow user namespaces, or pass SandboxLimits(namespaces=False) on Linux 6.12 or later."
+            )
     if not in_time:
         return Verdict(end="timed out", text=f"not done within {limits.wall_s} s")
     last = judge.messages()[-1]
@@ -214,12 +222,6 @@ def _verdict(processes: list[_Process], judge: _Process, in_time: bool, limits: 
             text=f"MemoryError: more than {limits.memory_bytes} bytes" if text.startswith("MemoryError") else text,
         )
     return _how_it_died(processes[0], limits, str(last.get("left", "")))
-
-
-def _has_ended(process: _Process) -> bool:
-    with suppress(subprocess.TimeoutExpired):
-        process.popen.wait(_SLACK_S)
-    return process.popen.returncode is not None
 
 
 def _how_it_died(process: _Process, limits: SandboxLimits, text: str) -> Verdict:

@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "import math\ndef f(x): return math.exp(x)",
     ),
     "all": ("assert all(f(x) == 2 * x for x in range(9))\nassert max(map(f, [1, 5])) == 10", "def f(x): return x + x"),
+    "mapped": ("assert all(map(lambda x: f(x) == 2 * x, range(1, 9)))", "def f(x): return x + x"),
     "in place": (
         "xs = [3, 1, 2]\nf(xs)\nassert xs == [1, 2, 3], xs\nys = [2, 1]\nassert f(ys) is None",
         "def f(xs): xs.sort()",
@@ -60,6 +61,10 @@ ROWS: dict[str, tuple[str, str]] = {
         "p = f(1, 2)\nassert p == (1, 2) and p.x == 1\ntry:\n    f(0, 0)\n    assert False\nexcept Bad as e:\n    assert str(e) == 'zero'",
         "from collections import namedtuple\nclass Bad(Exception): pass\nP = namedtuple('P', 'x y')\ndef f(x, y):\n"
         "    if not x: raise Bad('zero')\n    return P(x, y)",
+    ),
+    "with": (
+        "with f() as x:\n    assert x == 2\n    assert x == 1 + 1",
+        "class f:\n    def __enter__(self): return 2\n    def __exit__(self, *a): pass",
     ),
     "print": (
         "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    f(3)\nassert out.getvalue() == '3\\n'",
@@ -252,7 +257,7 @@ def cheats() -> list[Cheat]:
     """All of them. Each fails at least one test of its row if it is judged by what it computes."""
     found = [
         Cheat(name=f"equals all {truth} {value}", row=row, code=_ANY.format(truth=truth, value=value))
-        for row in ("number", "float", "list", "text", "set", "dict", "check", "all", "closure", "generator")
+        for row in ("number", "float", "list", "text", "set", "dict", "check", "all", "closure")
         for truth, value in ((True, "self"), (False, "0"))
     ]
     for row, base in _BASES.items():
@@ -276,6 +281,7 @@ def cheats() -> list[Cheat]:
     found += [
         Cheat(name="empties its argument", row="list", code="def f(xs): xs.clear(); return xs"),
         Cheat(name="swallows a failing callback", row="callback", code="def f(g, xs): return xs"),
+        Cheat(name="ends an iteration", row="mapped", code="def f(x): raise StopIteration"),
         Cheat(name="raises what is caught", row="raises", code="def f(x): raise ValueError"),
         Cheat(name="raises AssertionError", row="number", code="def f(x): raise AssertionError"),
         Cheat(
@@ -289,4 +295,6 @@ def cheats() -> list[Cheat]:
             code="class Bad(Exception):\n  __str__ = lambda s: 'zero'\ndef f(*a): raise Bad",
         ),
     ]
+    swallows = "class f:\n  def __enter__(self): return 3\n  def __exit__(self, *a): return True"
+    found.append(Cheat(name="swallows", row="with", code=swallows))
     return found

@@ -59,6 +59,9 @@ def _signals() -> list[str]:
         "call(141, 0, {pid}, 19)",
     ]
     codes += ["call(109, {pid}, 0)", "call(112)", "call(16, 1, 0x5412, 'x')"]
+    codes.append(  # all of it, whatever fails on the way
+        "r, w = os.pipe()\nfor c, v in ((8, {pid}), (10, 9), (4, 0o20000)): libc.syscall(72, r, c, v)\nos.write(w, b'x')"
+    )
     return codes
 
 

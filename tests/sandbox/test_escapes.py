@@ -1,4 +1,4 @@
-"""No program gets out of the sandbox: 300 attempts by kind, in each jail; the job lives, and nothing outlives it."""
+"""No program gets out of the sandbox: over 300 attempts, by kind and in each jail; the job lives, and nothing outlives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 JAILS = ("bubblewrap", "unshare", "none")
 KINDS = ("signal", "write", "read", "socket", "process", "right", "exhaust")
 LIMITS = {"wall_s": 20.0, "cpu_s": 5, "memory_bytes": 256 << 20}
-EXHAUST = {**LIMITS, "wall_s": 4.0, "cpu_s": 1}
+EXHAUST = {**LIMITS, "wall_s": 3.0, "cpu_s": 1}
 JOB_S = 240.0
 """for all programs of one jail"""
 SLACK_S = 6.0
@@ -72,10 +72,15 @@ def attempts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             run_sandboxed("", limits=SandboxLimits(**limits_of(jail, Escape("read", ""))))
         except RewardError as error:
             pytest.skip(str(error))
-    # The limits of processes and memory are the same code in each jail; that of files is not.
-    programs = [
-        each for each in escapes() if each.kind != "exhaust" or jail == "unshare" or (each.limits and jail != "none")
-    ]
+    # The limits of processes and memory are the same code in each jail; that of files is not. bubblewrap adds walls to what
+    # unshare has, and gets every third.
+    plain = [each for each in escapes() if each.kind != "exhaust"]
+    exhausting = [each for each in escapes() if each.kind == "exhaust"]
+    programs = {
+        "unshare": plain + exhausting,
+        "bubblewrap": plain[::3] + [each for each in exhausting if each.limits],
+        "none": plain,
+    }[jail]
     folder = tmp_path_factory.mktemp("job")
     order = {
         "folder": str(folder),

@@ -25,7 +25,7 @@ def main() -> None:
     except (Refused, OSError, ValueError) as error:
         _say(word, {"refused": str(error)})
         os._exit(1)
-    # stdin and stderr are files in memory, with the order and our notes. stdout is /dev/null, which cannot be opened any more.
+    # stdin and stderr are files in memory, with the order and our notes; stdout is /dev/null, which cannot be opened now.
     for number in (0, 2):
         os.dup2(1, number)
     # The job may have died before this process could be told to die with it; nobody then holds the other end.

@@ -38,6 +38,8 @@ _UNARY = ("neg", "pos", "abs", "invert", "index", "getitem", "setitem", "delitem
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_OPERATORS, *_UNARY)},
     **{each.__name__: each for each in (getattr, setattr, delattr, len, iter, next, reversed, str, repr, format)},
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     **{each.__name__: each for each in (bool, int, float, complex, round, isinstance, issubclass, dir)},
 }
 

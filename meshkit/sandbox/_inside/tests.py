@@ -117,6 +117,9 @@ class Program:
                 sys.stdout.write(str(printed))
             if "value" not in reply:
                 error = self._exception(reply)
+                # As in a generator: `map` and `all` would take it for their end, and be content.
+                if isinstance(error, StopIteration) and what != "next":
+                    error = RuntimeError("the program raised StopIteration")
             else:
                 changed = dict(reply.get("changed", {})).items()
                 self._change([(arguments[int(index)], self._codec.decode(after)) for index, after in changed])
@@ -195,7 +198,9 @@ class Program:
         if callable(value):
             self._functions.append(value)
             return ["mine", len(self._functions) - 1]
-        raise TypeError(f"a test passes a {type(value).__name__}; a program can be given plain data and functions only")
+        raise TypeError(
+            f"a test passes an object of {type(value).__name__}; a program is given plain data, functions and its own objects"
+        )
 
     def _incoming(self, data: list[Any]) -> Any:
         match data:
@@ -286,6 +291,13 @@ class Object:
 
     def __next__(self) -> Any:
         return _ask("next", self)
+
+    def __enter__(self) -> Any:
+        return _ask("enter", self)
+
+    def __exit__(self, *raised: Any) -> None:
+        # It is not told of what a test raised, and cannot swallow it.
+        _ask("exit", self)
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Object) and bool(_ask("isinstance", value, self))
