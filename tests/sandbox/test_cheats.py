@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
-from meshkit.algos.rewards import RewardPool, SandboxLimits, UnitTests, score
+from meshkit.algos.rewards import SandboxLimits, UnitTests, score
 from meshkit.algos.rollout import Rollout
 from tests.sandbox.cheats import ROWS, cheats
 
@@ -25,9 +27,9 @@ def test_honest_programs_pass(row: str) -> None:
 
 def test_no_cheat_is_paid() -> None:
     tried = cheats()
-    with RewardPool(REWARD, workers=2, timeout_s=60.0) as pool:
-        scores = pool.score([answer(each.code, ROWS[each.row][0]) for each in tried])
-    paid = {f"{each.name} ({each.row})": score for each, score in zip(tried, scores.totals.tolist(), strict=True)}
+    with ThreadPoolExecutor(2) as threads:
+        scores = list(threads.map(REWARD, [answer(each.code, ROWS[each.row][0]) for each in tried]))
+    paid = {f"{each.name} ({each.row})": score for each, score in zip(tried, scores, strict=True)}
     assert not {name: score for name, score in paid.items() if score != 0.0}
 
 
