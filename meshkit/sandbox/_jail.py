@@ -5,9 +5,11 @@ Both are other people's, well kept, and need no rights where the kernel lets use
 
 from __future__ import annotations
 
+import compileall
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +31,12 @@ class Jail:
     command: tuple[str, ...]
     readable: tuple[str, ...]
     """folders that it may read"""
+
+
+@cache
+def compile_inside() -> None:
+    """So that no run compiles it again: nothing inside can write bytecode. An installed package has it already."""
+    compileall.compile_dir(INSIDE / "_inside", quiet=2)
 
 
 def find_tool() -> Tool:

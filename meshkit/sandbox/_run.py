@@ -16,7 +16,7 @@ from io import FileIO
 from typing import Any, Literal
 
 from meshkit.errors import RewardError
-from meshkit.sandbox._jail import Jail, Tool, find_tool, jail
+from meshkit.sandbox._jail import Jail, Tool, compile_inside, find_tool, jail
 
 _MOST_BYTES = 1 << 14
 """of a verdict; what is written beyond that is not read"""
@@ -68,6 +68,7 @@ def run_sandboxed(program: str, *, tests: str | None = None, limits: SandboxLimi
             f"run_sandboxed(file_bytes={limits.file_bytes}, namespaces=False): without a mount namespace nothing bounds "
             "the number of files. Pass file_bytes=0."
         )
+    compile_inside()
     tool: Tool = find_tool() if limits.namespaces else "none"
     with ExitStack() as stack:
         folder = (

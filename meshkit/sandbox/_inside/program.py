@@ -6,16 +6,14 @@ All that this interpreter knows the program may know: no password, no test, no e
 from __future__ import annotations
 
 import builtins
-import inspect
 import io
 import operator
 import sys
-import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
-from .wire import Codec, Line
+from .wire import Codec, Line, last_line
 
 MOST_PRINTED = 1 << 20
 """characters of a call's output that its tests see"""
@@ -57,8 +55,8 @@ def run(program: str) -> dict[str, Any] | None:
 
 
 def _raised(error: BaseException) -> dict[str, Any]:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program.py"]
-    where = f" in line {lines[-1]} of the program" if lines else ""
+    line = last_line(error, "program.py")
+    where = f" in line {line} of the program" if line else ""
     return {"raised": f"{type(error).__name__}: {str(error)[:500]}{where}", "kind": type(error).__name__}
 
 
@@ -107,7 +105,7 @@ class Server:
         if isinstance(value, _Theirs):
             return ["theirs", value.number]
         number = self._number(value)
-        if inspect.ismodule(value):
+        if isinstance(value, types.ModuleType):
             return ["mine", number, "module"]
         if isinstance(value, type) and issubclass(value, Exception):
             return ["mine", number, "exception", *_base_and_classes(value, self._number)]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from .wire import Codec, Line, WireError
+from .wire import Codec, Line, WireError, last_line
 
 # Methods by which a plain value is judged, or which are told what is expected. An object of the program that has them could
 # say what it likes.
@@ -49,9 +48,8 @@ def run(tests: str, line: Line) -> dict[str, Any]:
 
 
 def _line_of(error: BaseException) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
-    lines += [error.lineno] if isinstance(error, SyntaxError) else []
-    return f" in line {lines[-1]} of the tests" if lines else ""
+    line = error.lineno if isinstance(error, SyntaxError) else last_line(error, "tests.py")
+    return f" in line {line} of the tests" if line else ""
 
 
 class _Names(dict[str, Any]):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 MOST_BYTES = 8 << 20
@@ -53,9 +52,10 @@ class Codec:
             kind = "Counter" if isinstance(value, Counter) else "dict"
             kind = "OrderedDict" if isinstance(value, OrderedDict) else kind
             return [kind, [[self.encode(key), self.encode(each)] for key, each in value.items()]]
-        if isinstance(value, Fraction):
+        # Neither module is loaded unless the program has loaded it: a fifth of the time in which this starts.
+        if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
             return ["Fraction", self.encode(value.numerator), self.encode(value.denominator)]
-        if isinstance(value, Decimal):
+        if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
             return ["Decimal", str(value)]
         return self._outgoing(value)
 
@@ -83,8 +83,12 @@ class Codec:
                 decoded = [(self.decode(key), self.decode(value)) for key, value in pairs]
                 return {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}[kind](dict(decoded))
             case ["Fraction", above, below]:
+                from fractions import Fraction
+
                 return Fraction(self.decode(above), self.decode(below))
             case ["Decimal", str(text)]:
+                from decimal import Decimal
+
                 return Decimal(text)
             case ["mine" | "theirs", int(), *_]:
                 return self._incoming(data)
@@ -121,3 +125,13 @@ class Line:
         if not isinstance(message, dict):
             raise WireError("a line that is no message")
         return message
+
+
+def last_line(error: BaseException, file: str) -> int | None:
+    """The line of the file that the error was in last. Not by `traceback`, which takes as long to import as all of this."""
+    line, trace = None, error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
