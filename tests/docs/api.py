@@ -18,6 +18,7 @@ INDEX = ROOT / "docs/names.md"
 ALSO = (
     "meshkit.data",
     "meshkit.metrics",
+    "meshkit.sandbox",
     "meshkit.algos.rollout",
     "meshkit.algos.rewards",
     "meshkit.algos.policy",

@@ -1,10 +1,10 @@
 """Rewards (verifiers, code in a sandbox, reward models): scores of rollouts, in parallel, with a time limit, on a mesh."""
 
+from meshkit.sandbox import SandboxLimits as SandboxLimits
+from meshkit.sandbox import Verdict as Verdict
+from meshkit.sandbox import run_sandboxed as run_sandboxed
 from ._model import model_scores as model_scores
 from ._pool import RewardPool as RewardPool
-from ._sandbox import SandboxLimits as SandboxLimits
-from ._sandbox import Verdict as Verdict
-from ._sandbox import run_sandboxed as run_sandboxed
 from ._score import MeshScores as MeshScores
 from ._score import Reward as Reward
 from ._score import Score as Score

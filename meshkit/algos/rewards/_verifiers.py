@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from meshkit.algos.rewards._sandbox import SandboxLimits, run_sandboxed
 from meshkit.algos.rollout import Rollout
+from meshkit.sandbox import SandboxLimits, run_sandboxed
 
 LONGEST_EXPRESSION = 200
 """characters; ast.parse of much longer ones can exhaust the stack"""
 # A sign belongs to it, and commas inside of it; so "1,000." at the end of a sentence is 1000.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+_IMPORT = re.compile(r"(import|from)\s[^(\\#]+$")  # of a prelude: at the margin, whole on its line
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -64,10 +65,11 @@ def countdown(answer: Rollout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTests:
-    """1 if the answer's program, followed by the field `tests`, runs to its end, else 0.
+    """1 if the answer's program runs to its end and the field `tests` holds of it, else 0.
 
     The program is the text's last fenced block, or all of the text without one. The field `prelude`, if there is one, comes
-    before it: a signature to be continued. `tests` are plain Python with asserts. A program beyond the limits is wrong.
+    before it: a signature to be continued; its imports are the tests' too. `tests` are plain Python with asserts, which run
+    in an interpreter of their own, as `run_sandboxed` says. A program beyond the limits is wrong.
     Raises: RewardError where there is no sandbox; KeyError for a row without tests. Neither makes the answer wrong.
     """
 
@@ -76,8 +78,14 @@ class UnitTests:
     def __call__(self, answer: Rollout) -> float:
         # The last one: models write a draft, and then the program.
         blocks = _FENCED.findall(answer.text)
-        program = str(answer.fields.get("prelude", "")) + (blocks[-1] if blocks else answer.text)
-        verdict = run_sandboxed(f"{program}\n\n{answer.fields['tests']}\n", limits=self.limits)
+        prelude = str(answer.fields.get("prelude", ""))
+        # On one line, so that a failed test is named by its own line or the next.
+        imports = "; ".join(line.strip() for line in prelude.splitlines() if _IMPORT.match(line))
+        verdict = run_sandboxed(
+            prelude + (blocks[-1] if blocks else answer.text),
+            tests=f"{imports}\n{answer.fields['tests']}",
+            limits=self.limits,
+        )
         return float(verdict.end == "passed")
 
 
