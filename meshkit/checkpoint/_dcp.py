@@ -29,12 +29,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from meshkit.core import _torch
-from meshkit.errors import CheckpointError
+from meshkit.core.full_disk import no_space
+from meshkit.errors import CheckpointError, MeshkitError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
     Raises: CheckpointError, on every rank the same.
     """
     # Copying ahead would create an accelerator context in the background thread; the values are on the host already.
-    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
+    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
     # DCP's writer takes no file system as an argument; it writes all its files through this attribute.
     files = writer.fs = _ChecksumFileSystem()
     try:
@@ -125,6 +127,29 @@ class _Reader(FileSystemReader):
         return metadata
 
 
+class _Writer(FileSystemWriter):
+    """Says of a full disk that it is full: torch's writer of tensors forgets why a write failed, and speaks of positions."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        needed = sum(planner.lookup_object(item.index).nbytes for item in plan.items)
+        with self._telling(needed):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._telling(None):
+            super().finish(metadata, results)
+
+    @contextmanager
+    def _telling(self, needed: int | None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            first = self.fs.failed if isinstance(self.fs, _ChecksumFileSystem) else None
+            if (told := no_space(first or error, Path(self.path), needed)) is None:
+                raise
+            raise CheckpointError(told) from error
+
+
 class _PartPlanner(DefaultSavePlanner):
     """Plans from `Part`s: no DTensor is needed, so the values may be host copies that outlive the step."""
 
@@ -160,12 +185,16 @@ class _ChecksumFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.checksums: dict[str, Checksum] = {}
+        self.failed: OSError | None = None  # what the system said of the first write that failed
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             checked = _ChecksumStream(stream)
-            yield checked
+            try:
+                yield checked
+            finally:
+                self.failed = self.failed or checked.failed
         if Path(path).suffix == ".distcp":
             # After the file is closed. The index (.metadata) is left out: rank 0 writes it, and its checksum is taken
             # from disk.
@@ -179,12 +208,17 @@ class _ChecksumStream:
         self._stream = stream
         self.bytes = 0
         self.crc32 = 0
+        self.failed: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         # Bytes and not len(data), which counts elements where DCP hands over an array of another item size.
         self.bytes += memoryview(data).nbytes
-        written: int = self._stream.write(data)
+        try:
+            written: int = self._stream.write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -196,4 +230,6 @@ class _ChecksumStream:
 def _first_failure(failure: CheckpointException, action: str) -> CheckpointError:
     """The failure of the lowest rank, which is the same on every rank: DCP gathers all failures."""
     rank, (error, _) = min(failure.failures.items(), key=lambda entry: entry[0])
+    if isinstance(error, MeshkitError):
+        return CheckpointError(f"{action} on rank {rank}: {error}")
     return CheckpointError(f"{action}: {type(error).__name__} on rank {rank}: {error}")

@@ -59,9 +59,14 @@ def make_temporary(folder: Path, step: int) -> Path:
     """Make an empty `.incomplete-` folder to write in, after deleting those of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
-    temporary = folder / f"{INCOMPLETE}{step_name(step)}"
+    temporary = temporary_of(folder, step)
     temporary.mkdir()
     return temporary
+
+
+def temporary_of(folder: Path, step: int) -> Path:
+    """Where a step is written before it is complete."""
+    return folder / f"{INCOMPLETE}{step_name(step)}"
 
 
 def publish(temporary: Path, final: Path) -> None:

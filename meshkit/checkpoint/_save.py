@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from meshkit.checkpoint._state import (
     parts_to_write,
     rng_tensors,
 )
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
@@ -141,8 +143,10 @@ def write(job: WriteJob) -> None:
         checksums = write_parts(job.parts, temporary, job.group)
         reports = gather_results(job.group, action, lambda: (checksums, job.snapshot.facts))
         on_rank_0(job.group, action, lambda: _publish(job, temporary, reports))
-    # The same on every rank already.
+    # The same on every rank already. Nobody writes any more: what was written goes, for the disk may be full.
     except MeshkitError:
+        if dist.get_rank(job.group) == 0:
+            shutil.rmtree(files.temporary_of(job.folder, job.snapshot.step), ignore_errors=True)
         raise
     except Exception as error:  # the group itself failed: a rank is gone
         raise CheckpointError(f"{action}: {type(error).__name__}: {error}") from error
@@ -155,6 +159,13 @@ def _publish(
 
     reports: (checksums of the files it wrote, facts of its parameters) of each rank.
     """
+    with telling_of_a_full_disk(CheckpointError, f"writing {temporary}", temporary):
+        _publish_files(job, temporary, reports)
+
+
+def _publish_files(
+    job: WriteJob, temporary: Path, reports: list[tuple[dict[str, Checksum], Mapping[str, ParameterFacts]]]
+) -> None:
     step = job.snapshot.step
     checksums = {name: checksum for written, _ in reports for name, checksum in written.items()}
     # A folder on each node's own disk would look complete to whoever wrote it and lack the rest after a restart

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from array import array
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.data.text.tokenizer import Tokenizer
 from meshkit.errors import DataError
 
@@ -221,7 +223,8 @@ class TokenWriter:
         """Append one document. ids: [length] integers, bos and eos included."""
         check_range(ids, self._vocab_size, f"{self._path} document {self.documents}")
         raw = ids.astype(DTYPES[self._dtype]).tobytes()
-        self._file.write(raw)
+        with self._telling():
+            self._file.write(raw)
         self._sha256.update(raw)
         self._offsets.append(self._offsets[-1] + len(ids))
         self._text_bytes += text_bytes
@@ -230,13 +233,18 @@ class TokenWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with self._file:
+            # Around closing too, which writes what Python still holds.
+            with self._telling(), self._file:
                 if kind is None:
                     self._finish()
             if kind is None:
                 os.replace(self._partial, self._path)  # atomic: a reader sees the old file, none, or all of the new one
         finally:
             self._partial.unlink(missing_ok=True)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        so_far = HEADER_BYTES + self._offsets[-1] * DTYPES[self._dtype].itemsize + 8 * len(self._offsets)
+        return telling_of_a_full_disk(DataError, f"writing {self._path} so far", self._path.parent, so_far)
 
     def _finish(self) -> None:
         tokens = self._offsets[-1]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import full_model_of, full_state, group_of, note
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import CheckpointError, PlanError
@@ -223,6 +224,9 @@ def save_pretrained(
         partial.mkdir(parents=True)
 
     def finish() -> None:
+        if failed:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"save_pretrained: {folder} was not written: {failed[0]}") from failed[0]
         if len(shards) > 1:
             total = sum(_bytes(piece, dtype) for piece in pieces.values())
             weight_map = {key: file for file, keys in shards.items() for key in keys}
@@ -235,11 +239,23 @@ def save_pretrained(
 
     on_rank_zero(model, begin)
     full_tensors = _full_tensors(model, pieces, everywhere=False)
+    failed: list[Exception] = []
     for file, keys in shards.items():
         tensors = _tensors_on_rank_zero(model, {key: pieces[key] for key in keys}, full_tensors, dtype)
-        if is_rank_zero(model):
-            save_file(tensors, partial / file, metadata={"format": "pt"})
+        # Rank 0 goes on gathering after a failure, and says so at the end: alone it would leave the others in a collective.
+        if is_rank_zero(model) and not failed:
+            try:
+                save_tensors(tensors, partial / file)
+            except (CheckpointError, OSError, SafetensorError) as error:
+                failed.append(error)
     on_rank_zero(model, finish)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write one file. Raises: CheckpointError for a full disk, which safetensors says in words of its own."""
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    with telling_of_a_full_disk(CheckpointError, f"writing {file.name}", file.parent, needed):
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:

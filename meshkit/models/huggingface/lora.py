@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshkit.errors import CheckpointError
 from meshkit.lora import Lora, is_adapter, lora_of
 from meshkit.models.huggingface.config import read_json
-from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_zero, open_safetensors
+from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_zero, open_safetensors, save_tensors
 from meshkit.models.huggingface.names import Piece, adapter_pieces, named_pieces
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -65,7 +64,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        save_file(adapters, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(adapters, partial / WEIGHTS_FILE)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)  # as in folder.py
         partial.rename(folder)
