@@ -83,7 +83,9 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._bits = mesh, 48 - (mesh.spec.world_size - 1).bit_length()
         self.alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
-        self._scopes = {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
+        self._scopes = (
+            {} if self.alone else {scope: _scope(scope, mesh.spec, mesh.rank, self._bits) for scope in _AXES}
+        )
         self._calls: list[Call] = []  # since the last meeting
         self._open: deque[tuple[list[Call], Callable[[], Tensor]]] = deque()  # meetings that nobody has looked at
         self._kinds: set[str] = set()  # of meetings that were
