@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
+from meshkit.checkpoint._lease import Lease, take
 from meshkit.checkpoint._load import checked_file, choose_step, open_checked, restore
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
 from meshkit.checkpoint._snapshot import CONFIG, STATE, read_state
@@ -34,7 +37,8 @@ class Checkpointer:
     asynchronous: `save` returns when the values are copied to host memory, and a thread writes them; the host holds one
     copy of this rank's state until then (with an accelerator, in pinned buffers that are kept for the next save).
     timeout: how long a rank waits for the others, which may be writing.
-    folder: on a file system that all nodes share.
+    folder: on a file system that all nodes share. One job at a time saves there: `resume` and `save` take a lease on it,
+    which ends with the block or with the process, also if that is killed.
     Use it as a context manager, or call `wait()` before the program ends: an error in the thread surfaces at the next
     `save` or `wait`. `save`, `load` and `resume` are collective: every rank calls them, with the same values.
     Ranks are those of the run's mesh: runs on parts of the world have a Checkpointer and a folder each.
@@ -60,6 +64,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
+        self._lease: Lease | None = None  # on rank 0 of the mesh
         self._current: int | None = None  # the newest step that this run has loaded or saved
 
     def __enter__(self) -> Checkpointer:
@@ -77,6 +82,29 @@ class Checkpointer:
             error.add_note(f"Also: {failed}")
         finally:
             self._thread.shutdown()
+            self.release()
+
+    def claim(self, run: Run) -> None:
+        """Take the lease on the folder, as `resume` and `save` do: no other job saves there until `release`. Collective.
+
+        Raises: CheckpointError, on every rank, naming host, pid and start of the job that holds it.
+        """
+        on_rank_0(self._group(run), "claim()", self._hold)
+
+    def release(self) -> None:
+        """Give the lease back, as the end of the block does. No communication."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._released.detach()
+            lease.release()
+
+    def _hold(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+            return
+        self._lease = take(self.folder)
+        # Of a Checkpointer that nobody closed the lease ends with the object.
+        self._released = weakref.finalize(self, self._lease.release)
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first. Looks at the folder; no communication."""
@@ -114,7 +142,7 @@ class Checkpointer:
         Wire: an all-reduce in which ranks agree on the call; three small all-gathers over a gloo group of its own, and that
         group alone in the background.
         Raises: CheckpointError, on every rank the same: for state that cannot be saved or differs between ranks, for a
-        folder with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
+        folder that another job holds, or with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
         went wrong with the save before.
         """
         run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
@@ -130,7 +158,7 @@ class Checkpointer:
             action,
             lambda: collect(run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra),
         )
-        reports = gather_results(group, action, lambda: (snapshot.shared_text(), self.steps()))
+        reports = gather_results(group, action, lambda: (snapshot.shared_text(), self._held_steps(run)))
         _refuse_different([shared for shared, _ in reports])
         present = reports[0][1]  # rank 0's, since others may see a folder on the network a little later
         # The last save of a loop may fall on the step that a signal or an interval saved already; in `present`, since
@@ -151,6 +179,7 @@ class Checkpointer:
             # just before the new checkpoint gets its name.
             abandoned=[newer for newer in present if self._current is not None and newer > self._current],
             keep=self.keep,
+            lease=self._lease,
         )
         if self.asynchronous:
             self._pending = step, self._thread.submit(write, job)
@@ -179,11 +208,14 @@ class Checkpointer:
         loader: Stateful | None = None,
         config: Any = None,
     ) -> int:
-        """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
+        """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is.
+
+        Takes the lease on the folder first, unless nothing can be written there: whoever only reads takes `load`.
+        """
         run.mesh.agreement.meet("resume", facts={"folder": self.folder.name})
         self.wait()
         # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
-        newest = on_rank_0(self._group(run), "resume()", self.latest)
+        newest = on_rank_0(self._group(run), "resume()", self._held_latest)
         if newest is None:
             return 0
         return self.load(run, optimizer, scheduler=scheduler, loader=loader, step=newest, config=config)
@@ -219,6 +251,20 @@ class Checkpointer:
         restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
         self._current = chosen
         return chosen
+
+    def _held_latest(self) -> int | None:
+        try:
+            self._hold()
+        except OSError as error:
+            # Who cannot write there does nobody harm; `save` will say so.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+        return self.latest()
+
+    def _held_steps(self, run: Run) -> list[int]:
+        if dist.get_rank(self._group(run)) == 0:
+            self._hold()
+        return self.steps()
 
     def _group(self, run: Run) -> dist.ProcessGroup:
         if self._host_group is None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_rank_0
 from meshkit.checkpoint._dcp import Checksum, Part, read_index, write_parts
+from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
 from meshkit.checkpoint._state import (
     MODEL,
@@ -120,7 +121,7 @@ class WriteJob:
     """All that the background thread needs to write one checkpoint. Nothing in it changes while training goes on.
 
     abandoned: steps newer than the one that the run went back to; they are renamed just before this one is published.
-    keep: how many of the newest checkpoints stay; None is all.
+    keep: how many of the newest checkpoints stay; None is all. lease: on rank 0, looked at once more before that.
     """
 
     folder: Path
@@ -130,6 +131,7 @@ class WriteJob:
     group: dist.ProcessGroup
     abandoned: list[int]
     keep: int | None
+    lease: Lease | None = None
 
 
 def write(job: WriteJob) -> None:
@@ -176,6 +178,8 @@ def _publish_files(
     checksums[METADATA] = files.checksum_file(temporary / METADATA)
     # After all other files, since it holds their checksums.
     files.write_manifest(temporary, _manifest(job, temporary, checksums))
+    if job.lease is not None:
+        job.lease.check()
     for newer in job.abandoned:
         files.set_aside(job.folder, newer)
     # The rename comes last. A kill before it leaves an .incomplete- folder, which the next save deletes.
