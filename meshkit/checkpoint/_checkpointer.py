@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +18,8 @@ from torch.optim import Optimizer
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
 from meshkit.checkpoint._lease import Lease, take
-from meshkit.checkpoint._load import checked_file, choose_step, open_checked, restore
+from meshkit.checkpoint._load import choose_step, config_of, open_checked, restore, state_of
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
-from meshkit.checkpoint._snapshot import CONFIG, STATE, read_state
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
 
@@ -30,9 +28,9 @@ class Checkpointer:
     """A folder of checkpoints of one run, at `folder/step-00000010` and so on.
 
     A checkpoint holds model, optimizer, schedule, torch's RNG of each rank, data position, step and configuration, in
-    torch.distributed.checkpoint's format. It gets its name when it is complete and on disk, so a kill at any instant
-    leaves those before it as they were. It loads onto any mesh, bit for bit what was saved; on the same mesh, going on
-    is bit for bit never having stopped.
+    torch.distributed.checkpoint's format with an index in JSON. It gets its name when it is complete and on disk, so a kill
+    at any instant leaves those before it as they were. It loads onto any mesh, bit for bit what was saved; on the same mesh,
+    going on is bit for bit never having stopped.
     keep: delete all but the newest so many, once a new one is complete; None keeps all.
     asynchronous: `save` returns when the values are copied to host memory, and a thread writes them; the host holds one
     copy of this rank's state until then (with an accelerator, in pinned buffers that are kept for the next save).
@@ -116,11 +114,11 @@ class Checkpointer:
 
     def config(self, step: int) -> Any:
         """The configuration saved with a step, as JSON values. No communication."""
-        return json.loads((checked_file(self.folder, step, CONFIG) / CONFIG).read_text())
+        return config_of(self.folder, step)
 
     def extra(self, step: int) -> Any:
         """What was saved as `extra` with a step. No communication."""
-        return read_state(checked_file(self.folder, step, STATE))["extra"]
+        return state_of(self.folder, step)["extra"]
 
     def save(
         self,
@@ -142,8 +140,8 @@ class Checkpointer:
         Wire: an all-reduce in which ranks agree on the call; three small all-gathers over a gloo group of its own, and that
         group alone in the background.
         Raises: CheckpointError, on every rank the same: for state that cannot be saved or differs between ranks, for a
-        folder that another job holds, or with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
-        went wrong with the save before.
+        folder that another job holds, or with checkpoints of a run that this one did not load, for a step before one that is
+        saved, and for what went wrong with the save before.
         """
         run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
         self.wait()
@@ -234,10 +232,11 @@ class Checkpointer:
 
         step: which one; None is the newest, and never another when that one is damaged. optimizer=None: the model
         alone. config: this run's, to say in a refusal what else differs.
-        Every file is checked against its checksum first, each rank checking a share, and the model against the saved
+        Every file is checked against its digest first, each rank checking a share, and the model against the saved
         names, shapes and dtypes: until all ranks have found all well, nothing is changed.
         RNG states go to the ranks they came from; on a larger world, a rank that has none saved keeps its own.
-        Load only what you trust: torch.distributed.checkpoint unpickles its index.
+        What is read is JSON, safetensors and torch's files of single tensors (weights_only): nothing in it can run. A
+        checkpoint of format 1 has pickles, of which nothing but records and tensors is read; the next save is of format 2.
         Wire: an all-reduce in which ranks agree on the call, small all-gathers over a gloo group; the values come from the
         files.
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest

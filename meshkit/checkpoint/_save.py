@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_rank_0
-from meshkit.checkpoint._dcp import Checksum, Part, read_index, write_parts
+from meshkit.checkpoint._dcp import INDEX, METADATA, Checksum, Part, read_index, write_parts
 from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
 from meshkit.checkpoint._state import (
@@ -35,8 +35,6 @@ from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
-
-METADATA = ".metadata"
 
 
 def collect(
@@ -175,7 +173,7 @@ def _publish_files(
     _refuse_unseen(step, temporary, checksums)
     facts = {name: entry for _, entries in reports for name, entry in entries.items()}
     checksums |= write_snapshot(temporary, dataclasses.replace(job.snapshot, facts=facts))
-    checksums[METADATA] = files.checksum_file(temporary / METADATA)
+    checksums |= {name: files.checksum_file(temporary / name) for name in (INDEX, METADATA)}
     # After all other files, since it holds their checksums.
     files.write_manifest(temporary, _manifest(job, temporary, checksums))
     if job.lease is not None:
@@ -198,7 +196,7 @@ def _refuse_unseen(step: int, temporary: Path, checksums: Mapping[str, Checksum]
 
 def _manifest(job: WriteJob, temporary: Path, checksums: Mapping[str, Checksum]) -> files.Manifest:
     index = read_index(temporary)
-    first_keys = {**index.first_keys, METADATA: next(iter(index.tensors)), STATE: "scheduler"}
+    first_keys = {**index.first_keys, STATE: "scheduler", **dict.fromkeys((INDEX, METADATA), next(iter(index.tensors)))}
     return files.Manifest(
         format=files.FORMAT,
         step=job.snapshot.step,
@@ -211,7 +209,7 @@ def _manifest(job: WriteJob, temporary: Path, checksums: Mapping[str, Checksum])
             if key.startswith(MODEL)
         },
         files={
-            name: files.File(bytes=checksum.bytes, crc32=checksum.crc32, first_key=first_keys.get(name))
+            name: files.File(bytes=checksum.bytes, digest=checksum.digest, first_key=first_keys.get(name))
             for name, checksum in checksums.items()
         },
     )

@@ -69,7 +69,7 @@ def save_without_room(folder: str, name: str | None) -> tuple[str, list[str], li
     return said, left, checkpointer.steps()
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "__0_0.distcp", ".metadata.tmp", "state.pt", "manifest.json", None])
+@pytest.mark.parametrize("name", ["__1_0.distcp", "__0_0.distcp", ".metadata.tmp", "index.json", "state.json", None])
 def test_a_save_says_how_much_room_there_is_on_every_rank_and_leaves_nothing(tmp_path: Path, name: str | None) -> None:
     results = pool(2).run(save_without_room, str(tmp_path), name)
     assert len({said for said, *_ in results}) == 1
