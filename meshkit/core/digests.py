@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ DIGESTS = "meshkit_digests.json"
 FORMAT = "meshkit digests 1"
 _CHUNK = 1 << 22
 _THREADS = 8
+_SETTLED_S = 2.0
 
 # What was read and found right in this process: several models are often loaded from one folder. By all that changes when a
 # file is written anew.
@@ -145,4 +147,6 @@ def _check(path: Path, entry: Mapping[str, Any], error: type[MeshkitError]) -> N
         raise error(
             f"{path} is not what was written: its digest is {shown(digest)}, not {shown(entry['digest'])}. {_MEANT}"
         )
-    _SEEN.add(key)
+    # A file system tells times apart by some milliseconds: what was written just now may be written again at the same time.
+    if time.time() - status.st_mtime > _SETTLED_S:
+        _SEEN.add(key)
