@@ -23,10 +23,11 @@ def read_text(path: Path, error: type[MeshkitError], *, advice: str = "Write it 
         raise error(f"{path} does not exist. {advice}") from None
     except (OSError, ValueError) as failure:  # ValueError: a zero byte in the name
         raise error(f"{path} cannot be read: {getattr(failure, 'strerror', None) or failure}. {advice}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise error(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file. {advice}")
     with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise error(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file. {advice}")
         try:
             text = file.read().decode()
         except OSError as failure:

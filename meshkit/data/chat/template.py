@@ -1,7 +1,8 @@
 """Chat templates: chats to text with a model's own Jinja template, as transformers renders it.
 
 A chat is a list of messages, dicts with a role, and content, tool_calls or whatever else the template reads. A template is
-Jinja: it runs sandboxed, sees plain JSON values only, and may mark what the model says with {% generation %} blocks.
+Jinja: it runs sandboxed, in a process with limits of time and memory, sees plain JSON values only, and may mark what the
+model says with {% generation %} blocks.
 """
 
 from __future__ import annotations
@@ -94,14 +95,19 @@ class ChatTemplate:
         **variables: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and (start, end) in characters of each {% generation %} block, in order."""
+        try:
+            seen = [_message(message) for message in messages]
+            tools = plain(list(tools)) if tools is not None else None
+        except RecursionError:
+            raise DataError(f"{self.where}: the chat is nested too deeply to be rendered. Drop it.") from None
         values = {
             # transformers passes it to every template. Arguments of ours come last, so that no variable replaces the
             # messages.
             "documents": None,
             **self.special_tokens,
             **plain(variables),
-            "messages": [_message(message) for message in messages],
-            "tools": plain(list(tools)) if tools is not None else None,
+            "messages": seen,
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         return self._compiled.render(values)

@@ -110,7 +110,7 @@ def config_from_pretrained(folder: str | os.PathLike[str]) -> ModelConfig:
     path = Path(folder) / CONFIG_FILE
     raw = read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise PlanError(f"{path}: model_type={model_type!r} is not supported. {_covered()}.")
     family = FAMILIES[model_type]
     for name, unused in ABSENT_FEATURES.items():
