@@ -95,6 +95,7 @@ def test_a_token_file_says_it_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def export(folder: str) -> str:
+    torch.manual_seed(0)
     run = mk.parallelize(Llama(CONFIG), mk.init_mesh("dp_shard=2"), plan=mk.models.LLAMA_PLAN)
     with files_of_at_most(4096):
         return refusal(lambda: mk.models.save_pretrained(run.model, CONFIG, folder, max_shard_bytes=8000))
