@@ -10,6 +10,7 @@ python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=
 from __future__ import annotations
 
 import inspect
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -141,9 +142,11 @@ def parse_times(words: str) -> Times:
         is_single = key in ("hop", "overlap")
         if key not in fields or not numbers or (is_single and len(numbers) > 1):
             raise PlanError(
-                f"--times {words}: cannot read {word!r}.\n"
+                f"--times {words}: cannot read {word!r}. "
                 f"Write numbers for some of {', '.join(fields)}, as F=1,I=1,W=1,hop=0.1; for stages apart, F=1:1:1:2."
             )
+        if not all(0 <= number < math.inf for number in numbers):
+            raise PlanError(f"--times {words}: {word!r} is no time. Give numbers from 0 up.")
         value_s = numbers[0] if len(numbers) == 1 else numbers
         times[fields[key]] = overlap(numbers[0]) if key == "overlap" else value_s
     return Times(**times)  # type: ignore[arg-type]  # each value fits its name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,9 @@ from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
-from meshkit.checkpoint._load import checked_file, choose_step, open_checked, restore
+from meshkit.checkpoint._lease import Lease, take
+from meshkit.checkpoint._load import choose_step, config_of, open_checked, restore, state_of
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
-from meshkit.checkpoint._snapshot import CONFIG, STATE, read_state
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
 
@@ -27,14 +28,15 @@ class Checkpointer:
     """A folder of checkpoints of one run, at `folder/step-00000010` and so on.
 
     A checkpoint holds model, optimizer, schedule, torch's RNG of each rank, data position, step and configuration, in
-    torch.distributed.checkpoint's format. It gets its name when it is complete and on disk, so a kill at any instant
-    leaves those before it as they were. It loads onto any mesh, bit for bit what was saved; on the same mesh, going on
-    is bit for bit never having stopped.
+    torch.distributed.checkpoint's format with an index in JSON. It gets its name when it is complete and on disk, so a kill
+    at any instant leaves those before it as they were. It loads onto any mesh, bit for bit what was saved; on the same mesh,
+    going on is bit for bit never having stopped.
     keep: delete all but the newest so many, once a new one is complete; None keeps all.
     asynchronous: `save` returns when the values are copied to host memory, and a thread writes them; the host holds one
     copy of this rank's state until then (with an accelerator, in pinned buffers that are kept for the next save).
     timeout: how long a rank waits for the others, which may be writing.
-    folder: on a file system that all nodes share.
+    folder: on a file system that all nodes share. One job at a time saves there: `resume` and `save` take a lease on it,
+    which ends with the block or with the process, also if that is killed.
     Use it as a context manager, or call `wait()` before the program ends: an error in the thread surfaces at the next
     `save` or `wait`. `save`, `load` and `resume` are collective: every rank calls them, with the same values.
     Ranks are those of the run's mesh: runs on parts of the world have a Checkpointer and a folder each.
@@ -60,6 +62,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
+        self._lease: Lease | None = None  # on rank 0 of the mesh
         self._current: int | None = None  # the newest step that this run has loaded or saved
 
     def __enter__(self) -> Checkpointer:
@@ -77,6 +80,29 @@ class Checkpointer:
             error.add_note(f"Also: {failed}")
         finally:
             self._thread.shutdown()
+            self.release()
+
+    def claim(self, run: Run) -> None:
+        """Take the lease on the folder, as `resume` and `save` do: no other job saves there until `release`. Collective.
+
+        Raises: CheckpointError, on every rank, naming host, pid and start of the job that holds it.
+        """
+        on_rank_0(self._group(run), "claim()", self._hold)
+
+    def release(self) -> None:
+        """Give the lease back, as the end of the block does. No communication."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._released.detach()
+            lease.release()
+
+    def _hold(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+            return
+        self._lease = take(self.folder)
+        # Of a Checkpointer that nobody closed the lease ends with the object.
+        self._released = weakref.finalize(self, self._lease.release)
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first. Looks at the folder; no communication."""
@@ -88,11 +114,11 @@ class Checkpointer:
 
     def config(self, step: int) -> Any:
         """The configuration saved with a step, as JSON values. No communication."""
-        return json.loads((checked_file(self.folder, step, CONFIG) / CONFIG).read_text())
+        return config_of(self.folder, step)
 
     def extra(self, step: int) -> Any:
         """What was saved as `extra` with a step. No communication."""
-        return read_state(checked_file(self.folder, step, STATE))["extra"]
+        return state_of(self.folder, step)["extra"]
 
     def save(
         self,
@@ -114,8 +140,8 @@ class Checkpointer:
         Wire: an all-reduce in which ranks agree on the call; three small all-gathers over a gloo group of its own, and that
         group alone in the background.
         Raises: CheckpointError, on every rank the same: for state that cannot be saved or differs between ranks, for a
-        folder with checkpoints of a run that this one did not load, for a step before one that is saved, and for what
-        went wrong with the save before.
+        folder that another job holds, or with checkpoints of a run that this one did not load, for a step before one that is
+        saved, and for what went wrong with the save before.
         """
         run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
         self.wait()
@@ -130,7 +156,7 @@ class Checkpointer:
             action,
             lambda: collect(run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra),
         )
-        reports = gather_results(group, action, lambda: (snapshot.shared_text(), self.steps()))
+        reports = gather_results(group, action, lambda: (snapshot.shared_text(), self._held_steps(run)))
         _refuse_different([shared for shared, _ in reports])
         present = reports[0][1]  # rank 0's, since others may see a folder on the network a little later
         # The last save of a loop may fall on the step that a signal or an interval saved already; in `present`, since
@@ -151,6 +177,7 @@ class Checkpointer:
             # just before the new checkpoint gets its name.
             abandoned=[newer for newer in present if self._current is not None and newer > self._current],
             keep=self.keep,
+            lease=self._lease,
         )
         if self.asynchronous:
             self._pending = step, self._thread.submit(write, job)
@@ -179,11 +206,14 @@ class Checkpointer:
         loader: Stateful | None = None,
         config: Any = None,
     ) -> int:
-        """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is."""
+        """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is.
+
+        Takes the lease on the folder first, unless nothing can be written there: whoever only reads takes `load`.
+        """
         run.mesh.agreement.meet("resume", facts={"folder": self.folder.name})
         self.wait()
         # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
-        newest = on_rank_0(self._group(run), "resume()", self.latest)
+        newest = on_rank_0(self._group(run), "resume()", self._held_latest)
         if newest is None:
             return 0
         return self.load(run, optimizer, scheduler=scheduler, loader=loader, step=newest, config=config)
@@ -202,10 +232,11 @@ class Checkpointer:
 
         step: which one; None is the newest, and never another when that one is damaged. optimizer=None: the model
         alone. config: this run's, to say in a refusal what else differs.
-        Every file is checked against its checksum first, each rank checking a share, and the model against the saved
+        Every file is checked against its digest first, each rank checking a share, and the model against the saved
         names, shapes and dtypes: until all ranks have found all well, nothing is changed.
         RNG states go to the ranks they came from; on a larger world, a rank that has none saved keeps its own.
-        Load only what you trust: torch.distributed.checkpoint unpickles its index.
+        What is read is JSON, safetensors and torch's files of single tensors (weights_only): nothing in it can run. A
+        checkpoint of format 1 has pickles, of which nothing but records and tensors is read; the next save is of format 2.
         Wire: an all-reduce in which ranks agree on the call, small all-gathers over a gloo group; the values come from the
         files.
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest
@@ -219,6 +250,20 @@ class Checkpointer:
         restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
         self._current = chosen
         return chosen
+
+    def _held_latest(self) -> int | None:
+        try:
+            self._hold()
+        except OSError as error:
+            # Who cannot write there does nobody harm; `save` will say so.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+        return self.latest()
+
+    def _held_steps(self, run: Run) -> list[int]:
+        if dist.get_rank(self._group(run)) == 0:
+            self._hold()
+        return self.steps()
 
     def _group(self, run: Run) -> dist.ProcessGroup:
         if self._host_group is None:

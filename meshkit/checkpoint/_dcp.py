@@ -1,13 +1,14 @@
 """Sharded tensors to and from files, through torch.distributed.checkpoint (DCP).
 
-A file `__<rank>_0.distcp` holds what one rank wrote and `.metadata` says where each part of each tensor is, so
-PyTorch's own tools read the folder too.
+A file `__<rank>_0.distcp` holds what one rank wrote, and `index.json` says where each part of each tensor is. `.metadata`
+says the same as a pickle, for PyTorch's own tools; of a folder that meshkit wrote it is not read here.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +30,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
+from meshkit.checkpoint._values import dtype_of
 from meshkit.core import _torch
-from meshkit.errors import CheckpointError
+from meshkit.core.digests import RunningDigest
+from meshkit.core.full_disk import no_space
+from meshkit.errors import CheckpointError, MeshkitError
+
+INDEX, METADATA = "index.json", ".metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +55,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Checksum:
-    """Size and CRC-32 of a file as written."""
+    """Size and digest of a file as written, such as `sha256:...`."""
 
     bytes: int
-    crc32: int
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Content of `.metadata`: shape and dtype of each tensor by key, and the first key stored in each file."""
+    """What is in the folder: shape and dtype of each tensor by key, and the first key stored in each file."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     first_keys: dict[str, str]
@@ -69,7 +76,7 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
     Raises: CheckpointError, on every rank the same.
     """
     # Copying ahead would create an accelerator context in the background thread; the values are on the host already.
-    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
+    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
     # DCP's writer takes no file system as an argument; it writes all its files through this attribute.
     files = writer.fs = _ChecksumFileSystem()
     try:
@@ -81,16 +88,21 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
     return files.checksums
 
 
-def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`."""
+def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup, *, pickled: bool = False) -> None:
+    """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`.
+
+    pickled: by the `.metadata` of a folder without an index, see `read_index`.
+    """
     try:
-        load(dict(targets), storage_reader=_Reader(folder), process_group=group)
+        load(dict(targets), storage_reader=_Reader(folder, pickled=pickled), process_group=group)
     except CheckpointException as failure:
         raise _first_failure(failure, f"reading {folder}, with the run half loaded") from failure
 
 
-def read_index(folder: Path) -> Index:
-    metadata = _Reader(folder).read_metadata()
+def read_index(folder: Path, *, pickled: bool = False) -> Index:
+    """pickled: from `.metadata`, which is a pickle, of which nothing but DCP's own records is read: of a folder that another
+    program wrote, or an older meshkit. Raises: CheckpointError for one that says anything else."""
+    metadata = _Reader(folder, pickled=pickled).read_metadata()
     tensors = {
         key: (tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
@@ -106,15 +118,27 @@ def read_index(folder: Path) -> Index:
 
 
 class _Reader(FileSystemReader):
-    """Reads an index that names DCP's own records alone, and files of its folder: a checkpoint is data, and runs nothing."""
+    """Reads an index of DCP's records that names files of its folder alone: a checkpoint is data, and runs nothing."""
+
+    def __init__(self, folder: Path, *, pickled: bool) -> None:
+        super().__init__(folder)
+        self._pickled = pickled
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / (METADATA if self._pickled else INDEX)
         try:
-            with path.open("rb") as file:
-                metadata = _torch.read_dcp_metadata(file)
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
+            if self._pickled:
+                with path.open("rb") as file:
+                    metadata = _torch.read_dcp_metadata(file)
+            else:
+                metadata = _metadata_of(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing. Give a folder that {_WRITERS[self._pickled]} wrote.") from None
+        except (
+            *(pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError, RecursionError),
+            *(MemoryError, OverflowError, ImportError, RuntimeError),  # of a damaged pickle
+        ) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
         for storage in metadata.storage_data.values():
             if Path(storage.relative_path).name != storage.relative_path:
                 raise CheckpointError(
@@ -123,6 +147,68 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+_WRITERS = {True: "torch.distributed.checkpoint", False: "meshkit"}
+
+
+def _index_of(metadata: Metadata) -> dict[str, Any]:
+    """As JSON: of each tensor its dtype, its shape, and of each chunk [offsets, sizes, file, first byte, bytes]."""
+    return {
+        key: {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "shape": list(entry.size),
+            "chunks": [
+                [list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length]
+                for chunk in entry.chunks
+                for place in (metadata.storage_data[MetadataIndex(key, chunk.offsets)],)
+            ],
+        }
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _metadata_of(index: dict[str, Any]) -> Metadata:
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for key, entry in index.items():
+        chunks = []
+        for offsets, sizes, file, first, length in entry["chunks"]:
+            chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+            places[MetadataIndex(key, offsets)] = _torch.dcp_storage_info(file, first, length)
+        properties = TensorProperties(dtype=dtype_of(entry["dtype"]))
+        tensors[key] = TensorStorageMetadata(properties=properties, size=torch.Size(entry["shape"]), chunks=chunks)
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+
+class _Writer(FileSystemWriter):
+    """Says of a full disk that it is full: torch's writer of tensors forgets why a write failed, and speaks of positions."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        parts = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        needed = sum(part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in parts)
+        with self._telling(needed):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank of the group, when all have written."""
+        with self._telling(None):
+            super().finish(metadata, results)
+            with (Path(self.path) / INDEX).open("w") as file:
+                json.dump(_index_of(metadata), file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    @contextmanager
+    def _telling(self, needed: int | None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            first = self.fs.failed if isinstance(self.fs, _ChecksumFileSystem) else None
+            if (told := no_space(first or error, Path(self.path), needed)) is None:
+                raise
+            raise CheckpointError(told) from error
 
 
 class _PartPlanner(DefaultSavePlanner):
@@ -160,16 +246,19 @@ class _ChecksumFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.checksums: dict[str, Checksum] = {}
+        self.failed: OSError | None = None  # what the system said of the first write that failed
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             checked = _ChecksumStream(stream)
-            yield checked
+            try:
+                yield checked
+            finally:
+                self.failed = self.failed or checked.failed
         if Path(path).suffix == ".distcp":
-            # After the file is closed. The index (.metadata) is left out: rank 0 writes it, and its checksum is taken
-            # from disk.
-            self.checksums[Path(path).name] = Checksum(bytes=checked.bytes, crc32=checked.crc32)
+            # After the file is closed. The index is left out: rank 0 writes it, and its digest is taken from disk.
+            self.checksums[Path(path).name] = Checksum(bytes=checked.digest.bytes, digest=checked.digest.text)
 
 
 class _ChecksumStream:
@@ -177,14 +266,16 @@ class _ChecksumStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.bytes = 0
-        self.crc32 = 0
+        self.digest = RunningDigest()
+        self.failed: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        # Bytes and not len(data), which counts elements where DCP hands over an array of another item size.
-        self.bytes += memoryview(data).nbytes
-        written: int = self._stream.write(data)
+        self.digest.update(data)
+        try:
+            written: int = self._stream.write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -196,4 +287,6 @@ class _ChecksumStream:
 def _first_failure(failure: CheckpointException, action: str) -> CheckpointError:
     """The failure of the lowest rank, which is the same on every rank: DCP gathers all failures."""
     rank, (error, _) = min(failure.failures.items(), key=lambda entry: entry[0])
+    if isinstance(error, MeshkitError):
+        return CheckpointError(f"{action} on rank {rank}: {error}")
     return CheckpointError(f"{action}: {type(error).__name__} on rank {rank}: {error}")

@@ -1,9 +1,10 @@
-"""The folder of checkpoints: complete and unfinished steps, manifest, checksums, atomic publish by rename.
+"""The folder of checkpoints: complete and unfinished steps, manifest, digests, atomic publish by rename.
 
 step-00000010/            complete: gets this name by a rename, as the very last act of a save
     manifest.json         what the rest must be; see Manifest
-    .metadata, *.distcp   tensors (torch.distributed.checkpoint)
-    state.pt              optimizer options, schedule, data position, extra
+    index.json, *.distcp  tensors: where each part is, and what each rank wrote (torch.distributed.checkpoint)
+    .metadata             the index as a pickle, for PyTorch's tools; not read here
+    state.json, state.safetensors   optimizer options, schedule, data position, extra
     config.json           the configuration
 .incomplete-step-...      a save that is under way, or was killed; removed by the next save
 .removed-step-...         one that `keep` is deleting, or was killed at it; removed by the next save
@@ -23,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.checkpoint._dcp import Checksum
+from meshkit.core.digests import digest_bytes, digest_file, digest_json, shown
 from meshkit.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+PICKLED = 1  # CRC-32 of files, .metadata and state.pt: read, and not written any more
 MANIFEST = "manifest.json"
 INCOMPLETE = ".incomplete-"
 REMOVED = ".removed-"
 ABANDONED = "abandoned-"
-CHUNK = 1 << 24  # bytes read at a time
 
 
 def step_name(step: int) -> str:
@@ -59,9 +61,14 @@ def make_temporary(folder: Path, step: int) -> Path:
     """Make an empty `.incomplete-` folder to write in, after deleting those of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
-    temporary = folder / f"{INCOMPLETE}{step_name(step)}"
+    temporary = temporary_of(folder, step)
     temporary.mkdir()
     return temporary
+
+
+def temporary_of(folder: Path, step: int) -> Path:
+    """Where a step is written before it is complete."""
+    return folder / f"{INCOMPLETE}{step_name(step)}"
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -93,16 +100,16 @@ def keep_newest(folder: Path, keep: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """bytes and crc32 of a file, and the first key stored in it."""
+    """bytes and digest of a file, and the first key stored in it."""
 
     bytes: int
-    crc32: int
+    digest: str
     first_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of `manifest.json`: what the checkpoint is, and size and checksum of its files.
+    """Content of `manifest.json`: what the checkpoint is, and size and digest of its files.
 
     tensors: parameters and persistent buffers by name, as [shape, dtype]. mesh: size of each axis.
     """
@@ -118,7 +125,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = asdict(manifest)
-    write_file(folder / MANIFEST, json.dumps({**body, "crc32": _body_checksum(body)}, indent=1).encode())
+    write_file(folder / MANIFEST, json.dumps({**body, "digest": digest_json(body)}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -126,19 +133,24 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         body: dict[str, Any] = json.loads(path.read_bytes())
-        written = body.pop("crc32")
+        # Before the digest: a later format may compute it otherwise, and is not damaged.
+        if (format_ := body.get("format")) not in (FORMAT, PICKLED):
+            raise CheckpointError(
+                f"{path} has format {format_}, but this version of meshkit reads the formats {PICKLED} and {FORMAT}. Read it "
+                "with the version that wrote it."
+            )
+        written = body.pop("digest" if format_ == FORMAT else "crc32")
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was changed after it was complete.") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-    # Before the checksum: a later format may compute it otherwise, and is not damaged.
-    if body.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {body.get('format')}, but this version of meshkit reads format {FORMAT}. Read it with "
-            "the version that wrote it."
-        )
-    if _body_checksum(body) != written:
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
+    if (digest_json(body) if format_ == FORMAT else _body_crc32(body)) != written:
+        raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
+    if format_ == PICKLED:
+        for file in body["files"].values():
+            file["digest"] = f"crc32:{file.pop('crc32'):08x}"
     if step_name(body["step"]) != folder.name:
         raise CheckpointError(
             f"{folder} is not the step that its name says: it was saved as {step_name(body['step'])}. Give it that name "
@@ -149,9 +161,8 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**body)
 
 
-def _body_checksum(body: dict[str, Any]) -> int:
-    # Over the content as JSON and not over the file's bytes, since the number stands in the file itself. A tuple and
-    # the list that is read back are the same JSON.
+def _body_crc32(body: dict[str, Any]) -> int:
+    """Of a manifest of the format PICKLED."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
@@ -163,18 +174,14 @@ def check_file(path: Path, file: File) -> None:
     # The size first: a truncated file of many GiB is found without reading it.
     if (size := path.stat().st_size) != file.bytes:
         raise CheckpointError(f"{path} has {size} bytes, but {file.bytes} were written.{first_key}")
-    if (crc32 := checksum_file(path).crc32) != file.crc32:
+    if (digest := digest_file(path, file.digest.partition(":")[0])) != file.digest:
         raise CheckpointError(
-            f"{path} is damaged: its checksum is {crc32:08x}, not {file.crc32:08x} as written.{first_key}"
+            f"{path} is damaged: its digest is {shown(digest)}, not {shown(file.digest)} as written.{first_key}"
         )
 
 
 def checksum_file(path: Path) -> Checksum:
-    crc32 = size = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            crc32, size = zlib.crc32(chunk, crc32), size + len(chunk)
-    return Checksum(bytes=size, crc32=crc32)
+    return Checksum(bytes=path.stat().st_size, digest=digest_file(path))
 
 
 def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
@@ -195,7 +202,7 @@ def write_file(path: Path, data: bytes) -> Checksum:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return Checksum(bytes=len(data), crc32=zlib.crc32(data))
+    return Checksum(bytes=len(data), digest=digest_bytes(data))
 
 
 def _sync_folder(folder: Path) -> None:

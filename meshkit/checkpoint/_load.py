@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,17 @@ from torch.optim import Optimizer
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_each_rank, on_rank_0
 from meshkit.checkpoint._dcp import Index, read_index, read_into
-from meshkit.checkpoint._snapshot import Snapshot, config_difference, encode_config, read_snapshot
+from meshkit.checkpoint._snapshot import (
+    CONFIG,
+    PICKLED_STATE,
+    STATE,
+    STATE_TENSORS,
+    Snapshot,
+    config_difference,
+    encode_config,
+    read_snapshot,
+    read_state,
+)
 from meshkit.checkpoint._state import (
     MODEL,
     dtype_name,
@@ -60,11 +71,25 @@ def choose_step(folder: Path, step: int | None) -> int:
     return present[-1] if step is None else step
 
 
-def checked_file(folder: Path, step: int, name: str) -> Path:
-    """The folder of a step, one file of which has been checked against its checksum. No communication."""
+def config_of(folder: Path, step: int) -> Any:
+    """The configuration of a step, from a file that has been checked. No communication."""
     path = folder / files.step_name(choose_step(folder, step))
-    files.check_file(path / name, files.read_manifest(path).files[name])
-    return path
+    _check_named(path, files.read_manifest(path), CONFIG)
+    return json.loads((path / CONFIG).read_text())
+
+
+def state_of(folder: Path, step: int) -> dict[str, Any]:
+    """The state of a step that is not tensors of the model, from files that have been checked. No communication."""
+    path = folder / files.step_name(choose_step(folder, step))
+    manifest = files.read_manifest(path)
+    pickled = manifest.format == files.PICKLED
+    _check_named(path, manifest, *((PICKLED_STATE,) if pickled else (STATE, STATE_TENSORS)))
+    return read_state(path, pickled=pickled)
+
+
+def _check_named(path: Path, manifest: files.Manifest, *names: str) -> None:
+    for name in names:
+        files.check_file(path / name, manifest.files[name])
 
 
 def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedCheckpoint:
@@ -79,8 +104,9 @@ def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedChec
     path = folder / files.step_name(step)
 
     def read() -> SavedCheckpoint:
-        snapshot = read_snapshot(path, step)
-        return SavedCheckpoint(path=path, manifest=manifest, index=read_index(path), snapshot=snapshot)
+        pickled = manifest.format == files.PICKLED
+        index, snapshot = read_index(path, pickled=pickled), read_snapshot(path, step, pickled=pickled)
+        return SavedCheckpoint(path=path, manifest=manifest, index=index, snapshot=snapshot)
 
     return on_each_rank(group, f"load(step={step})", read)
 
@@ -134,7 +160,7 @@ def restore(
     targets = on_each_rank(group, action, lambda: _targets(run, optimizer, saved, config, stateful))
     # Before the tensors, since a loader may refuse.
     on_each_rank(group, action, lambda: loader.load_state_dict(state["loader"]) if loader is not None else None)
-    read_into(targets, saved.path, group)
+    read_into(targets, saved.path, group, pickled=saved.manifest.format == files.PICKLED)
     # DCP copies into local tensors, and a DTensor has a version counter of its own. Whoever keeps a copy of a parameter
     # (a cast, a master weight) learns from the counter that the parameter was written.
     torch.autograd.graph.increment_version([*targets.values()])

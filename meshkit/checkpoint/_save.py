@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_rank_0
-from meshkit.checkpoint._dcp import Checksum, Part, read_index, write_parts
+from meshkit.checkpoint._dcp import INDEX, METADATA, Checksum, Part, read_index, write_parts
+from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
 from meshkit.checkpoint._state import (
     MODEL,
@@ -29,11 +31,10 @@ from meshkit.checkpoint._state import (
     parts_to_write,
     rng_tensors,
 )
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
-
-METADATA = ".metadata"
 
 
 def collect(
@@ -118,7 +119,7 @@ class WriteJob:
     """All that the background thread needs to write one checkpoint. Nothing in it changes while training goes on.
 
     abandoned: steps newer than the one that the run went back to; they are renamed just before this one is published.
-    keep: how many of the newest checkpoints stay; None is all.
+    keep: how many of the newest checkpoints stay; None is all. lease: on rank 0, looked at once more before that.
     """
 
     folder: Path
@@ -128,6 +129,7 @@ class WriteJob:
     group: dist.ProcessGroup
     abandoned: list[int]
     keep: int | None
+    lease: Lease | None = None
 
 
 def write(job: WriteJob) -> None:
@@ -141,8 +143,10 @@ def write(job: WriteJob) -> None:
         checksums = write_parts(job.parts, temporary, job.group)
         reports = gather_results(job.group, action, lambda: (checksums, job.snapshot.facts))
         on_rank_0(job.group, action, lambda: _publish(job, temporary, reports))
-    # The same on every rank already.
+    # The same on every rank already. Nobody writes any more: what was written goes, for the disk may be full.
     except MeshkitError:
+        if dist.get_rank(job.group) == 0:
+            shutil.rmtree(files.temporary_of(job.folder, job.snapshot.step), ignore_errors=True)
         raise
     except Exception as error:  # the group itself failed: a rank is gone
         raise CheckpointError(f"{action}: {type(error).__name__}: {error}") from error
@@ -155,6 +159,13 @@ def _publish(
 
     reports: (checksums of the files it wrote, facts of its parameters) of each rank.
     """
+    with telling_of_a_full_disk(CheckpointError, f"writing {temporary}", temporary):
+        _publish_files(job, temporary, reports)
+
+
+def _publish_files(
+    job: WriteJob, temporary: Path, reports: list[tuple[dict[str, Checksum], Mapping[str, ParameterFacts]]]
+) -> None:
     step = job.snapshot.step
     checksums = {name: checksum for written, _ in reports for name, checksum in written.items()}
     # A folder on each node's own disk would look complete to whoever wrote it and lack the rest after a restart
@@ -162,9 +173,11 @@ def _publish(
     _refuse_unseen(step, temporary, checksums)
     facts = {name: entry for _, entries in reports for name, entry in entries.items()}
     checksums |= write_snapshot(temporary, dataclasses.replace(job.snapshot, facts=facts))
-    checksums[METADATA] = files.checksum_file(temporary / METADATA)
+    checksums |= {name: files.checksum_file(temporary / name) for name in (INDEX, METADATA)}
     # After all other files, since it holds their checksums.
     files.write_manifest(temporary, _manifest(job, temporary, checksums))
+    if job.lease is not None:
+        job.lease.check()
     for newer in job.abandoned:
         files.set_aside(job.folder, newer)
     # The rename comes last. A kill before it leaves an .incomplete- folder, which the next save deletes.
@@ -183,7 +196,7 @@ def _refuse_unseen(step: int, temporary: Path, checksums: Mapping[str, Checksum]
 
 def _manifest(job: WriteJob, temporary: Path, checksums: Mapping[str, Checksum]) -> files.Manifest:
     index = read_index(temporary)
-    first_keys = {**index.first_keys, METADATA: next(iter(index.tensors)), STATE: "scheduler"}
+    first_keys = {**index.first_keys, STATE: "scheduler", **dict.fromkeys((INDEX, METADATA), next(iter(index.tensors)))}
     return files.Manifest(
         format=files.FORMAT,
         step=job.snapshot.step,
@@ -196,7 +209,7 @@ def _manifest(job: WriteJob, temporary: Path, checksums: Mapping[str, Checksum])
             if key.startswith(MODEL)
         },
         files={
-            name: files.File(bytes=checksum.bytes, crc32=checksum.crc32, first_key=first_keys.get(name))
+            name: files.File(bytes=checksum.bytes, digest=checksum.digest, first_key=first_keys.get(name))
             for name, checksum in checksums.items()
         },
     )

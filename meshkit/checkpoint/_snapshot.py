@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._dcp import Checksum
 from meshkit.checkpoint._state import ParameterFacts
+from meshkit.checkpoint._values import decode, encode
 from meshkit.errors import CheckpointError
 
-STATE = "state.pt"
+STATE, STATE_TENSORS = "state.json", "state.safetensors"
+PICKLED_STATE = "state.pt"  # of an older format
 CONFIG = "config.json"
 
 
@@ -45,39 +48,47 @@ class Snapshot:
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> dict[str, Checksum]:
-    """Write `state.pt` and `config.json`, synced to disk; returns their checksums by file name."""
+    """Write `state.json`, its tensors and `config.json`, synced to disk; returns their checksums by file name."""
     facts = {name: dataclasses.asdict(entry) for name, entry in snapshot.facts.items()}
-    buffer = io.BytesIO()
-    torch.save({**snapshot.state, "optimizer": facts}, buffer)
+    values, tensors = encode({**snapshot.state, "optimizer": facts})
     return {
-        STATE: files.write_file(folder / STATE, buffer.getvalue()),
+        STATE: files.write_file(folder / STATE, json.dumps(values, indent=1).encode()),
+        STATE_TENSORS: files.write_file(folder / STATE_TENSORS, safetensors.torch.save(tensors)),
         CONFIG: files.write_file(folder / CONFIG, snapshot.config.encode()),
     }
 
 
-def read_snapshot(folder: Path, step: int) -> Snapshot:
-    state = read_state(folder)
+def read_snapshot(folder: Path, step: int, *, pickled: bool) -> Snapshot:
+    """pickled: of the older format."""
+    state = read_state(folder, pickled=pickled)
     facts = {name: ParameterFacts(**entry) for name, entry in state.pop("optimizer").items()}
     return Snapshot(step=step, state=state, facts=facts, config=(folder / CONFIG).read_text())
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+def read_state(folder: Path, *, pickled: bool) -> dict[str, Any]:
+    state: dict[str, Any]
+    if pickled:
+        state = torch.load(folder / PICKLED_STATE, map_location="cpu", weights_only=True)
+        return state
+    try:
+        tensors = safetensors.torch.load((folder / STATE_TENSORS).read_bytes())
+        state = decode(json.loads((folder / STATE).read_bytes()), tensors)
+    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / STATE} is damaged: {error}.") from error
     return state
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep copies, through the encoding of the file: what `weights_only` could not read back is refused before writing.
+    """Deep copies, through the encoding of the file: what it could not read back is refused before writing.
 
     Training goes on while a thread writes, so the state_dicts must not share memory with the run.
     """
     copies = {}
     for name, value in state.items():
-        buffer = io.BytesIO()
         try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            copies[name] = torch.load(buffer, weights_only=True)
+            values, tensors = encode(value)
+            text = json.dumps(values)
+            copies[name] = decode(json.loads(text), safetensors.torch.load(safetensors.torch.save(tensors)))
         except Exception as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise CheckpointError(

@@ -14,7 +14,8 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from meshkit.errors import MeshkitError
+from meshkit.core.full_disk import telling_of_a_full_disk
+from meshkit.errors import MeshkitError, StepError
 from meshkit.moe.aux_loss import balance
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Logger:
         if self._file is not None:
             # JSON has no NaN: Python would write one that other readers refuse.
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            with telling_of_a_full_disk(StepError, f"writing {self._file.name}", Path(self._file.name).parent):
+                self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from meshkit.core.digests import add_digests
 from meshkit.data import Chat, Tokenizer, save_chat_template, save_tokenizer
 from meshkit.lora import lora_of
 from meshkit.models import save_lora, save_pretrained
@@ -39,8 +40,9 @@ def export_model(
     if came_from is None:
         save_tokenizer(tokenizer, folder)
     else:
-        for file in (came_from / name for name in _TOKENIZER_FILES):
-            if file.exists():
-                shutil.copy(file, folder)
+        files = [came_from / name for name in _TOKENIZER_FILES if (came_from / name).exists()]
+        for file in files:
+            shutil.copy(file, folder)
+        add_digests(folder, {file.name: folder / file.name for file in files})
     if isinstance(encoder, Chat):
         save_chat_template(encoder.template, folder)

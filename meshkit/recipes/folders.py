@@ -11,9 +11,11 @@ from meshkit.errors import DataError
 def refuse_folder(flag: str, folder: Path) -> None:
     """Changes nothing. Raises: DataError where no folder can be: a file stands there, or what it is in cannot be written."""
     folder = folder.expanduser().absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    # lexists: a link that leads nowhere, or to itself, is there too.
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not there.is_dir():
-        which = "is a file" if there == folder else f"would be in {there}, which is a file"
+        kind = "a link that leads nowhere" if there.is_symlink() else "a file"
+        which = f"is {kind}" if there == folder else f"would be in {there}, which is {kind}"
         raise DataError(f"--{flag} {folder} {which}. Give a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise DataError(f"--{flag} {folder}: {there} cannot be written. Give a folder that can.")

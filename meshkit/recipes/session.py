@@ -117,6 +117,8 @@ class Session:
         if self._writes:
             self.start = self._step = self._resume()
         if self.start >= self._total:
+            for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
+                checkpoints.release()
             unit = f"{self._unit}s"
             print0(
                 f"{config.out} has its {self.start} {unit}; give more --{unit} to go on, or another --out to begin anew"
@@ -264,6 +266,9 @@ class Session:
         state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
         if self._run is not None:
             return self._checkpoints.resume(self._run, self._optimizer, **state)
+        for checkpoints, run, *_ in self._parts:
+            if run is not None:
+                checkpoints.claim(run)
         # A checkpoint that one part has and another has not is half of one: the job was killed between the two.
         newest = [max(set.intersection(*(set(checkpoints.steps()) for checkpoints, *_ in self._parts)), default=0)]
         dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later

@@ -111,22 +111,21 @@ def test_a_folder_without_checkpoints_resumes_at_step_0(tmp_path: Path) -> None:
 def full_disk(folder: str) -> tuple[str, list[int], list[int]]:
     """Rank 1's disk is full at step 2, and has room again at step 3."""
     training = build("dp_shard=2")
-    checkpointer = Checkpointer(folder)
+    with Checkpointer(folder) as checkpointer:
 
-    def save(step: int) -> None:
-        training.train(1)
-        checkpointer.save(step, training.run, training.optimizer, **training.holders)
+        def save(step: int) -> None:
+            training.train(1)
+            checkpointer.save(step, training.run, training.optimizer, **training.holders)
 
-    save(1)
-    checkpointer.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        if training.run.mesh.rank == 1:
-            patch.setattr(_dcp._ChecksumStream, "write", _no_space)
-        save(2)
-        text = refusal(checkpointer.wait)
-    after_failure = checkpointer.steps()
-    save(3)
-    checkpointer.wait()
+        save(1)
+        checkpointer.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if training.run.mesh.rank == 1:
+                patch.setattr(_dcp._ChecksumStream, "write", _no_space)
+            save(2)
+            text = refusal(checkpointer.wait)
+        after_failure = checkpointer.steps()
+        save(3)
     return text, after_failure, checkpointer.steps()
 
 
@@ -138,7 +137,7 @@ def test_an_error_in_the_background_surfaces_on_every_rank_and_the_next_save_wor
     results = pool(2).run(full_disk, str(tmp_path))
     assert results[0] == results[1]
     text, after_failure, after_next = results[0]
-    assert re.match(r"CheckpointError: writing \S+step-00000002: OSError on rank 1: .*No space left", text)
+    assert re.match(r"CheckpointError: writing \S+step-00000002 on rank 1: No space left in .*bytes needed", text)
     assert after_failure == [1]
     assert after_next == [1, 3]
     assert {entry.name for entry in tmp_path.iterdir()} == {"step-00000001", "step-00000003"}
@@ -156,7 +155,7 @@ def error_at_next_save(folder: str) -> str:
 def test_without_a_wait_the_error_surfaces_at_the_next_save(tmp_path: Path) -> None:
     texts = pool(2).run(error_at_next_save, str(tmp_path))
     assert len(set(texts)) == 1
-    assert "OSError on rank 0" in texts[0]
+    assert "on rank 0: No space left" in texts[0]
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +202,12 @@ def load_damaged(folder: str) -> tuple[str, bool, int, bool]:
         (
             "__0_0.distcp",
             flip,
-            r"is damaged: its checksum is \w{8}, not \w{8} as written\. The first key in it is '\S+'",
+            r"is damaged: its digest is \w{12}, not \w{12} as written\. The first key in it is '\S+'",
         ),
         ("__1_0.distcp", remove, r"is missing\. The first key in it is '\S+'"),
-        (".metadata", flip, r"is damaged: its checksum is .* The first key in it is '\S+'"),
-        ("state.pt", flip, r"is damaged: its checksum is .* The first key in it is 'scheduler'"),
+        (".metadata", flip, r"is damaged: its digest is .* The first key in it is '\S+'"),
+        ("index.json", flip, r"is damaged: its digest is .* The first key in it is '\S+'"),
+        ("state.json", flip, r"is damaged: its digest is .* The first key in it is 'scheduler'"),
         ("config.json", truncate, r"has \d+ bytes, but \d+ were written\."),
         ("manifest.json", flip, r"is damaged: "),
         ("manifest.json", truncate, r"is damaged: "),
@@ -249,13 +249,13 @@ class Evil:
         return os.system, ("touch ran",)
 
 
-def swapped_index(folder: Path, content: bytes) -> None:
+def swapped_index(folder: Path, name: str, content: bytes) -> None:
     """An index in the place of the one that was written, which the manifest vouches for, as an attacker would do."""
-    (folder / ".metadata").write_bytes(content)
+    (folder / name).write_bytes(content)
     manifest = _folder.read_manifest(folder)
-    found = _folder.checksum_file(folder / ".metadata")
-    file = _folder.File(bytes=found.bytes, crc32=found.crc32)
-    _folder.write_manifest(folder, replace(manifest, files={**manifest.files, ".metadata": file}))
+    found = _folder.checksum_file(folder / name)
+    file = _folder.File(bytes=found.bytes, digest=found.digest)
+    _folder.write_manifest(folder, replace(manifest, files={**manifest.files, name: file}))
 
 
 def elsewhere(content: bytes) -> bytes:
@@ -274,18 +274,38 @@ def elsewhere(content: bytes) -> bytes:
         (elsewhere, "it names '../__0_0.distcp', which is not in its folder"),
     ],
 )
-def test_an_index_runs_no_code_and_names_no_other_folder(
+def test_a_pickled_index_runs_no_code_and_names_no_other_folder(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    step = shutil.copytree(sound, tmp_path / "changed") / "step-00000002"
+    swapped_index(step, ".metadata", change((step / ".metadata").read_bytes()))
+    with pytest.raises(CheckpointError, match=re.escape(what)):
+        _dcp.read_index(step, pickled=True)
+    assert _dcp.read_index(step).tensors  # of what meshkit wrote, the pickle is not looked at
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda text: text.replace("__0_0.distcp", "../__0_0.distcp"), "'../__0_0.distcp', which is not in its folder"),
+        (lambda text: text.replace('"float64"', '"load"'), "a tensor of 'load', which this torch does not have"),
+        (lambda text: "[" * 100_000, "RecursionError"),
+        (lambda text: "[1]", "is damaged"),
+        (lambda text: text.replace("chunks", "chunk"), "is damaged"),
+    ],
+)
+def test_an_index_that_the_manifest_vouches_for_is_data_still(
+    sound: Path, tmp_path: Path, change: Callable[[str], str], what: str
+) -> None:
     folder = shutil.copytree(sound, tmp_path / "changed")
     step = folder / "step-00000002"
-    swapped_index(step, change((step / ".metadata").read_bytes()))
+    swapped_index(step, "index.json", change((step / "index.json").read_text()).encode())
     with pytest.raises(CheckpointError, match=re.escape(what)):
         _dcp.read_index(step)
     for text in pool(2).run(first_load, str(folder)):
-        assert ".metadata is damaged" in text
-    assert not (tmp_path / "ran").exists()
+        assert "index.json is damaged" in text
 
 
 def test_a_step_under_another_name_is_not_loaded(sound: Path, tmp_path: Path) -> None:
@@ -334,8 +354,8 @@ def test_configuration_and_extra_are_read_back_without_a_world(tmp_path: Path) -
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.config(1) == {"lr": 0.1, "mesh": {"tp": 2}}
     assert checkpointer.extra(1) == {"skipped": 3, "loss": torch.tensor(1.5)}
-    flip(tmp_path / "step-00000001" / "state.pt")
-    with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+    flip(tmp_path / "step-00000001" / "state.safetensors")
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is damaged"):
         checkpointer.extra(1)
     with pytest.raises(CheckpointError, match=r"load\(step=7\): \S+ holds the steps 1\."):
         checkpointer.config(7)

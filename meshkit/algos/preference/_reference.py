@@ -21,13 +21,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshkit.algos.rollout import REFERENCE, token_values
+from meshkit.core.digests import digest_bytes
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.sharding import local_tensor
 from meshkit.data.examples import Example, Unit, like, members, units_fingerprint
 from meshkit.data.examples_loader import example_batches
 from meshkit.errors import DataError, PlanError
 from meshkit.step import Run
 
-EXAMPLE_INDEX, TENSOR, EXAMPLES = "example_index", "log_probs", "examples"
+EXAMPLE_INDEX, TENSOR, EXAMPLES, DIGEST = "example_index", "log_probs", "examples", "digest"
 
 
 def stored_reference(
@@ -59,7 +61,8 @@ def stored_reference(
             path.parent.mkdir(parents=True, exist_ok=True)
             # Written beside and renamed: a job that is killed here leaves no half file that the next would read.
             partial = path.with_name(f"{path.name}.partial")
-            save_file({TENSOR: torch.from_numpy(values)}, partial, metadata=made_of)
+            with telling_of_a_full_disk(DataError, f"writing {path}", path.parent, values.nbytes):
+                save_file({TENSOR: torch.from_numpy(values)}, partial, metadata={**made_of, DIGEST: _digest(values)})
             os.replace(partial, path)
         # The others read what rank 0 wrote.
         dist.barrier(group=run.mesh.group)
@@ -84,18 +87,26 @@ def _why_not(path: Path, made_of: Mapping[str, str]) -> str | None:
     try:
         with safe_open(path, framework="pt") as file:
             recorded = file.metadata() or {}
+            values = file.get_tensor(TENSOR).numpy() if TENSOR in file.keys() else None  # noqa: SIM118  no mapping
     except (SafetensorError, OSError) as error:
         return f"{path} is damaged: {error}. Remove it, to compute the reference again."
     differing = [name for name in made_of if recorded.get(name) != made_of[name]]
     # Another template or truncation makes other examples, too: name only the cause.
     causes = [name for name in differing if name != EXAMPLES] or differing
     if not causes:
-        return None
+        # Files of older versions have no digest.
+        if values is not None and recorded.get(DIGEST, _digest(values)) == _digest(values):
+            return None
+        return f"{path} is damaged: its numbers are not those that were written. Remove it, to compute the reference again."
     changes = "; ".join(f"{name} was {recorded.get(name)} and is {made_of[name]}" for name in causes)
     return (
         f"{path} holds the reference of something else: {changes}. Name another file, or remove this one to compute it "
         "again."
     )
+
+
+def _digest(values: np.ndarray) -> str:
+    return digest_bytes(np.ascontiguousarray(values).tobytes())
 
 
 def _compute(run: Run, examples: Sequence[Example], seq_len: int, rows: int) -> np.ndarray:

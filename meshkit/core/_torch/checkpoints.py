@@ -6,6 +6,7 @@ import pickle
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 _KNOWN = {
@@ -41,3 +42,11 @@ class _Records(pickle.Unpickler):
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's index does")
         return super().find_class(module, name)
+
+
+def dcp_storage_info(file: str, offset: int, length: int) -> Any:
+    """Where a part of a tensor lies in a folder of DCP, as its reader takes it.
+
+    Private: torch.distributed.checkpoint.filesystem._StorageInfo. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return _StorageInfo(file, offset, length)

@@ -1,128 +1,136 @@
-"""Jinja for chat templates: sandboxed, with the tags, filters and globals of transformers."""
+"""Jinja for chat templates: sandboxed, with the tags, filters and globals of transformers, and limits of time and memory.
+
+Templates come with models of other people. One process renders all of them for this one, and is ended where a template takes
+too long or too much: a power of two integers or a product of a text cannot be interrupted from within.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from datetime import datetime
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.environment import Environment
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
 from meshkit.errors import DataError
+
+LIMIT_S = 5.0
+LIMIT_BYTES = 1 << 30
+"""of the whole process, Python and jinja2 included"""
+LIMIT_CHARACTERS = 1 << 26
+"""of one chat"""
 
 
 class CompiledTemplate:
-    """A template and the places of its {% generation %} blocks. Its renderings take turns, one at a time."""
+    """A template that was found to be one. Raises: DataError for one that is not."""
 
     def __init__(self, source: str, where: str) -> None:
-        self._where = where
-        # transformers' settings: templates are written for them, and other white space would be other tokens.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
-        self._blocks: _Generation = environment.extensions[_Generation.identifier]  # type: ignore[assignment]
-        # `_note` is called by the template and finds the rendering's lists on the extension, one for all renderings:
-        # hence one at a time.
-        self._lock = Lock()
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise DataError(f"{where}: not a chat template: {error}. Correct it.") from None
-
-    @property
-    def marks_answers(self) -> bool:
-        return self._blocks.present
+        self._source, self._where = source, where
+        told = _ask({"source": source}, where)
+        if "damaged" in told:
+            raise DataError(f"{where}: not a chat template: {told['damaged']}. Correct it.")
+        self.marks_answers: bool = told["marks"]
 
     def render(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the (start, end) of each block, in characters.
+        """The text and the (start, end) of each {% generation %} block, in characters. values: of JSON's own types.
 
         A block inside a macro, or inside a {% set %} that is written later, gets a wrong position: positions count the text
         written so far. transformers does the same.
+        Raises: DataError where the template fails or refuses, or takes more than LIMIT_S or LIMIT_BYTES.
         """
-        with self._lock:
-            written, spans = self._blocks.begin()
-            try:
-                # Piece by piece and not render(): the length of what is written so far is where a block begins.
-                for piece in self._template.generate(**values):
-                    written.append(piece)
-            except (TemplateError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-                raise DataError(
-                    f"{self._where}: refuses this chat: {error}. Change the chat or the template."
-                ) from None
-        return "".join(written), spans
+        told = _ask({"source": self._source, "values": values, "most": LIMIT_CHARACTERS}, self._where)
+        if "large" in told:
+            raise DataError(
+                f"{self._where}: this chat takes more than {LIMIT_CHARACTERS:,} characters, or {LIMIT_BYTES:,} bytes of "
+                "memory. Change the chat or the template."
+            )
+        if "text" not in told:
+            why = told.get("refused", told.get("damaged"))
+            raise DataError(f"{self._where}: refuses this chat: {why}. Change the chat or the template.")
+        return told["text"], [(start, end) for start, end in told["spans"]]
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: written out as it is, and noted."""
+class _Renderer:
+    """The process, started when it is first asked, and again after it had to be ended."""
 
-    tags = {"generation"}  # noqa: RUF012  Jinja reads it from the class
+    def __init__(self) -> None:
+        child = Path(__file__).with_name("_jinja_child.py")
+        # -P: the folder of the script holds a jinja.py, which must not be taken for a library.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(child), str(LIMIT_S), str(LIMIT_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        self._readable = select.poll()  # and not select, which refuses descriptors from 1024 on
+        self._readable.register(self._process.stdout, select.POLLIN)  # type: ignore[arg-type]
+        self.pid = os.getpid()
+        self.end = weakref.finalize(self, _end, self._process, self.pid)
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.present = False
-        self.begin()
-
-    def begin(self) -> tuple[list[str], list[tuple[int, int]]]:
-        self._written: list[str] = []
-        self._spans: list[tuple[int, int]] = []
-        return self._written, self._spans
-
-    def parse(self, parser: Parser) -> Node:
-        self.present = True
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block hands the rendered body to `_note`, as `caller`, and writes what that returns in its place.
-        return CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        start = sum(map(len, self._written))
-        self._spans.append((start, start + len(text)))
-        return text
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace without names that start with an underscore, which lead out of the sandbox."""
-
-    def __init__(*args: Any, **names: Any) -> None:  # as Jinja's own, so that a template may store a name `self`
-        Namespace.__init__(*args, **names)
-        for name in dict(*args[1:], **names):
-            _check_name(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
+    def ask(self, line: bytes) -> bytes:
+        """Raises: TimeoutError for no answer in time, EOFError or OSError if the process has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # Unbuffered: one write may take a part of it.
+        view = memoryview(line)
+        while view:
+            view = view[self._process.stdin.write(view) :]
+        answer, until = bytearray(), time.monotonic() + LIMIT_S
+        while not answer.endswith(b"\n"):
+            if not self._readable.poll(max(0.0, 1000 * (until - time.monotonic()))):
+                raise TimeoutError
+            piece = self._process.stdout.read(1 << 20)
+            if not piece:
+                raise EOFError
+            answer += piece
+        return bytes(answer)
 
 
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise TemplateError(f"a namespace cannot hold {name!r}, a name with an underscore in front")
+_LOCK = Lock()
+_renderers: list[_Renderer] = []
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _ask(request: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        line = json.dumps(request).encode() + b"\n"
+    except RecursionError:
+        raise DataError(f"{where}: the chat is nested too deeply to be written. Drop it.") from None
+    with _LOCK:
+        # A forked child has the object of its parent, whose answers would come to either of them.
+        if _renderers and _renderers[0].pid != os.getpid():
+            _renderers.clear()
+        if not _renderers:
+            _renderers.append(_Renderer())
+        try:
+            told: dict[str, Any] = json.loads(_renderers[0].ask(line))
+            return told
+        except TimeoutError:
+            _renderers.pop().end()
+            raise DataError(
+                f"{where}: has not rendered this chat within {LIMIT_S:.0f} s, and was ended. Change the chat or the template."
+            ) from None
+        except (EOFError, OSError, ValueError):
+            _renderers.pop().end()
+            raise DataError(
+                f"{where}: the process that renders has ended, perhaps for want of memory ({LIMIT_BYTES:,} bytes). Change "
+                "the chat or the template."
+            ) from None
+        except BaseException:  # of a signal, while the answer is on its way: the next one must not get it
+            _renderers.pop().end()
+            raise
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes HTML, which no model has seen."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    if pid == os.getpid():  # not of a forked child's parent
+        process.kill()
+        process.wait(10)

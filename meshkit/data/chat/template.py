@@ -1,12 +1,12 @@
 """Chat templates: chats to text with a model's own Jinja template, as transformers renders it.
 
 A chat is a list of messages, dicts with a role, and content, tool_calls or whatever else the template reads. A template is
-Jinja: it runs sandboxed, sees plain JSON values only, and may mark what the model says with {% generation %} blocks.
+Jinja: it runs sandboxed, in a process with limits of time and memory, sees plain JSON values only, and may mark what the
+model says with {% generation %} blocks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from meshkit.core import read_file
+from meshkit.core.digests import add_digests, check_digests
+from meshkit.core.read_file import read_text
 from meshkit.data.chat.jinja import CompiledTemplate
 from meshkit.data.text.tokenizer import Tokenizer, load_tokenizer
 from meshkit.errors import DataError
@@ -92,14 +95,19 @@ class ChatTemplate:
         **variables: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and (start, end) in characters of each {% generation %} block, in order."""
+        try:
+            seen = [_message(message) for message in messages]
+            tools = plain(list(tools)) if tools is not None else None
+        except RecursionError:
+            raise DataError(f"{self.where}: the chat is nested too deeply to be rendered. Drop it.") from None
         values = {
             # transformers passes it to every template. Arguments of ours come last, so that no variable replaces the
             # messages.
             "documents": None,
             **self.special_tokens,
             **plain(variables),
-            "messages": [_message(message) for message in messages],
-            "tools": plain(list(tools)) if tools is not None else None,
+            "messages": seen,
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         return self._compiled.render(values)
@@ -176,20 +184,26 @@ def load_chat_template(folder: Path, *, name: str = "default") -> ChatTemplate:
     name: where a folder has several, such as "tool_use".
     Raises: DataError if the folder has no such template.
     """
+    file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+    check_digests(
+        folder, [str(file.relative_to(folder)), "tokenizer_config.json", "special_tokens_map.json"], DataError
+    )
     config = read_json_object(folder / "tokenizer_config.json")
     tokens = {**read_json_object(folder / "special_tokens_map.json"), **config}
     special = {key: text for key, value in tokens.items() if key.endswith("_token") and (text := _content(value))}
     # Newer versions of transformers write this file, older ones the field of tokenizer_config.json; where both are,
     # the file wins, as there.
-    file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-    if file.is_file():
-        return ChatTemplate(source=file.read_text(encoding="utf-8"), special_tokens=special, where=str(file))
+    if file.exists():
+        return ChatTemplate(source=read_text(file, DataError), special_tokens=special, where=str(file))
     templates = config.get("chat_template")
     if isinstance(templates, list):
-        templates = {each["name"]: each["template"] for each in templates}
+        rows = [each for each in templates if isinstance(each, dict)]
+        templates = {each["name"]: each["template"] for each in rows if {"name", "template"} <= each.keys()}
     elif isinstance(templates, str):
         templates = {"default": templates}
-    if not templates or name not in templates:
+    if not isinstance(templates, dict):
+        templates = {}
+    if not isinstance(templates.get(name), str):
         available = f"only {sorted(templates)}" if templates else "none"
         raise DataError(
             f"{folder}: has no chat template {name!r}, {available}. Name a folder that has one, write "
@@ -207,7 +221,9 @@ def load_chat(folder: Path, *, name: str = "default", **variables: Any) -> Chat:
 def save_chat_template(template: ChatTemplate, folder: Path) -> None:
     """Write chat_template.jinja, which transformers reads from a tokenizer's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    file = folder / "chat_template.jinja"
+    file.write_text(template.source, encoding="utf-8")
+    add_digests(folder, {file.name: file})
 
 
 def check_roles(messages: Sequence[Message]) -> None:
@@ -265,13 +281,7 @@ def plain(value: Any) -> Any:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}. Write it again.") from None
-    return value if isinstance(value, dict) else {}
+    return read_file.read_json_object(path, DataError) if path.exists() else {}
 
 
 def _message(message: Message) -> dict[str, Any]:

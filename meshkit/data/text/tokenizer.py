@@ -16,6 +16,9 @@ import tokenizers
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from meshkit.core.digests import add_digests, check_digests
+from meshkit.core.full_disk import telling_of_a_full_disk
+from meshkit.core.read_file import read_json_object
 from meshkit.errors import DataError
 
 BOS = "<|bos|>"
@@ -111,7 +114,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     # A name for each process: ranks that train the same tokenizer at once write a file each, and the last rename wins
     # with the same content.
     partial = folder / f"tokenizer.json.{os.getpid()}.partial"
-    tokenizer.backend.save(str(partial))
+    with telling_of_a_full_disk(DataError, f"writing {folder / 'tokenizer.json'}", folder):
+        partial.write_text(tokenizer.backend.to_str(pretty=True), encoding="utf-8")
+        files = {"tokenizer_config.json": folder / "tokenizer_config.json", "tokenizer.json": partial}
+        add_digests(folder, files)
     os.replace(partial, folder / "tokenizer.json")  # the last step: a folder with tokenizer.json is complete
 
 
@@ -122,6 +128,7 @@ def load_tokenizer(folder: Path, *, bos_token: str | None = None, eos_token: str
     Raises: DataError if a file is missing or not a tokenizer, or if no eos token is named.
     """
     path = folder / "tokenizer.json"
+    check_digests(folder, ["tokenizer.json", "tokenizer_config.json"], DataError)
     if not path.is_file():
         raise DataError(f"{path}: no tokenizer there. Train one, or name a folder that holds tokenizer.json.")
     try:
@@ -137,18 +144,13 @@ def load_tokenizer(folder: Path, *, bos_token: str | None = None, eos_token: str
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}. Write it again.") from None
-    return config if isinstance(config, dict) else {}
+    return read_json_object(path, DataError) if path.exists() else {}
 
 
-def _content(token: str | dict[str, str] | None) -> str | None:
+def _content(token: Any) -> str | None:
     # transformers writes a special token as a string, or as the fields of an AddedToken.
-    return token["content"] if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _id_of(backend: tokenizers.Tokenizer, path: Path, token: str | None) -> int | None:

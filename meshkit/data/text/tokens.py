@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from array import array
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from meshkit.core.digests import digest_json
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.data.text.tokenizer import Tokenizer
 from meshkit.errors import DataError
 
 # A page: ids begin aligned, and the header can be written last, over zeros, when digest and counts are known.
 HEADER_BYTES = 4096
-FORMAT = "meshkit tokens 1"
+FORMAT = "meshkit tokens 2"
+OLDER = "meshkit tokens 1"
+"""without the digest of the header: read as before, and not written any more"""
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _FIELDS = {
     "format": str,
@@ -34,6 +39,8 @@ _FIELDS = {
     "text_bytes": int,
     "sha256": str,
 }
+_DIGEST = "header"
+"""the field with the digest of all others; "sha256" is that of ids and offsets"""
 _CHUNK = 1 << 24
 """ids looked at together when a whole file is read"""
 
@@ -171,15 +178,17 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read: {error.strerror}. Check the path, or build the file.") from None
     try:
         header = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if not isinstance(header, dict) or header.get("format") not in (FORMAT, OLDER):
         raise DataError(f"{path}: not a token file: its first {HEADER_BYTES} bytes are no {FORMAT!r} header.")
+    digest = header.pop(_DIGEST, None) if header["format"] == FORMAT else digest_json(header)
     is_complete = header.keys() == _FIELDS.keys() and all(
         isinstance(header[name], kind) for name, kind in _FIELDS.items()
     )
-    if not is_complete or header["dtype"] not in DTYPES:
-        raise DataError(f"{path}: its header is damaged: {raw.decode().rstrip()}. Delete it and build it again.")
+    if not is_complete or header["dtype"] not in DTYPES or digest != digest_json(header):
+        said = raw.decode(errors="replace").rstrip()
+        raise DataError(f"{path}: its header is damaged: {said[:300]}. Delete it and build it again.")
     return header
 
 
@@ -221,7 +230,8 @@ class TokenWriter:
         """Append one document. ids: [length] integers, bos and eos included."""
         check_range(ids, self._vocab_size, f"{self._path} document {self.documents}")
         raw = ids.astype(DTYPES[self._dtype]).tobytes()
-        self._file.write(raw)
+        with self._telling():
+            self._file.write(raw)
         self._sha256.update(raw)
         self._offsets.append(self._offsets[-1] + len(ids))
         self._text_bytes += text_bytes
@@ -230,13 +240,18 @@ class TokenWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with self._file:
+            # Around closing too, which writes what Python still holds.
+            with self._telling(), self._file:
                 if kind is None:
                     self._finish()
             if kind is None:
                 os.replace(self._partial, self._path)  # atomic: a reader sees the old file, none, or all of the new one
         finally:
             self._partial.unlink(missing_ok=True)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        so_far = HEADER_BYTES + self._offsets[-1] * DTYPES[self._dtype].itemsize + 8 * len(self._offsets)
+        return telling_of_a_full_disk(DataError, f"writing {self._path} so far", self._path.parent, so_far)
 
     def _finish(self) -> None:
         tokens = self._offsets[-1]
@@ -257,6 +272,7 @@ class TokenWriter:
             "sha256": self._sha256.hexdigest(),
         }
         self._file.seek(0)
+        header[_DIGEST] = digest_json(header)
         self._file.write(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())  # the bytes are on disk before the name is

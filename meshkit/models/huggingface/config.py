@@ -10,6 +10,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from meshkit.core.digests import check_digests
+from meshkit.core.read_file import read_json_object
 from meshkit.errors import CheckpointError, PlanError
 from meshkit.models.deepseek import DeepseekV3Config
 from meshkit.models.layers import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -108,7 +110,7 @@ def config_from_pretrained(folder: str | os.PathLike[str]) -> ModelConfig:
     path = Path(folder) / CONFIG_FILE
     raw = read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise PlanError(f"{path}: model_type={model_type!r} is not supported. {_covered()}.")
     family = FAMILIES[model_type]
     for name, unused in ABSENT_FEATURES.items():
@@ -372,12 +374,6 @@ def is_fp8(raw: Mapping[str, Any]) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist. Give the folder of a Hugging Face model.") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, but must hold an object.")
-    return content
+    """The object in a file of a folder, which is compared with the folder's digests, if it has them."""
+    check_digests(path.parent, [path.name], CheckpointError)
+    return read_json_object(path, CheckpointError, advice="Give the folder of a Hugging Face model.")

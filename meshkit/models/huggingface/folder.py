@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshkit.core.digests import add_digests, check_digests, listed
+from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import full_model_of, full_state, group_of, note
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import CheckpointError, PlanError
@@ -68,9 +70,14 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     folder under one of its names or under all. Stacked experts are read expert by expert, those that the rank holds.
     fresh: names of parameters that keep their values if the folder has none, such as the score of a reward model that
     begins as a language model.
+    A folder that `save_pretrained` wrote has the digests of its files: each rank reads and compares all weights first, once
+    in a process. Another folder has none, and damage that keeps names and shapes is not noticed.
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
+    check_digests(
+        Path(folder), [name for name in listed(Path(folder), CheckpointError) if _is_read(name)], CheckpointError
+    )
     files = _weight_files(Path(folder))
     scales = BlockScales(Path(folder), files, pieces, open_safetensors)
     # What is skipped is left out before names are compared, or it would be refused as unexpected.
@@ -103,6 +110,10 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
                         "tie_word_embeddings=False."
                     )
     return model
+
+
+def _is_read(name: str) -> bool:
+    return name.endswith(".safetensors") or name in (INDEX_FILE, CONFIG_FILE)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -169,8 +180,9 @@ def _refuse_other_shape(file: Path, key: str, stored: Any, piece: Piece, *, scal
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     """A safetensors reader whose errors name the file."""
-    if not file.exists():
-        raise CheckpointError(f"{file} does not exist, but {INDEX_FILE} refers to it.")
+    if not file.is_file():
+        what = "is no file" if file.exists() else "does not exist"
+        raise CheckpointError(f"{file} {what}, but {INDEX_FILE} refers to it.")
     try:
         with safe_open(file, framework="pt") as reader:
             yield reader
@@ -194,7 +206,7 @@ def save_pretrained(
 
     config: of the model; for a transformers model `model.config.to_dict()`. dtype: of the file's floating tensors, None
     keeps the model's. extra: more fields for config.json, see `save_config`. The folder must not exist or be empty; it
-    appears under its name when it is complete, and not before.
+    appears under its name when it is complete, and not before, with the digests of its files in meshkit_digests.json.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each tensor of other stages.
     Memory: rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
     of stacked experts all.
@@ -223,6 +235,9 @@ def save_pretrained(
         partial.mkdir(parents=True)
 
     def finish() -> None:
+        if failed:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"save_pretrained: {folder} was not written: {failed[0]}") from failed[0]
         if len(shards) > 1:
             total = sum(_bytes(piece, dtype) for piece in pieces.values())
             weight_map = {key: file for file, keys in shards.items() for key in keys}
@@ -231,15 +246,28 @@ def save_pretrained(
         write_config(raw, partial, extra)
         for file in shards:  # safetensors makes files that their owner alone can read
             shutil.copymode(partial / CONFIG_FILE, partial / file)
+        add_digests(partial, {path.name: path for path in partial.iterdir()})
         partial.rename(folder)
 
     on_rank_zero(model, begin)
     full_tensors = _full_tensors(model, pieces, everywhere=False)
+    failed: list[Exception] = []
     for file, keys in shards.items():
         tensors = _tensors_on_rank_zero(model, {key: pieces[key] for key in keys}, full_tensors, dtype)
-        if is_rank_zero(model):
-            save_file(tensors, partial / file, metadata={"format": "pt"})
+        # Rank 0 goes on gathering after a failure, and says so at the end: alone it would leave the others in a collective.
+        if is_rank_zero(model) and not failed:
+            try:
+                save_tensors(tensors, partial / file)
+            except (CheckpointError, OSError, SafetensorError) as error:
+                failed.append(error)
     on_rank_zero(model, finish)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write one file. Raises: CheckpointError for a full disk, which safetensors says in words of its own."""
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    with telling_of_a_full_disk(CheckpointError, f"writing {file.name}", file.parent, needed):
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _config_of(model: nn.Module, config: ModelConfig | Mapping[str, object]) -> Mapping[str, object]:

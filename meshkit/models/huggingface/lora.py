@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshkit.core.digests import add_digests, check_digests, listed
 from meshkit.errors import CheckpointError
 from meshkit.lora import Lora, is_adapter, lora_of
 from meshkit.models.huggingface.config import read_json
-from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_zero, open_safetensors
+from meshkit.models.huggingface.folder import gatherer, is_rank_zero, on_rank_zero, open_safetensors, save_tensors
 from meshkit.models.huggingface.names import Piece, adapter_pieces, named_pieces
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -65,9 +65,10 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        save_file(adapters, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(adapters, partial / WEIGHTS_FILE)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)  # as in folder.py
+        add_digests(partial, {path.name: path for path in partial.iterdir()})
         partial.rename(folder)
 
     on_rank_zero(model, begin)
@@ -143,6 +144,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     folder = Path(folder)
     pieces = {PREFIX + key: piece for key, piece in adapter_pieces(model, "load_lora").items()}
     _refuse_other(lora_of(model), _read_config(folder), folder)
+    check_digests(folder, [WEIGHTS_FILE], CheckpointError)
     with open_safetensors(folder / WEIGHTS_FILE) as reader:
         stored_keys = list(reader.keys())
         missing = [key for key in pieces if key not in set(stored_keys)]
@@ -168,7 +170,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG_FILE).exists():
+    if not (folder / CONFIG_FILE).exists() and CONFIG_FILE not in listed(folder, CheckpointError):
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, as a folder of adapters does.")
     config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     for key, allowed in PLAIN.items():

@@ -108,7 +108,7 @@ def _read_own(path: Path, lines: list[Line]) -> Schedule:
             )
         op = cast(Op, cells[2])
         if op not in OPS:
-            _refuse(path, number, f"op {cells[2]!r}.", f"The ops are {', '.join(OPS)}.")
+            _refuse(path, number, f"op {_shortened(cells[2])}.", f"The ops are {', '.join(OPS)}.")
         values = [cells[0], cells[1], cells[3], *(cells[4:] if op == "FB" else ())]
         rank, stage, microbatch, *backward = _numbers(path, number, values)
         if op != "FB" and any(cells[4:]):
@@ -157,7 +157,7 @@ def _row(path: Path, number: int, rank: int, cell: str) -> Row:
     if match := OVERLAPPED.fullmatch(cell):
         stage, microbatch, backward_stage, backward_microbatch = match.groups()
         return Row(rank, int(stage), "FB", int(microbatch), int(backward_stage), int(backward_microbatch))
-    _refuse(path, number, f"{cell!r} is no action.", "Write stage, op and microbatch: 0F0, 1I2, 1W2 or 1B2.")
+    _refuse(path, number, f"{_shortened(cell)} is no action.", "Write stage, op and microbatch: 0F0, 1I2, 1W2 or 1B2.")
 
 
 def _numbers(path: Path, number: int, cells: list[str], *, at_least: int = 0) -> tuple[int, ...]:
@@ -165,10 +165,15 @@ def _numbers(path: Path, number: int, cells: list[str], *, at_least: int = 0) ->
     for cell in cells:
         # int() alone would take "-1", " 1" and "1_0" too.
         if not re.fullmatch(r"\d+", cell):
-            _refuse(path, number, f"{cell!r} is not a whole number from 0 up.", "Correct it.")
+            _refuse(path, number, f"{_shortened(cell)} is not a whole number from 0 up.", "Correct it.")
     if len(cells) < at_least:
         _refuse(path, number, "there is no number.", "Add it.")
     return tuple(map(int, cells))
+
+
+def _shortened(cell: str) -> str:
+    """Of a cell that is a page long its beginning."""
+    return repr(cell if len(cell) <= 40 else f"{cell[:37]}...")
 
 
 def _refuse(path: Path, number: int, problem: str, change: str) -> NoReturn:

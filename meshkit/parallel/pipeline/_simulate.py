@@ -252,7 +252,7 @@ def _per_stage(name: str, value: PerStage, schedule: Schedule) -> tuple[float, .
     values = tuple(value) if isinstance(value, tuple) else (value,) * schedule.stages
     if len(values) != schedule.stages:
         raise PlanError(
-            f"{name} has {len(values)} values, but schedule {schedule.name!r} has {schedule.stages} stages.\n"
+            f"{name} has {len(values)} values, but schedule {schedule.name!r} has {schedule.stages} stages. "
             "Give one value per stage, or one for all."
         )
     if not all(0 <= value < float("inf") for value in values):

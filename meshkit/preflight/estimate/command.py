@@ -104,8 +104,9 @@ def parse_bytes(text: str) -> int:
     """80GiB, 80GB, 512MiB or 1000 as bytes. Raises: PlanError for something else."""
     units = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in units or match[1].count(".") > 1:
-        raise PlanError(f"--device-memory {text}: not a number of bytes. Write, for example, 80GiB.")
+    is_number = match is not None and match[1].count(".") <= 1 and match[1] != "." and float(match[1]) < 1e30
+    if match is None or not is_number or match[2].upper() not in units:
+        raise PlanError(f"--device-memory {text[:40]}: not a number of bytes. Write, for example, 80GiB.")
     return int(float(match[1]) * units[match[2].upper()])
 
 

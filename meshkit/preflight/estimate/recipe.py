@@ -18,7 +18,7 @@ from typing import Any
 
 import tyro
 
-from meshkit.errors import PlanError
+from meshkit.errors import MeshError, PlanError
 from meshkit.mesh import Mesh, MeshSpec
 from meshkit.preflight.estimate._estimate import Kernels, estimate
 from meshkit.preflight.estimate._result import Estimate
@@ -26,22 +26,11 @@ from meshkit.step import Run, next_token_loss
 
 NEEDED = ("mesh", "seq_len", "global_batch")
 
-PROTOCOL = """\
-The command needs two names in the script, which it can use itself:
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config:                                    # its flags, as tyro reads them
-        mesh: str = "dp_shard=-1"
-        seq_len: int = 4096
-        global_batch: int = 64                       # sequences of one optimizer step, over all ranks
-        microbatches: int = 1
-
-    def build(config: Config, mesh: mk.Mesh) -> mk.Run:
-        with torch.device("meta"):
-            model = ...
-        return mk.parallelize(model, mesh, ...)
-
-and `if __name__ == "__main__":` before it starts to train."""
+PROTOCOL = (
+    "The command needs two names in the script, which it can use itself: a frozen dataclass `Config` of its flags, with mesh, "
+    "seq_len, global_batch and microbatches, and `build(config, mesh) -> mk.Run`, which makes the model on meta and calls "
+    'mk.parallelize; and `if __name__ == "__main__":` before it starts to train. See docs/recipes.md.'
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +53,8 @@ class Recipe:
     def spec(self, world_size: int | None) -> MeshSpec:
         """Raises: MeshError where the axes do not fit the world."""
         spec = MeshSpec.parse(self.config.mesh)
+        if world_size is not None and world_size < 1:
+            raise MeshError(f"--world {world_size}: a world has at least 1 rank. Give their number, or leave it out.")
         return spec.resolve(world_size if world_size is not None else spec.world_size)
 
     def rows(self, spec: MeshSpec) -> int:
@@ -108,16 +99,19 @@ def load_script(path: Path, *, verb: str = "estimate") -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise PlanError(f"{verb}: {path}{line} is no Python: {error}. Correct it.") from error
     finally:
         sys.path.remove(str(path.parent))
         if before is not None:
             sys.modules[path.stem] = before
     missing = [name for name in ("Config", "build") if not hasattr(module, name)]
     if missing:
-        raise PlanError(f"{verb}: {path} has no {' and no '.join(missing)}.\n{PROTOCOL}")
+        raise PlanError(f"{verb}: {path} has no {' and no '.join(missing)}. {PROTOCOL}")
     fields = {field.name for field in dataclasses.fields(module.Config)} if _is_config(module) else set()
     if lacking := [name for name in NEEDED if name not in fields]:
-        raise PlanError(f"{verb}: Config of {path} has no {', '.join(lacking)}.\n{PROTOCOL}")
+        raise PlanError(f"{verb}: Config of {path} has no {', '.join(lacking)}. {PROTOCOL}")
     return module
 
 

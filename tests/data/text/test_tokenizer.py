@@ -106,13 +106,16 @@ def test_bad_tokenizer_folders_are_refused(tokenizer: Tokenizer, tmp_path: Path)
     with pytest.raises(DataError, match="has no token '</s>'"):
         load_tokenizer(tmp_path, eos_token="</s>")
     (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer_config.json is missing: meshkit_digests.json lists it"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "meshkit_digests.json").unlink()  # as of a folder that another program wrote
     with pytest.raises(DataError, match=r"nothing says which token ends a document. Pass eos_token"):
         load_tokenizer(tmp_path)
     assert load_tokenizer(tmp_path, eos_token="<|eos|>").bos_id is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eos|>"}}))
     assert load_tokenizer(tmp_path).eos_id == 1
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json: not JSON"):
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not valid JSON"):
         load_tokenizer(tmp_path)
 
 

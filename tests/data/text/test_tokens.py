@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -73,11 +74,12 @@ def test_damaged_headers_and_offsets_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tokens", DOCUMENTS)
     raw = path.read_bytes()
     for old, new, message in [
-        (b'"tokens": 6', b'"tokens": 0', "holds no tokens"),
+        (b'"tokens": 6', b'"tokens": 0', "its header is damaged"),
+        (b'"vocab_size": 3', b'"vocab_size": 4', "its header is damaged"),
         (b'"tokens": 6', b'"tokenz": 6', "its header is damaged"),
         (b'"tokens": 6', b'"tokens":""', "its header is damaged"),
         (b"uint16", b"uint99", "its header is damaged"),
-        (b"tokens 1", b"tokens 9", "not a token file"),
+        (b"tokens 2", b"tokens 9", "not a token file"),
     ]:
         path.write_bytes(raw.replace(old, new, 1))
         with pytest.raises(DataError, match=message):
@@ -87,6 +89,21 @@ def test_damaged_headers_and_offsets_are_refused(tmp_path: Path) -> None:
         open_tokens(damaged(path, at=len(raw) - 24, value=b"\x09"))
     with pytest.raises(DataError, match=r"missing.tokens: cannot be read: No such file"):
         open_tokens(tmp_path / "missing.tokens")
+
+
+def test_a_file_of_format_1_which_has_no_digest_of_its_header_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tokens", DOCUMENTS)
+    raw = path.read_bytes()
+    header = json.loads(raw[:4096])
+    del header["header"]
+    header["format"] = "meshkit tokens 1"
+    path.write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + raw[4096:])
+    tokens = open_tokens(path)
+    verify_tokens(tokens)
+    assert tokens.documents == len(DOCUMENTS)
+    path.write_bytes(path.read_bytes().replace(b'"tokens": 6', b'"tokens": 0'))
+    with pytest.raises(DataError, match="holds no tokens"):
+        open_tokens(path)
 
 
 def test_id_outside_the_vocabulary_is_named_by_file_and_position(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_script_without_the_two_names_is_shown_them(monkeypatch: pytest.Monkey
     path.write_text("print")
     message = refused(monkeypatch, str(path))
     assert "plain.py has no Config and no build." in message
-    assert "def build(config: Config, mesh: mk.Mesh) -> mk.Run:" in message
+    assert "`build(config, mesh) -> mk.Run`" in message and "\n" not in message.strip()
     path.write_text("from dataclasses import dataclass\nbuild = print\n@dataclass\nclass Config:\n    mesh: str = ''\n")
     assert "has no seq_len, global_batch." in refused(monkeypatch, str(path))
     assert "there is no file nowhere.py" in refused(monkeypatch, "nowhere.py")

@@ -51,7 +51,7 @@ def auto(
         if max_live < max(room):
             raise PlanError(
                 f"auto(max_live={max_live}): rank {room.index(max(room))} has {max(room)} stages and must hold a microbatch "
-                f"of each.\nSet max_live to at least {max(room)}, or give the rank fewer stages."
+                f"of each. Set max_live to at least {max(room)}, or give the rank fewer stages."
             )
         limit = min(limit, max_live)
     best: tuple[tuple[float, int], Simulation] | None = None
