@@ -232,8 +232,12 @@ def _how_it_died(process: _Process, limits: SandboxLimits, text: str) -> Verdict
     status = process.popen.returncode
     if status is None:
         return Verdict(end="killed", text=f"it left before its end: {text or 'it said no verdict'}")
-    # bwrap gives the number of a signal as 128 + n, unshare dies of the same one.
+    # bwrap gives the number of a signal as 128 + n. unshare dies of the same one; of SIGKILL that of util-linux before 2.39
+    # cannot, and says so.
     number = -status if status < 0 else status - 128
+    process.notes.seek(0)
+    if status == 1 and b"sigprocmask unblock failed" in process.notes.read(2000):
+        number = signal.SIGKILL
     # Of processor time: SIGXCPU; the first process of a namespace ignores that, and is killed a second later.
     spent = time.monotonic() - process.began >= limits.cpu_s
     if number == signal.SIGXCPU or (number == signal.SIGKILL and spent):
