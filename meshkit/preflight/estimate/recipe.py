@@ -28,8 +28,8 @@ NEEDED = ("mesh", "seq_len", "global_batch")
 
 PROTOCOL = (
     "The command needs two names in the script, which it can use itself: a frozen dataclass `Config` of its flags, with "
-    "mesh, seq_len, global_batch and microbatches, and `build(config, mesh) -> mk.Run`, which makes the model on meta and calls "
-    'mk.parallelize; and `if __name__ == "__main__":` before it starts to train. See docs/recipes.md.'
+    "mesh, seq_len, global_batch and microbatches, and `build(config, mesh) -> mk.Run`, which makes the model on meta and "
+    'calls mk.parallelize; and `if __name__ == "__main__":` before it starts to train. See docs/recipes.md.'
 )
 
 
