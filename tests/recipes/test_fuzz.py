@@ -45,13 +45,15 @@ def bad_values(kind: Any, name: str, hint: Any, draw: random.Random) -> list[str
     """For a flag of this type: none of them can be meant."""
     nonsense = ["", "a\0b", "x" * 500, "\ud800", "--", "é=ß", "nan nan", "[" * 500]
     if name in _ranges(kind):
-        return ["", "abc", "1e", "9" * 5000, "0x10", "a\0b", *map(str, outside(_ranges(kind)[name]))]
+        allowed = _ranges(kind)[name]
+        too_large = [] if allowed.infinite else ["9" * 5000]  # to a float that is infinite
+        return ["", "abc", "1e", *too_large, "0x10", "a\0b", *map(str, outside(allowed))]
     if getattr(hint, "__origin__", None) is not None and "Literal" in str(hint) and "tuple" not in str(hint):
         return [value for value in nonsense if value != "--"]
     if name == "mesh":
         return [
             "tp=0",
-            "tp=-1",
+            "tp=-2",
             "tp",
             "=2",
             "tp=2 tp=2",
