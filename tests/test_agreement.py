@@ -354,7 +354,7 @@ class Alone:
         names: tuple[Scope, ...] = ("mesh", "stage", "rows")
         scopes = {scope: _scope(scope, resolved, rank, bits) for scope in names}
         mesh = SimpleNamespace(spec=resolved, rank=rank, group=group)
-        self.agreement.__dict__ |= {"_mesh": mesh, "_bits": bits, "_alone": False, "_calls": [], "_scopes": scopes}
+        self.agreement.__dict__ |= {"_mesh": mesh, "_bits": bits, "alone": False, "_calls": [], "_scopes": scopes}
 
     def number(self, **values: Any) -> float:
         self.agreement._calls.clear()

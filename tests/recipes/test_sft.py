@@ -57,10 +57,10 @@ def pretrained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder made by transformers: a tiny Qwen2 with its tokenizer and a chat template of its own."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("pretrained") / "tiny"
+    folder, ours = tmp_path_factory.mktemp("pretrained") / "tiny", tmp_path_factory.mktemp("ours")
     tokenizer = train_tokenizer(data.read_text().splitlines(), vocab_size=320, extra_special_tokens=CHATML_TOKENS)
-    save_tokenizer(tokenizer, folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    save_tokenizer(tokenizer, ours)  # elsewhere: files that transformers writes anew have other digests
+    theirs = AutoTokenizer.from_pretrained(ours)
     theirs.chat_template = "{{ bos_token }}" + CHATML
     theirs.save_pretrained(folder)
     torch.manual_seed(0)
