@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import frexp
 from typing import Any
@@ -189,19 +189,19 @@ class RowsGuard:
                 )
         self._looked.add(kind)
         rows = _rows_of(example)
-        for count in dict.fromkeys((rows, rows * self._microbatches * self._parts)):
-            if (kind, count) not in self._rows:
-                with torch.inference_mode(False):
-                    _refuse_other_rows(self._program, example, count, self._closed)
-                self._rows.add((kind, count))
+        counts = [each for each in (rows, rows * self._microbatches * self._parts) if (kind, each) not in self._rows]
+        with torch.inference_mode(False):
+            _refuse_other_rows(self._program, example, counts, self._closed)
+        self._rows.update((kind, each) for each in counts)
         self._calls.add(call)
 
 
-def _refuse_other_rows(program: Program, example: Example, rows: int, closed: Mapping[str, str]) -> None:
-    """Raises: PlanError for a forward that runs other operations on so many rows, or computes with other numbers, than on
-    those that it was proved on: if x.shape[0] == 1, or a squeeze() that takes a dim of one row."""
+def _refuse_other_rows(program: Program, example: Example, counts: Iterable[int], closed: Mapping[str, str]) -> None:
+    """Raises: PlanError for a forward that runs other operations on one of these numbers of rows, or computes with other
+    numbers, than on those that it was proved on: if x.shape[0] == 1, or a squeeze() that takes a dim of one row."""
     proved = sum(map(len, _PARTS))
-    if rows in (proved, len(_PARTS[0]), 0):
+    others = [each for each in dict.fromkeys(counts) if each not in (proved, len(_PARTS[0]), 0)]
+    if not others:
         return
 
     def read(count: int) -> Trace:
@@ -214,19 +214,22 @@ def _refuse_other_rows(program: Program, example: Example, rows: int, closed: Ma
         return  # it draws other numbers in each reading, or cannot be read, and was tried on values
     if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
         return  # on other values it may run something else
-    try:
-        found = read(rows)
-    except PlanError as error:
-        why = str(error).rstrip(".")
-        raise _mixed(program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {why}.") from error
-    for difference in differences(expected, found):
-        at = difference.other or difference.one
-        if difference.factor is not None:
-            name, there, here = difference.factor
-            what = f"{at} computes with {name}={here}, and of {proved} with {there}"
-        else:
-            what = f"{at} {'runs' if difference.other is not None else 'does not run'}, unlike of {proved}"
-        raise _mixed(program.model, f"of {rows} rows {what}, so what it does depends on how many rows there are.")
+    for rows in others:
+        try:
+            found = read(rows)
+        except PlanError as error:
+            why = str(error).rstrip(".")
+            raise _mixed(
+                program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {why}."
+            ) from error
+        for difference in differences(expected, found):
+            at = difference.other or difference.one
+            if difference.factor is not None:
+                name, there, here = difference.factor
+                what = f"{at} computes with {name}={here}, and of {proved} with {there}"
+            else:
+                what = f"{at} {'runs' if difference.other is not None else 'does not run'}, unlike of {proved}"
+            raise _mixed(program.model, f"of {rows} rows {what}, so what it does depends on how many rows there are.")
 
 
 def _rows_of(example: Example) -> int:
