@@ -14,6 +14,7 @@ from torch import nn
 from meshkit._guards import guards_of, rows_of, state_of
 from meshkit._units import change_linears, keep_less, shard_units, watch
 from meshkit.core.arguments import require
+from meshkit.core.asked_once import AskedOnce
 from meshkit.core.compile_blocks import compile_blocks
 from meshkit.core.materialize import materialize, move, refuse_different_values
 from meshkit.core.model_state import set_group, set_notes
@@ -93,7 +94,8 @@ def parallelize(
         policy=resolved.strategy.experts,
     )
     share_counts(model, mesh, sequence=sequence)
-    guards = guards_of(resolved)
+    asked = AskedOnce(mesh.group)
+    guards = guards_of(resolved, asked)
     if resolved.cut is not None:
         on_rank = without_values(program.model)
         if resolved.layout is not None:
@@ -110,6 +112,8 @@ def parallelize(
             guards=guards,
             called_twice=program.called_twice,
             data=mesh.tokens,
+            asked=asked,
+            place=mesh["tp"].get_local_rank(),
         )
     blocks = resolved.blocks_of(stage)
     keep_less(model, resolved, blocks, mesh)
@@ -135,5 +139,5 @@ def parallelize(
     look_at_optimizers(model, before)
     compare_optimizers(run)
     run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)
-    run.state, run.rows = state_of(model, resolved, guards), rows_of(guards)
+    run.state, run.rows = state_of(model, resolved, guards, asked), rows_of(guards)
     return run

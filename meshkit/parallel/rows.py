@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import frexp
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce, shapes
 from meshkit.errors import PlanError
 from meshkit.parallel.rows_tried import mixes_rows
 from meshkit.parallel.writes import refuse_backwards, refuse_writes
@@ -58,9 +59,37 @@ def refuse_mixed_rows(
     """Whether the forward could be read. One that cannot be followed, as it sorts tokens by its own experts, is tried on
     values.
 
+    As `look_at_rows`. Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward,
+    with its line.
+    """
+    looked = look_at_rows(program, example, blocks=blocks, closed=closed, ranks=ranks, first=first)
+    if looked.unproved:
+        try_rows(program, example)
+    return looked.read
+
+
+@dataclass(frozen=True)
+class Looked:
+    """read: whether the forward could be read. unproved: whether its reading says too little, so that it must be tried."""
+
+    read: bool
+    unproved: bool
+
+
+def look_at_rows(
+    program: Program,
+    example: Example,
+    *,
+    blocks: Sequence[str],
+    closed: Mapping[str, str],
+    ranks: bool,
+    first: Callable[[Trace], None],
+) -> Looked:
+    """What a reading alone shows.
+
     closed: modules whose inside is not read, as in `trace`. ranks: whether rows are split over ranks, which gather
     parameters; else they are split into microbatches alone. first: what may refuse the reading before its rows are looked at.
-    Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward, with its line.
+    Raises: PlanError as `refuse_mixed_rows`.
     """
     try:
         found = read_forward(program, of_rows(example, len(_PARTS[0])), closed)
@@ -69,36 +98,34 @@ def refuse_mixed_rows(
             raise
         found = None  # what changes classes refuses it by itself
     if found is None:
-        _try(program, example)
-        return False
+        return Looked(read=False, unproved=True)
     read, again = found
     refuse_writes(read, program.model, gathered=ranks)
     first(read)
     if ranks:
         refuse_backwards(read, program.model, blocks)
+    if any("c10d" in operation.name for operation in read.operations):
+        return Looked(read=True, unproved=False)  # it asks the other ranks by itself
     try:
-        if any("c10d" in operation.name for operation in read.operations):
-            return True  # it asks the other ranks by itself
         folded = fold(read, program.modules, blocks, lambda block: None)
         try:
-            _prove(program, example, folded, closed, again)
+            _prove(program, example, folded if folded.left_out else None, closed, again, read)
         except Unproved:
             if not folded.left_out:
                 raise
-            _prove(program, example, Fold(), closed, again)  # a model may not be told from one of fewer blocks
+            _prove(program, example, None, closed, again, read)  # a model may not be told from one of fewer blocks
     except Unproved as error:
         if error.wrong:
             raise _mixed(program.model, str(error)) from error
-        _try(program, example)
+        return Looked(read=True, unproved=True)
     except PlanError:
-        _try(program, example)
-    else:
-        if any(operation.name in (CLOSED, CLOSED_BY_VALUE) for operation in read.operations):
-            _try(program, example)
-    return True
+        return Looked(read=True, unproved=True)
+    by_value = any(operation.name in (CLOSED, CLOSED_BY_VALUE) for operation in read.operations)
+    return Looked(read=True, unproved=by_value)
 
 
-def _try(program: Program, example: Example) -> None:
+def try_rows(program: Program, example: Example) -> None:
+    """Raises: PlanError for a forward that is seen to mix rows of random values."""
     if mixes_rows(program.model, example):
         raise _mixed(
             program.model,
@@ -144,7 +171,7 @@ class RowsGuard:
     shown: the arguments of a kind that need not be looked at. ranks: whether rows are split over ranks; else only steps of
     several microbatches are looked at, and `first` gets the reading and their number. parts: data ranks, that have a part of
     the rows each. Each number of rows is looked at too, of a part and of all parts, see `_refuse_other_rows`.
-    Wire: nothing; every rank reads for itself.
+    Wire: nothing. One rank reads for those that ask the same, see `AskedOnce`.
     """
 
     def __init__(
@@ -157,12 +184,13 @@ class RowsGuard:
         ranks: bool,
         parts: int,
         first: Callable[[Trace, int], None],
+        asked: AskedOnce,
     ) -> None:
         self._program, self._blocks, self._closed, self._ranks = program, blocks, closed, ranks
         self._parts, self._rows = parts, set[tuple[Hashable, int]]()
-        self._first = first
+        self._first, self._asked = first, asked
         self._microbatches = 1
-        self._looked: set[Hashable] = set() if shown is None else {_kind(program.model, shown)}
+        self._looked: dict[Hashable, Example] = {} if shown is None else {_kind(program.model, shown): shown}
         self._calls: set[Hashable] = set()
 
     def begin_step(self, microbatches: int) -> None:
@@ -177,59 +205,76 @@ class RowsGuard:
             return
         follow_mode(self._program.model, model)
         kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
-        if kind not in self._looked:
-            with torch.inference_mode(False):
-                refuse_mixed_rows(
-                    self._program,
-                    example,
-                    blocks=self._blocks,
-                    closed=self._closed,
-                    ranks=self._ranks,
-                    first=lambda read: None if self._ranks else self._first(read, self._microbatches),
-                )
-        self._looked.add(kind)
-        rows = _rows_of(example)
+        rows, of_call = _rows_of(example), (kind, shapes((args, example.kwargs)))
         counts = [each for each in (rows, rows * self._microbatches * self._parts) if (kind, each) not in self._rows]
         with torch.inference_mode(False):
-            _refuse_other_rows(self._program, example, counts, self._closed)
+            if kind not in self._looked:
+                looked = self._asked.ask(("rows", of_call, self._microbatches), lambda: self._look(example))
+                if looked.unproved:
+                    try_rows(self._program, example)
+                self._looked[kind] = of_rows(example, 0)  # without its values
+            self._asked.ask(("numbers of rows", of_call, counts), lambda: self._look_at(example, counts, kind))
         self._rows.update((kind, each) for each in counts)
         self._calls.add(call)
 
+    def _look(self, example: Example) -> Looked:
+        return look_at_rows(
+            self._program,
+            example,
+            blocks=self._blocks,
+            closed=self._closed,
+            ranks=self._ranks,
+            first=lambda read: None if self._ranks else self._first(read, self._microbatches),
+        )
 
-def _refuse_other_rows(program: Program, example: Example, counts: Iterable[int], closed: Mapping[str, str]) -> None:
-    """Raises: PlanError for a forward that runs other operations on one of these numbers of rows, or computes with other
-    numbers, than on those that it was proved on: if x.shape[0] == 1, or a squeeze() that takes a dim of one row."""
-    proved = sum(map(len, _PARTS))
-    others = [each for each in dict.fromkeys(counts) if each not in (proved, len(_PARTS[0]), 0)]
-    if not others:
-        return
+    def _look_at(self, example: Example, counts: Sequence[int], kind: Hashable) -> None:
+        _refuse_other_rows(self._program, example, counts, self._closed, self._looked[kind])
 
-    def read(count: int) -> Trace:
-        given = of_rows(example, count)
-        return trace(without_values(program.model), given.args, given.kwargs, closed=closed)
 
-    try:
-        expected = read(proved)
-    except PlanError:
-        return  # it draws other numbers in each reading, or cannot be read, and was tried on values
-    if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
-        return  # on other values it may run something else
-    for rows in others:
-        try:
-            found = read(rows)
-        except PlanError as error:
-            why = str(error).rstrip(".")
+def _refuse_other_rows(
+    program: Program, example: Example, counts: Iterable[int], closed: Mapping[str, str], proved: Example
+) -> None:
+    """proved: an example of the same kind, of which `refuse_mixed_rows` has looked at four rows and at two.
+
+    Raises: PlanError for a forward that runs other operations on one of these numbers of rows, or computes with other
+    numbers, than on four: if x.shape[0] == 1, or a squeeze() that takes a dim of one row."""
+    parts = len(_PARTS[0])
+    every = sum(map(len, _PARTS))
+    for rows in dict.fromkeys(counts):
+        if rows in (every, parts, 0):
+            continue
+        of_proved = _read(program, proved, parts, closed)
+        if isinstance(of_proved, PlanError):
+            return  # it draws other numbers in each reading, or cannot be read, and was tried on values
+        found = _read(program, example, rows, closed)
+        if not isinstance(found, PlanError) and not any(differences(of_proved, found)):
+            continue
+        # What differs may depend on the sizes beside rows, so four rows of this very call are read too.
+        expected = _read(program, example, every, closed)
+        if isinstance(expected, PlanError):
+            return
+        if expected.asked or any(operation.name == CLOSED_BY_VALUE for operation in expected.operations):
+            return  # on other values it may run something else
+        if isinstance(found, PlanError):
+            why = str(found).rstrip(".")
             raise _mixed(
-                program.model, f"of {proved} rows its forward runs, and of {rows} it does not: {why}."
-            ) from error
+                program.model, f"of {every} rows its forward runs, and of {rows} it does not: {why}."
+            ) from found
         for difference in differences(expected, found):
             at = difference.other or difference.one
             if difference.factor is not None:
                 name, there, here = difference.factor
-                what = f"{at} computes with {name}={here}, and of {proved} with {there}"
+                what = f"{at} computes with {name}={here}, and of {every} with {there}"
             else:
-                what = f"{at} {'runs' if difference.other is not None else 'does not run'}, unlike of {proved}"
+                what = f"{at} {'runs' if difference.other is not None else 'does not run'}, unlike of {every}"
             raise _mixed(program.model, f"of {rows} rows {what}, so what it does depends on how many rows there are.")
+
+
+def _read(program: Program, example: Example, rows: int, closed: Mapping[str, str]) -> Trace | PlanError:
+    try:
+        return program.read(of_rows(example, rows), closed)
+    except PlanError as error:
+        return error
 
 
 def _rows_of(example: Example) -> int:
@@ -249,15 +294,20 @@ def _bits(number: float) -> int:
     return number.bit_length() if isinstance(number, int) else frexp(number)[1]
 
 
-def _prove(program: Program, example: Example, folded: Fold, closed: Mapping[str, str], again: Read) -> None:
+def _prove(
+    program: Program, example: Example, folded: Fold | None, closed: Mapping[str, str], again: Read, known: Trace
+) -> None:
+    """known: a reading of a rank's rows, of all blocks."""
+
     def read(rows: int) -> Trace:
         given = of_rows(example, rows)
-        model = without_values(program.model, emptied=folded.left_out)
+        model = without_values(program.model, emptied=folded.left_out if folded else ())
         present = dict(model.named_modules())
         inside = {name: operation for name, operation in closed.items() if name in present}
         return again(model, given.args, given.kwargs, closed=inside, fold=folded)
 
-    full, of_rank = read(sum(map(len, _PARTS))), read(len(_PARTS[0]))
+    full = read(sum(map(len, _PARTS)))
+    of_rank = known if folded is None else read(len(_PARTS[0]))
     params = {f"parameter {name}": Held("replicated") for name in program.parameters}
     inputs = {kept.source for kept in of_rank.storages if kept.source.startswith("input ") and kept.shape}
     held = [params | {source: Held("varying", 0, rows) for source in inputs} for rows in _PARTS]

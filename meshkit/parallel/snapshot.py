@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshkit.core._torch import tree_leaves
+from meshkit.core._torch import modes_are_off, tree_leaves
 from meshkit.program import is_record
 
 
@@ -21,7 +21,7 @@ class _Reads(TorchFunctionMode):
         self.tensors, self.names = tensors, set[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in () if modes_are_off() else tree_leaves((args, kwargs)):  # of what only reads the forward
             if isinstance(leaf, Tensor) and (name := self.tensors.get(id(leaf))):
                 self.names.add(name)
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce, shapes
 from meshkit.errors import PlanError
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.rows import of_rows, read_forward
@@ -136,8 +137,10 @@ class StateGuard:
     closed: modules whose inside is not read. repeated: as in `refuse_state_writes`.
     """
 
-    def __init__(self, program: Program, *, closed: Mapping[str, str], repeated: Mapping[str, str]) -> None:
-        self._program, self._closed, self._repeated = program, closed, repeated
+    def __init__(
+        self, program: Program, *, closed: Mapping[str, str], repeated: Mapping[str, str], asked: AskedOnce
+    ) -> None:
+        self._program, self._closed, self._repeated, self._asked = program, closed, repeated, asked
         self._microbatches = 1
         self._writes: dict[tuple[Hashable, Hashable], list[StateWrite]] = {}  # by mode and kind of call
 
@@ -153,17 +156,21 @@ class StateGuard:
         example = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
         call = mode_of(model), kind_of_call(model, example)
         if call not in self._writes:
-            read = _read(self._program, model, example, self._closed)
-            self._writes[call] = [] if read is None else state_writes(read)
-            if read is not None and draws_by_hand(read):
-                refuse_other_calls(
-                    self._program,
-                    of_rows(example, 2),
-                    closed=self._closed,
-                    repeated=self._repeated,
-                    microbatches=self._microbatches,
-                )
+            question = "writes", call, shapes((args, example.kwargs)), self._microbatches
+            self._writes[call] = self._asked.ask(question, lambda: self._look(model, example))
         refuse_state_writes(self._writes[call], self._repeated, self._microbatches)
+
+    def _look(self, model: nn.Module, example: Example) -> list[StateWrite]:
+        read = _read(self._program, model, example, self._closed)
+        if read is not None and draws_by_hand(read):
+            refuse_other_calls(
+                self._program,
+                of_rows(example, 2),
+                closed=self._closed,
+                repeated=self._repeated,
+                microbatches=self._microbatches,
+            )
+        return [] if read is None else state_writes(read)
 
 
 class StateWatch:
@@ -181,7 +188,9 @@ class StateWatch:
         closed: Mapping[str, str],
         repeated: Mapping[str, str],
         compiled: bool,
+        asked: AskedOnce,
     ) -> None:
+        self._asked = asked
         self._model, self._program, self._closed, self._repeated = model, program, closed, repeated
         self._compiled = compiled  # which a mode that sees what is read would prevent
         self._microbatches, self._forwards = 1, Counter[Hashable]()
@@ -221,14 +230,19 @@ class StateWatch:
             return
         self._looked.add(kind)
         follow_mode(self._program.model, model)
+        question = "calls", mode_of(self._program.model), shapes((args, self._call.kwargs)), self._microbatches
         with torch.inference_mode(False):
-            refuse_other_calls(
-                self._program,
-                of_rows(self._call, 2),
-                closed=self._closed,
-                repeated=self._repeated,
-                microbatches=self._microbatches,
-            )
+            self._asked.ask(question, self._look)
+
+    def _look(self) -> None:
+        assert self._call is not None
+        refuse_other_calls(
+            self._program,
+            self._call,
+            closed=self._closed,
+            repeated=self._repeated,
+            microbatches=self._microbatches,
+        )
 
     def _known(self, written: Iterable[str]) -> list[StateWrite]:
         """What a reading tells of them; of a model that cannot be read, that they are read."""

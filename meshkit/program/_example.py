@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshkit.core._torch import tree_flatten
+from meshkit.core._torch import tree_flatten, tree_leaves
 
 ROWS = 2
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -28,9 +28,14 @@ class Example:
 
     @cached_property
     def key(self) -> Hashable:
-        """The same of examples by which the same is read; for as long as they live."""
+        """The same of examples by which the same is read; for as long as their `objects` live."""
         leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
         return str(tree), tuple(_key(leaf) for leaf in leaves)
+
+    @property
+    def objects(self) -> list[object]:
+        """What it is of beside tensors, of which shapes and dtypes are enough."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if not isinstance(leaf, Tensor)]
 
 
 def with_positions(model: nn.Module, example: Example) -> Example:

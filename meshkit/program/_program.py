@@ -73,7 +73,7 @@ class Program:
         mode = mode_of(self.model)
         key = of, example.key, mode
         if key not in self._readings:
-            self._readings[key] = example, read(partial(twice, known=mode in self.called_twice))
+            self._readings[key] = example.objects, read(partial(twice, known=mode in self.called_twice))
             self.called_twice.add(mode)
             if len(self._readings) > KEPT:
                 self._readings.popitem(last=False)
@@ -81,7 +81,7 @@ class Program:
         return self._readings[key][1]
 
     @cached_property
-    def _readings(self) -> OrderedDict[Hashable, tuple[Example, Trace]]:
+    def _readings(self) -> OrderedDict[Hashable, tuple[list[object], Trace]]:
         return OrderedDict()
 
     @cached_property

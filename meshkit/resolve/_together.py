@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import tellable
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.parallel.pipeline import generator_of
@@ -41,7 +42,7 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
             own = resolve(program, strategy, mesh.spec, device_type=device)
             told = [_packed(own, program.called_twice)]
         except MeshkitError as error:
-            told = [_tellable(error)]
+            told = [tellable(error)]
         except Exception as error:
             told = [MeshkitError(f"parallelize: rank 0 raised {type(error).__name__}: {error}")]
             dist.broadcast_object_list(told, group=mesh.group, group_src=0, device=mesh.device)
@@ -53,15 +54,6 @@ def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolv
 
 
 # ------------------------------------------------------------------------------------------------------ what ranks are told
-
-
-def _tellable(error: MeshkitError) -> MeshkitError:
-    """An error that arrives: one made of other things than its text does not."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return PlanError(str(error))
-    return error
 
 
 def _packed(resolved: Resolved, called_twice: Set[tuple[bool, ...]]) -> bytes:

@@ -71,16 +71,16 @@ def test_what_a_forward_does_for_a_number_of_rows_is_seen(kind: type[Decoder], r
     program = read_program(kind(), None).frozen()
     example = Example((torch.zeros(4, 8, dtype=torch.int64),))
     with pytest.raises(mk.errors.PlanError, match=expected):
-        _refuse_other_rows(program, example, [rows], {})
+        _refuse_other_rows(program, example, [rows], {}, example)
     others = {1, 3, 5, 6, 64} - {rows} - ({3, 5} if kind is Pairs else set())
     for other in others:
-        _refuse_other_rows(program, example, [other], {})
+        _refuse_other_rows(program, example, [other], {}, example)
 
 
 def test_a_decoder_does_the_same_for_any_number() -> None:
     program = read_program(mk.models.Llama(TINY), None).frozen()
     example = Example((torch.zeros(4, 8, dtype=torch.int64),))
-    _refuse_other_rows(program, example, [1, 3, 7, 512], {})
+    _refuse_other_rows(program, example, [1, 3, 7, 512], {}, example)
 
 
 def stepped(kind: type[Decoder], spec: str, rows: int, choices: dict[str, Any]) -> str:

@@ -84,5 +84,6 @@ from .tracing import packs_saved as packs_saved
 from .tracing import prepend_forward_hook as prepend_forward_hook
 from .tracing import TorchDispatchMode as TorchDispatchMode
 from .tracing import without_fake_errors as without_fake_errors
+from .tracing import modes_are_off as modes_are_off
 from .tracing import without_modes as without_modes
 from .tracing import wraps_tensors as wraps_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -186,12 +187,26 @@ class _Detaching(FakeTensorConverter):
         return super().from_real_tensor(fake_mode, t.detach() if plain else t, *args, **kwargs)
 
 
-def without_modes() -> Any:
+@contextmanager
+def without_modes() -> Iterator[None]:
     """Inside, no dispatch mode that is around sees operators, as one that counts them would.
 
     Private: torch.utils._python_dispatch, where torch.compile takes it from. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
-    return _disable_current_modes()
+    before, _modes.off = modes_are_off(), True
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _modes.off = before
+
+
+def modes_are_off() -> bool:
+    """Whether this thread is inside of `without_modes`: what a mode for functions asks, which stays where it is."""
+    return getattr(_modes, "off", False)
+
+
+_modes = threading.local()
 
 
 def any_length(tensor: Tensor) -> None:

@@ -53,17 +53,19 @@ class P2P:
         self._local: dict[Task, list[Tensor]] = {}  # outputs for another stage of this rank
         # The communicator reads a sent tensor until its work is done, but does not keep it alive: without a reference the
         # allocator could give its memory to the next kernel. So it is kept here until its work is done; each send drops those
-        # that are, and the host waits for the rest only in `finish`.
-        self._sending: list[tuple[list[dist.Work], list[Tensor]]] = []
+        # to the same rank that are, which are done in order, and the host waits for the rest only in `finish`.
+        self._sending: dict[int, deque[tuple[list[dist.Work], list[Tensor]]]] = {}
 
     def send(self, output: Task, values: list[Tensor]) -> None:
         target = self._targets.get(output)
         if target is None:
             self._local[output] = values
             return
-        self._sending = [pair for pair in self._sending if not all(work.is_completed() for work in pair[0])]
+        sending = self._sending.setdefault(target, deque())
+        while sending and all(work.is_completed() for work in sending[0][0]):
+            sending.popleft()
         values = [value.contiguous() for value in values]  # a gradient may be a strided view
-        self._sending.append((self.channels.send(values, target), values))
+        sending.append((self.channels.send(values, target), values))
 
     def expect(self, row: int) -> None:
         """Post the receives for that row of this rank, and for all messages that the same senders send before."""
@@ -91,8 +93,9 @@ class P2P:
 
     def finish(self) -> None:
         with waiting("what pp ranks receive"):
-            for work in chain.from_iterable(works for works, _ in self._sending):
-                work.wait()
+            for works, _ in chain.from_iterable(self._sending.values()):
+                for work in works:
+                    work.wait()
 
     def _post(self, output: Task) -> None:
         source = self._sources[output]

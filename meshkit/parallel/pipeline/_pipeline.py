@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core.arguments import require
+from meshkit.core.asked_once import AskedOnce
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
@@ -287,12 +288,15 @@ def cut_stages(
     guards: Sequence[Guard] = (),
     called_twice: Set[tuple[bool, ...]] = frozenset(),
     data: DeviceMesh | None = None,
+    asked: AskedOnce | None = None,
+    place: int = 0,
 ) -> nn.Module:
     """`pipeline_parallel` by a cut that `plan_pipeline` made from the unchanged module.
 
     full: the unchanged module, without values. on_rank: as `full`, but as it computes on this rank of other axes; changed by
     this. device: of batches. dtype: what it computes in, if that is not the dtype of its parameters. closed: modules whose
-    forward reads values. guards, called_twice: see `Reading`. data: the ranks with other rows.
+    forward reads values. guards, called_twice, asked, place:
+    see `Reading`. data: the ranks with other rows.
     """
     rank, group = mesh.get_local_rank(), mesh.get_group()
     staged = StagedModel(module, full, cut.stages, cut.stages_of(rank), device)
@@ -300,7 +304,7 @@ def cut_stages(
         for param in on_rank.parameters():
             if type(param.data) is Tensor and param.is_floating_point():
                 param.data = param.data.to(dtype)
-    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guards, called_twice)
+    reading = Reading(on_rank, cut.stages, dict.fromkeys(closed, "experts"), guards, called_twice, asked, place)
     # Names, shapes and owners of all stages' tensors: checkpoints and gradient norms need those of other ranks too.
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)

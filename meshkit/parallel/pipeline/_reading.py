@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce, shapes
 from meshkit.core.code import code_of
 from meshkit.core.noting import AnyMask
 from meshkit.errors import PlanError
@@ -33,7 +34,7 @@ class Reading:
     """model: as it runs on this rank, but with the modules of all stages, and without values; nothing else uses it. closed:
     modules whose inside is not read, as in `trace`. guards: called with the model, and the arguments that it is about to be
     called with for the first time in these sizes. called_twice: the modes in which the model was called twice before it was
-    split."""
+    split. asked: ranks of the same `place` read the same model, and one reads for all."""
 
     def __init__(
         self,
@@ -42,7 +43,10 @@ class Reading:
         closed: Mapping[str, str],
         guards: Sequence[Guard] = (),
         called_twice: Set[tuple[bool, ...]] = frozenset(),
+        asked: AskedOnce | None = None,
+        place: int = 0,
     ) -> None:
+        self._asked, self._place = asked or AskedOnce(None), place
         self.model, self.stages, self.closed, self.guards = model, stages, closed, guards
         self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._readings: dict[Any, Readings] = {}
@@ -73,16 +77,21 @@ class Reading:
     def _read(self, running: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
         follow_mode(self.model, running)
         args, kwargs = _torch.tree_map(_unmasked, (args, kwargs))
-        mode = mode_of(self.model)
-        again = partial(twice, known=mode in self._called_twice)
-        try:
-            read = trace(self.model, args, self._accepted(kwargs), closed=self.closed, again=again)
-        except ReadingError as error:
-            raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+        mode, accepted = mode_of(self.model), self._accepted(kwargs)
+
+        def answer() -> Flow:
+            again = partial(twice, known=mode in self._called_twice)
+            try:
+                read = trace(self.model, args, accepted, closed=self.closed, again=again)
+            except ReadingError as error:
+                raise PlanError(f"pipeline: the model does not run on tensors without values: {error}") from error
+            _refuse_mixed_logits(read)
+            given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
+            return replace(flow_of(read, self.model, self.stages), given=given)
+
+        flow = self._asked.ask(("flow", self._place, mode, shapes((args, accepted))), answer)
         self._called_twice.add(mode)
-        _refuse_mixed_logits(read)
-        given = plain_leaves((read.calls[0].args, dict(read.calls[0].kwargs)))
-        return replace(flow_of(read, self.model, self.stages), given=given)
+        return flow
 
     def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without a mask that only context parallelism takes away."""

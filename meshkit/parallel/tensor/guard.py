@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce, shapes
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.parallel.tensor.proof import closed_of, prove_layout
-from meshkit.program import Covered, Example, Program, ReadingError, follow_mode, kind_of_call, outline, sizes_of, trace
+from meshkit.program import (
+    Covered,
+    Example,
+    Program,
+    ReadingError,
+    follow_mode,
+    kind_of_call,
+    mode_of,
+    outline,
+    sizes_of,
+)
 
 
 class Guard:
@@ -21,7 +32,7 @@ class Guard:
     two, but not where it holds in a middle, or for odd ones.
 
     A `mask` is left away: attention follows it head by head.
-    Wire: nothing; every rank reads for itself, and ranks of the axis have the same calls.
+    Wire: nothing. One rank reads for those that ask the same, see `AskedOnce`.
     """
 
     def __init__(
@@ -32,8 +43,10 @@ class Guard:
         seen: str | None,
         *,
         blocks: Sequence[str],
+        asked: AskedOnce | None = None,
     ) -> None:
         self.program, self.layout, self.blocks = program, layout, tuple(blocks)
+        self._asked = asked or AskedOnce(None)
         self._seen: dict[Hashable, Covered] = {}
         if example is not None and seen is not None:
             self._note(kind_of_call(program.model, example), example, seen)
@@ -55,21 +68,34 @@ class Guard:
 
     def _read(self, example: Example, signature: Hashable, seen: Covered | None) -> None:
         if seen is None:
-            prove_layout(self.program, self.layout, example, blocks=self.blocks)
-            self._note(signature, example, outline(self.program.read(example, closed_of(self.layout))))
+            read = self._proved(example, ())
+            assert read is not None
+            self._note(signature, example, read)
             return
         rounded = seen.rounded_up(example)
         for each in (example, rounded) if sizes_of(rounded) != sizes_of(example) else (example,):
-            try:
-                read = outline(trace(self.program.model, each.args, each.kwargs, closed=closed_of(self.layout)))
-            except ReadingError:
-                if each is example:
-                    raise
-                continue  # sizes that do not fit together
-            if read not in seen.proved:
-                prove_layout(self.program, self.layout, each, blocks=self.blocks)
+            read = self._proved(each, seen.proved, may_misfit=each is not example)
+            if read is not None:
                 seen.proved.add(read)
-            seen.cover(sizes_of(each))
+                seen.cover(sizes_of(each))
+
+    def _proved(self, example: Example, known: Collection[str], *, may_misfit: bool = False) -> str | None:
+        """The outline of the program, which is right on parts. known: of programs that are. may_misfit: None of sizes that do
+        not fit together."""
+
+        def answer() -> str | None:
+            try:
+                read = outline(self.program.read(example, closed_of(self.layout)))
+            except ReadingError:
+                if may_misfit:
+                    return None
+                raise
+            if read not in known:
+                prove_layout(self.program, self.layout, example, blocks=self.blocks)
+            return read
+
+        question = "layout", mode_of(self.program.model), shapes((example.args, example.kwargs)), may_misfit
+        return self._asked.ask(question, answer)
 
     def _note(self, signature: Hashable, example: Example, read: str) -> None:
         sizes = sizes_of(example)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.tensor import guard
-from meshkit.program import Unproved, read_program
+from meshkit.program import Trace, Unproved, outline, read_program, tensors
 from meshkit.resolve import resolve
 from meshkit.strategy import Strategy
 from tests.laws.parity.cases import mesh_for
@@ -90,12 +90,12 @@ def test_sizes_within_those_that_were_seen_are_not_read(monkeypatch: pytest.Monk
     read: list[int] = []
     proved: list[int] = []
 
-    def reads(model: nn.Module, args: tuple[Tensor, ...], *rest: object, **more: object) -> object:
-        read.append(args[0].shape[1])
-        return trace(model, args, *rest, **more)
+    def reads(trace: Trace) -> str:
+        read.append(tensors(trace.calls[0].args)[0].shape[1])
+        return outline(trace)
 
-    trace, prove = guard.trace, guard.prove_layout
-    monkeypatch.setattr(guard, "trace", reads)
+    prove = guard.prove_layout
+    monkeypatch.setattr(guard, "outline", reads)
     monkeypatch.setattr(guard, "prove_layout", lambda *args, **more: (proved.append(1), prove(*args, **more)))
     for tokens in range(8, 101):
         watch(program.model, (ids(tokens),), {})

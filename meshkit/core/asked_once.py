@@ -1,0 +1,137 @@
+"""Questions that all ranks ask, and that take seconds (is a forward right on parts?): the first that asks answers for all.
+
+What the ranks of a job read is one program, so what one has found holds for all. On a host whose cores are fewer than its
+ranks, each of them reading for itself takes as many times as long.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.core import _torch
+from meshkit.core.hashing import hash64
+from meshkit.core.waiting import waiting
+from meshkit.errors import MeshkitError, PlanError, StepError
+
+Answer = TypeVar("Answer")
+LOOK = timedelta(seconds=1)
+
+# [Note: who asks what]
+# No rank waits for one that does not ask: who comes first to a question answers it, and an answer needs no other rank. So
+# ranks may ask other questions, or in another order, as they do with batches of their own shapes. A question names all that
+# its answer depends on beside the model: the example's shapes, modes of the modules, numbers of rows. What cannot be named by
+# text, an object among the arguments, makes a question that every rank answers for itself. Nothing is asked that runs the
+# model on values: a model with collectives of its own needs all ranks for that.
+
+
+class AskedOnce:
+    """Wire: one broadcast of a name over the group. Each answer is some kilobytes in the store of the world, which hosts
+    read."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: of ranks that ask alike; None where a rank is alone, and answers for itself."""
+        self._store: Any = None
+        if group is None or group.size() == 1 or _torch.is_fake_group(group):
+            return
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, group=group, group_src=0)
+        self._name, self._patience = f"asked/{name[0]}", _torch.timeout_of(group)
+        self._store = _connection()
+
+    def ask(self, question: object, answer: Callable[[], Answer]) -> Answer:
+        """What `answer` returns or raises, here or on the rank that asked first.
+
+        question: what its `repr` is of; ranks that ask the same get the same.
+        """
+        text = repr(question)
+        if self._store is None or " at 0x" in text:
+            return answer()
+        key = f"{self._name}/{hash64(text):x}"
+        if self._store.add(f"{key}/asked", 1) > 1:
+            told = self._wait(f"{key}/answer")
+            if told is not None:
+                return cast(Answer, _given(told))
+            return answer()
+        told = b""  # what cannot be told is answered by each
+        try:
+            found = answer()
+            told = _packed((found, None))
+        except MeshkitError as error:
+            told = _packed((None, tellable(error)))
+            raise
+        except Exception as error:
+            told = _packed((None, MeshkitError(f"another rank raised {type(error).__name__}: {error}")))
+            raise
+        finally:
+            self._store.set(f"{key}/answer", told)
+        return found
+
+    def _wait(self, key: str) -> bytes | None:
+        waited = timedelta()
+        while True:
+            try:
+                with waiting("what another rank reads of the model"):
+                    self._store.wait([key], LOOK)
+                return self._store.get(key) or None
+            except RuntimeError as error:  # DistStoreError is one: not there yet
+                waited += LOOK
+                if waited >= self._patience:
+                    raise StepError(
+                        "another rank began to read the forward for all, and did not come to its end: it has ended, or "
+                        "stalls. Look at its screen; more time is init_mesh(timeout=...)."
+                    ) from error
+
+
+def _connection() -> Any:
+    """One for all runs of this world, beside its own, in which other threads wait."""
+    world = _torch.world_store()
+    if world not in _connections:
+        _connections[world] = world.clone()
+    return _connections[world]
+
+
+_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def tellable(error: MeshkitError) -> MeshkitError:
+    """An error that arrives: one made of other things than its text does not."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PlanError(str(error))
+    return error
+
+
+def shapes(tree: Any) -> list[object]:
+    """Of arguments, what a question is of: their structure, tensors' shapes, strides and dtypes, and everything else."""
+    leaves, spec = _torch.tree_flatten(tree)
+    return [str(spec), *(_named(leaf) for leaf in leaves)]
+
+
+def _named(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | complex | str | torch.dtype | None) else object()
+
+
+def _packed(answer: tuple[Any, MeshkitError | None]) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception:
+        return b""
+
+
+def _given(told: bytes) -> Any:
+    found, error = pickle.loads(told)
+    if error is not None:
+        raise error
+    return found
