@@ -6,6 +6,7 @@ context and expert parallelism, which know modules by their single-device names.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,7 @@ def parallelize(
     if mesh.spec.world_size > 1:
         refuse_shared_memory(model)
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
+    asked = AskedOnce(mesh.group)
     hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
@@ -75,6 +77,7 @@ def parallelize(
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=resolved.regathers(stage))
     for region in regions(model):  # inside of blocks, their treatment decides later
         region.hooked = resolved.memory.regather
+    reader, doors = resolved.reading
     context_parallel(
         model,
         mesh["cp"],
@@ -83,7 +86,7 @@ def parallelize(
         heads=resolved.heads,
         multiple=resolved.sequence_multiple,
         dtype=resolved.compute,
-        reading=resolved.reading,
+        reading=(replace(reader, asked=asked), doors),
     )
     expert_parallel(
         model,
@@ -94,7 +97,6 @@ def parallelize(
         policy=resolved.strategy.experts,
     )
     share_counts(model, mesh, sequence=sequence)
-    asked = AskedOnce(mesh.group)
     guards = guards_of(resolved, asked)
     if resolved.cut is not None:
         on_rank = without_values(program.model)

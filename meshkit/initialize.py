@@ -10,6 +10,7 @@ import math
 
 from torch import Tensor, nn
 
+from meshkit.core.arguments import require
 from meshkit.core.model_state import copies_of, note
 from meshkit.core.rng import indexed_parts, random_bits, stream_of
 from meshkit.core.sharding import local_tensor
@@ -51,6 +52,7 @@ def init_weights(module: nn.Module, *, seed: int, plan: Plan | None = None) -> n
 
     Wire: nothing. Raises: PlanError for a parameter still on meta or in few bits, or an init pattern that matches nothing.
     """
+    require("init_weights", "module", module, nn.Module)
     note(module, "init_weights", {"seed": seed})
     names = dict(module.named_parameters())
     owners = {id(param): (owner, key) for owner in module.modules() for key, param in owner._parameters.items()}

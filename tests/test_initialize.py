@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +71,25 @@ def test_a_parameter_on_meta_is_refused() -> None:
 def test_an_init_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(mk.errors.PlanError, match="'layers.*.nope' matches no parameter"):
         mk.init_weights(build(Cell(mesh="")), seed=0, plan=mk.Plan(init={"layers.*.nope": normal(1.0)}))
+
+
+def given_the_run(folder: str) -> list[str]:
+    """What verbs of a module say of the run around it."""
+    run, said = mk.parallelize(build(Cell(mesh="")), mesh_for("tp=1")), []
+    for verb in (
+        lambda: mk.init_weights(run, seed=0),  # type: ignore[arg-type]  # the mistake
+        lambda: mk.models.load_pretrained(run, folder),  # type: ignore[arg-type]
+        lambda: mk.models.save_pretrained(run, run.model.config, folder),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(mk.errors.PlanError) as error:
+            verb()
+        said.append(str(error.value))
+    return said
+
+
+def test_a_run_where_its_module_is_wanted_is_told_what_to_give(tmp_path: Path) -> None:
+    for said in pool(1).run(given_the_run, str(tmp_path)):
+        assert len(said) == 3 and all(
+            text.endswith("(model=a Run): give Module. run.model is one.") for text in said[1:]
+        )
+        assert said[0] == "init_weights(module=a Run): give Module. run.model is one."

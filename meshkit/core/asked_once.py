@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -24,13 +25,15 @@ from meshkit.errors import MeshkitError, PlanError, StepError
 
 Answer = TypeVar("Answer")
 LOOK = timedelta(seconds=1)
+FIRST = timedelta(seconds=0.1)
 
 # [Note: who asks what]
 # No rank waits for one that does not ask: who comes first to a question answers it, and an answer needs no other rank. So
 # ranks may ask other questions, or in another order, as they do with batches of their own shapes. A question names all that
 # its answer depends on beside the model: the example's shapes, modes of the modules, numbers of rows. What cannot be named by
 # text, an object among the arguments, makes a question that every rank answers for itself. Nothing is asked that runs the
-# model on values: a model with collectives of its own needs all ranks for that.
+# model on values: a model with collectives of its own needs all ranks for that. The first rank of the group has read the
+# model before, in `resolve`, and has those readings: the others let it come first, for as long as a short reading takes.
 
 
 class AskedOnce:
@@ -45,6 +48,7 @@ class AskedOnce:
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, group=group, group_src=0)
         self._name, self._patience = f"asked/{name[0]}", _torch.timeout_of(group)
+        self._first = group.rank() == 0
         self._store = _connection()
 
     def ask(self, question: object, answer: Callable[[], Answer]) -> Answer:
@@ -56,6 +60,9 @@ class AskedOnce:
         if self._store is None or " at 0x" in text:
             return answer()
         key = f"{self._name}/{hash64(text):x}"
+        if not self._first:
+            with suppress(RuntimeError), waiting("the first rank, to read the model"):  # RuntimeError: it did not ask
+                self._store.wait([f"{key}/asked"], FIRST)
         if self._store.add(f"{key}/asked", 1) > 1:
             told = self._wait(f"{key}/answer")
             if told is not None:

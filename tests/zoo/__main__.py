@@ -15,9 +15,22 @@ from rich.table import Table
 from tests.zoo import all as zoo
 from tests.zoo.case import COLUMNS, Cell
 from tests.zoo.page import page
-from tests.zoo.sweep import OUTCOMES, RESULTS, WELL_SPLIT, Row, cells, read, table, tidy, tree, verdict, write
+from tests.zoo.sweep import (
+    OUTCOMES,
+    RESULTS,
+    ROOT,
+    WELL_SPLIT,
+    Row,
+    cells,
+    is_current,
+    read,
+    table,
+    tidy,
+    verdict,
+    write,
+)
 
-PAGE = Path(__file__).parents[2] / "docs/zoo.md"
+PAGE = ROOT / "docs/zoo.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +42,7 @@ class Config:
     out: Path = RESULTS
     """a line for each cell is added here"""
     resume: bool = False
-    """leave out cells that the file has of this commit, torch and transformers, but for those that hung"""
+    """leave out cells that the file has of this code, torch and transformers, but for those that hung"""
     show: bool = False
     """only print the table of the file, and what is wrong in it"""
     write_docs: bool = False
@@ -43,7 +56,7 @@ def main(config: Config) -> int:
     wanted = cells(chosen, columns, moes=zoo.moes(), padded=zoo.padded())
     wanted.sort(key=lambda cell: cell.ranks)  # stable: a model's cells stay together, and its oracle is kept
     if config.resume:
-        known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang" and row.of == tree()}
+        known = {(row.model, row.column) for row in read(config.out) if row.outcome != "hang" and is_current(row)}
         wanted = [cell for cell in wanted if (cell.model, cell.column) not in known]
     if config.write_docs:
         tidy(config.out, zoo.names())

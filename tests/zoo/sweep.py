@@ -20,7 +20,9 @@ from tests.world import RankError, pool
 from tests.zoo.case import COLUMNS, Cell
 from tests.zoo.judge import Outcome, Said, judge
 
+ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.jsonl")
+CODE = ("meshkit", "tests/world.py", "tests/zoo/*.py")
 SECONDS = 60.0
 OUTCOMES: tuple[Outcome, ...] = ("equal", "refused", "wrong", "crash", "hang")
 WELL_SPLIT = 0.9
@@ -65,12 +67,22 @@ def verdict(cell: Cell, ask: Callable[[Cell, str], Said] = judge) -> Row:
 @cache
 def tree() -> tuple[str, str, str]:
     """As `Row.of`, of the tree that runs."""
-    folder = Path(__file__).parents[2]
     commit, changed = (
-        subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True).stdout.strip()
-        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "meshkit", "tests/**.py"])
+        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *CODE])
     )
     return commit + "+changes" * bool(changed), torch.__version__.partition("+")[0], transformers.__version__
+
+
+def is_current(row: Row) -> bool:
+    """Whether a row is of the code that runs here: its commit may be an earlier one, after which nothing of that changed."""
+    return row.of[1:] == tree()[1:] and _same_code(row.commit)
+
+
+@cache
+def _same_code(commit: str) -> bool:
+    asked = ["git", "diff", "--quiet", commit, "--", *CODE]
+    return not commit.endswith("+changes") and subprocess.run(asked, cwd=ROOT, capture_output=True).returncode == 0
 
 
 def _verdict(cell: Cell, ask: Callable[[Cell, str], Said]) -> Row:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of, full_state
 from meshkit.core.quantized_weight import BlockCodes
 from meshkit.core.sharding import local_slices, local_tensor
@@ -96,6 +97,7 @@ def named_pieces(model: nn.Module, verb: str) -> dict[str, Piece]:
 
     Without adapters, which have files of their own: see `adapter_pieces`.
     """
+    require(verb, "model", model, nn.Module)
     refuse_peft(model, verb)
     tensors = full_state(model)
     lora = lora_of(model)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import shapes
 from meshkit.parallel.context._reading import Call, Doors, Reader
 from meshkit.parallel.context._split import SplitMask
-from meshkit.program import Covered, Example, follow_mode, is_number, kind_of_call
+from meshkit.program import Covered, Example, follow_mode, is_number, kind_of_call, mode_of
 
 
 class Proofs:
     """A hook before a split model's forward: proves it once for each kind of call, and again for numbers among its arguments
-    beyond those that were seen; and reads it again on more tokens, or fewer, than it was read on. Every rank proves for
-    itself, and all come to the same end, for they have the same batch.
+    beyond those that were seen; and reads it again on more tokens, or fewer, than it was read on. All ranks come to the
+    same end, for they have the same batch, and one reads for those that ask the same, see `AskedOnce`.
 
     Wire: nothing.
     """
@@ -42,27 +43,37 @@ class Proofs:
         known = self._known.get(kind)
         if known is None or not known.covers(numbers):
             follow_mode(self.reader.program.model, model)
-            self.reader.prove(self.doors, call)
+            self._prove(call)
             known = self._known.setdefault(kind, Covered(numbers, numbers))
             if not known.covers(numbers):  # not each number of a step
                 rounded = known.rounded_up(_without_tensors(call))
                 further = replace(
                     call, args=_numbered(call.args, rounded.args), kwargs=_numbered(call.kwargs, rounded.kwargs)
                 )
-                self.reader.prove(self.doors, further)
+                self._prove(further)
                 known.cover(numbers)
                 known.cover(_numbers(further))
         rows = mask.rows or next((leaf.shape[0] for leaf in _torch.tree_leaves((args, rest)) if _has_rows(leaf)), 1)
         if rows not in (seen := self._rows.setdefault(kind, {1})):
-            self.reader.refuse_other_rows(self.doors, call, rows=rows)
+            self._ask(("cp rows", rows), call, lambda: self.reader.refuse_other_rows(self.doors, call, rows=rows))
             seen.add(rows)
         counts = {mask.row_tokens, *mask.layout.lengths}
         least, most = self._sizes.get(kind, (min(counts) + 1, 0))
         if min(counts) < least or max(counts) > most:
-            self.reader.refuse_other_programs(
-                self.doors, call, tokens=mask.row_tokens, lengths=sorted(set(mask.layout.lengths))
+            tokens, lengths = mask.row_tokens, sorted(set(mask.layout.lengths))
+            self._ask(
+                ("cp tokens", tokens, lengths),
+                call,
+                lambda: self.reader.refuse_other_programs(self.doors, call, tokens=tokens, lengths=lengths),
             )
             self._sizes[kind] = min(least, *counts), max(most, *counts)
+
+    def _prove(self, call: Call) -> None:
+        self._ask(("cp",), call, lambda: self.reader.prove(self.doors, call))
+
+    def _ask(self, question: tuple[object, ...], call: Call, answer: Callable[[], None]) -> None:
+        of_call = shapes((call.args, dict(call.kwargs))), call.tokens, sorted(call.given), call.rows
+        self.reader.asked.ask((*question, mode_of(self.reader.program.model), of_call), answer)
 
 
 def _kind(model: nn.Module, call: Call) -> Hashable:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.parallel.context._counted import Counted, counted_in, positions_known
@@ -161,13 +162,14 @@ class Call:
 class Reader:
     """Reads a model for its attention. named: modules that the user named, else all that are found. closed: see `trace`.
     replicate: whether modules that mix tokens in another way run on all of them, on every rank; else they are refused.
-    blocks: the repeated layers."""
+    blocks: the repeated layers. asked: where ranks prove other calls together."""
 
     program: Program
     named: tuple[str, ...] = ()
     closed: Mapping[str, str] = field(default_factory=dict)
     replicate: bool = False
     blocks: tuple[str, ...] = ()
+    asked: AskedOnce = field(default_factory=lambda: AskedOnce(None))
 
     @property
     def takes_mask(self) -> bool:
