@@ -65,7 +65,7 @@ def parallelize(
     if mesh.spec.world_size > 1:
         refuse_shared_memory(model)
     resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
-    asked = AskedOnce(mesh.group)
+    asked = AskedOnce(mesh.group, program.model)
     hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)

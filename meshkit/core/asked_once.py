@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshkit.core import _torch
 from meshkit.core.hashing import hash64
@@ -40,9 +40,11 @@ class AskedOnce:
     """Wire: one broadcast of a name over the group. Each answer is some kilobytes in the store of the world, which hosts
     read."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: of ranks that ask alike; None where a rank is alone, and answers for itself."""
+    def __init__(self, group: dist.ProcessGroup | None, model: nn.Module | None = None) -> None:
+        """group: of ranks that ask alike; None where a rank is alone, and answers for itself. model: that is asked about; a
+        rank whose modules have other attributes than those of the others answers for itself too."""
         self._store: Any = None
+        self._of = "" if model is None else f"{hash64(repr(_attributes(model))):x} "
         if group is None or group.size() == 1 or _torch.is_fake_group(group):
             return
         name = [uuid.uuid4().hex]
@@ -59,7 +61,7 @@ class AskedOnce:
         text = repr(question)
         if self._store is None or " at 0x" in text:
             return answer()
-        key = f"{self._name}/{hash64(text):x}"
+        key = f"{self._name}/{hash64(self._of + text):x}"
         if not self._first:
             with suppress(RuntimeError), waiting("the first rank, to read the model"):  # RuntimeError: it did not ask
                 self._store.wait([f"{key}/asked"], FIRST)
@@ -124,10 +126,29 @@ def shapes(tree: Any) -> list[object]:
     return [str(spec), *(_named(leaf) for leaf in leaves)]
 
 
+def _attributes(model: nn.Module) -> list[object]:
+    """The settings of modules: numbers, texts, and short lists and dicts of them."""
+    return [
+        (name, type(module).__qualname__, [(key, value) for key, value in vars(module).items() if _is_plain(value)])
+        for name, module in model.named_modules()
+    ]
+
+
+def _is_plain(value: Any, deep: int = 2) -> bool:
+    if isinstance(value, list | tuple | dict):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        return deep > 0 and len(inside) <= _LONGEST and all(_is_plain(each, deep - 1) for each in inside)
+    return isinstance(value, _PLAIN)
+
+
+_LONGEST = 64
+_PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
+
+
 def _named(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, bool | int | float | complex | str | torch.dtype | None) else object()
+    return leaf if isinstance(leaf, _PLAIN) else object()
 
 
 def _packed(answer: tuple[Any, MeshkitError | None]) -> bytes:

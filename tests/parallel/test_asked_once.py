@@ -17,11 +17,13 @@ from tests.tiny import TINY
 from tests.world import pool
 
 
-def readings(spec: str, rows: int, uneven: bool) -> int:
-    """Of this rank, in a first step. uneven: data ranks have other numbers of rows."""
+def readings(spec: str, rows: int, differ: str = "") -> int:
+    """Of this rank, in a first step. differ: what data ranks have of their own, "rows" or "settings"."""
     mesh = mesh_for(spec)
     torch.manual_seed(0)
-    run = mk.parallelize(mk.models.Llama(TINY), mesh)
+    model = mk.models.Llama(TINY)
+    model.layers[0].own = mesh.rank if differ == "settings" else 0  # type: ignore[union-attr, assignment]
+    run = mk.parallelize(model, mesh)
     made = 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +35,7 @@ def readings(spec: str, rows: int, uneven: bool) -> int:
     files = [
         each for name, each in sys.modules.items() if name.startswith("meshkit.") and vars(each).get("trace") is trace
     ]
-    own = rows + (mesh.data_rank if uneven else 0)
+    own = rows + (mesh.data_rank if differ == "rows" else 0)
     ids = torch.randint(0, TINY.vocab_size, (own, 17), generator=torch.Generator().manual_seed(mesh.data_rank))
     with ExitStack() as stack:
         for file in files:
@@ -45,12 +47,13 @@ def readings(spec: str, rows: int, uneven: bool) -> int:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_shard=2 tp=2", "cp=2 tp=2", "pp=2 tp=2"])
 def test_one_rank_reads_for_all(spec: str) -> None:
     ranks = mk.MeshSpec.parse(spec).world_size
-    first, *others = pool(ranks).run(readings, spec, 3, False)
+    first, *others = pool(ranks).run(readings, spec, 3)
     assert 0 < first <= 4
     # Of stages, ranks of another place on tp read parts of other sizes.
     assert sum(others) <= (1 if spec == "pp=2 tp=2" else 0)
 
 
-def test_ranks_with_other_rows_read_for_themselves() -> None:
-    first, other = pool(2).run(readings, "dp_shard=2", 3, True)
+@pytest.mark.parametrize("differ", ["rows", "settings"])
+def test_ranks_that_differ_read_for_themselves(differ: str) -> None:
+    first, other = pool(2).run(readings, "dp_shard=2", 3, differ)
     assert first and other
