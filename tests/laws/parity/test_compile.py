@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,20 +27,11 @@ def run_compiled_cell(cell: Cell) -> Outcome:
 
 
 AOT = {"compile": "aot_eager"}
+SEQUENCE = Cell(
+    mesh="tp=2", layers=1, sequence=True, recompute="full", documents=True, vocab=61, qwen=True, compile="aot_eager"
+)
 FEATURES = [  # one for each that changes what is traced
-    (
-        4,
-        Cell(
-            mesh="dp_shard=2 tp=2",
-            layers=1,
-            sequence=True,
-            recompute="full",
-            documents=True,
-            vocab=61,
-            qwen=True,
-            **AOT,
-        ),
-    ),
+    (2, SEQUENCE),
     (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, documents=True, **AOT)),
     (2, Cell(mesh="cp=2", layers=1, window=5, recompute="selective", **AOT)),
     (2, Cell(mesh="dp_shard=2 ep=2", moe=Moe(experts=8, shared=24, balance=0.1), recompute="selective", **AOT)),
@@ -51,6 +43,7 @@ FEATURES = [  # one for each that changes what is traced
     ),
 ]
 MORE = [
+    (4, replace(SEQUENCE, mesh="dp_shard=2 tp=2")),
     (2, Cell(mesh="dp_shard=2", **AOT)),
     (2, Cell(mesh="tp=2", layers=1, recompute="selective", **AOT)),
     (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, layers=3, documents=True, **AOT)),
