@@ -1,6 +1,7 @@
-"""Faults: watchdog and heartbeat, locations of failed ranks, stragglers, NaN guard, silent data corruption."""
+"""Faults: watchdog, heartbeat, alerts, status page, locations of failed ranks, stragglers, NaN guard, corruption."""
 
 from ._run_main import run_main as run_main
+from .alerts import Alert as Alert
 from .corruption import CorruptionGuard as CorruptionGuard
 from .location import Location as Location
 from .location import location_now as location_now
@@ -9,3 +10,5 @@ from .location import register_modules as register_modules
 from .nan_guard import NonFiniteGuard as NonFiniteGuard
 from .stragglers import Report as Report
 from .stragglers import Stragglers as Stragglers
+from .watchdog import send_alert as send_alert
+from .watchdog import watch_with as watch_with

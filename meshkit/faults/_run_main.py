@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from meshkit.core import _torch
-from meshkit.errors import MeshkitError
+from meshkit.errors import MeshkitError, PlanError
+from meshkit.faults.alerts import Alerts, Hook
 from meshkit.faults.location import location_of
+from meshkit.faults.page import Page
 from meshkit.faults.watchdog import Watchdog, report
 
 
-def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
+def run_main(
+    main: Callable[[], None],
+    *,
+    stall_s: float = 60.0,
+    alert: Hook | None = None,
+    page: str | os.PathLike[str] | None = None,
+) -> None:
     """Call `main` and end the process; an error is printed once, with its rank and its location in the training.
 
     A MeshkitError is shown without a traceback, and ends the process with its `exit_code`; any other error with 1. Most
@@ -23,19 +32,31 @@ def run_main(main: Callable[[], None], *, stall_s: float = 60.0) -> None:
     collective times out, and when torchrun ends it with SIGTERM.
     Processes that the recipe starts have one thread each, as ranks that torchrun starts, unless OMP_NUM_THREADS says more.
     stall_s: how long a rank waits at one location before it names the rank it waits for; it goes on waiting, until
-    the timeout of the mesh.
+    the timeout of the mesh. alert: who is told what is reported here, see `Alerts`. page: an HTML file that rank 0 writes
+    every five seconds: where each rank is, and whether it works or waits, see `Page`.
     Wire: a thread of each rank writes its location into the store of the world, 300 bytes a second (beyond 500 ranks less).
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Before `main`, on the main thread: signal handlers can be set nowhere else.
-    watchdog = Watchdog(stall_s=stall_s)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        watchdog = Watchdog(stall_s=stall_s, alerts=Alerts(alert), page=None if page is None or rank else Page(page))
+    except PlanError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a host have the same files
+            report(f"PlanError (rank {rank}): {error}")
+        else:
+            time.sleep(3)  # torchrun ends all ranks as soon as one has: not before that one has spoken
+        _exit(error.exit_code)
+    status = 0
     try:
         main()
     except Exception as error:
         _report_error(error, watchdog)
-        _exit(error.exit_code if isinstance(error, MeshkitError) else 1)
-    watchdog.leave("done")
-    _exit(0)
+        status = error.exit_code if isinstance(error, MeshkitError) else 1
+    else:
+        watchdog.leave("done")
+    watchdog.finish()
+    _exit(status)
 
 
 def _report_error(error: Exception, watchdog: Watchdog) -> None:
@@ -51,7 +72,7 @@ def _report_error(error: Exception, watchdog: Watchdog) -> None:
         return
     if not isinstance(error, MeshkitError):
         traceback.print_exception(error)
-    report(text, *getattr(error, "__notes__", ()), f"It was at {location}.")
+    watchdog.report("error", text, *getattr(error, "__notes__", ()), f"It was at {location}.")
 
 
 def _exit(status: int) -> NoReturn:

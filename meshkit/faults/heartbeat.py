@@ -98,6 +98,9 @@ class Heartbeat:
             if time.monotonic() - began > self.patience_s:
                 return _lines(now, silent, _is_silent)
 
+    def read_all(self) -> dict[int, Entry | None]:
+        return {rank: self.read(rank) for rank in range(self.size)}
+
     def _read_others(self) -> dict[int, Entry | None]:
         return {rank: self.read(rank) for rank in range(self.size) if rank != self.rank}
 

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshkit.core import _torch
+from meshkit.faults.alerts import Alerts, Hook, Kind
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left
 from meshkit.faults.location import Location, location_now
+from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
 
 LOOK_S = 0.1  # between two looks for a process group, before there is one
@@ -26,6 +28,26 @@ MAIN_THREAD_S = 0.5  # for the main thread to see a closed connection: it knows 
 GRACE_S = 20.0  # of the 30 s after which torchrun kills what its SIGTERM did not end
 ANSWER_S = 5.0  # for the store to answer
 T = TypeVar("T")
+
+
+_watching: list[Watchdog] = []  # that of this process
+
+
+def watch_with(*, alert: Hook | None = None, page: str | os.PathLike[str] | None = None) -> None:
+    """As `run_main(alert=, page=)`, from now on; what is not given stays. Without run_main nothing happens.
+
+    Raises: PlanError for a hook that cannot be called, or a page that cannot be written.
+    """
+    alerts = None if alert is None else Alerts(alert)
+    for watchdog in _watching:
+        watchdog.tell(alerts, None if page is None or int(os.environ.get("RANK", "0")) else Page(page))
+
+
+def send_alert(text: str, kind: Kind = "own") -> None:
+    """Hand something of your own to the hook: `if loss > 10: mk.faults.send_alert(...)`. By the rank that calls it; nothing
+    is printed, and without a hook nothing happens."""
+    for watchdog in _watching:
+        watchdog.alert(kind, text)
 
 
 def report(*lines: str) -> None:
@@ -40,7 +62,8 @@ class Watchdog:
     # number to a socket at once, and the watchdog thread selects on its other end. For this SIGTERM needs a Python handler:
     # one that does nothing, in place of the default, which would end the process before it has reported anything.
 
-    def __init__(self, *, stall_s: float) -> None:
+    def __init__(self, *, stall_s: float, alerts: Alerts | None = None, page: Page | None = None) -> None:
+        self._alerts, self._page = alerts or Alerts(None), page
         self._stall_s, self._reported = stall_s, Location(text="", waits=False)
         self._heartbeat: Heartbeat | None = None
         self._beat = 0
@@ -58,7 +81,26 @@ class Watchdog:
             signal.signal(signal.SIGTERM, _handled_by_watchdog_thread)
         _Fork()
         _torch.mark_works()
+        _watching[:] = [self]
         threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def tell(self, alerts: Alerts | None, page: Page | None) -> None:
+        """From now on; None leaves it as it is."""
+        self._alerts, self._page = alerts or self._alerts, page or self._page
+
+    def alert(self, kind: Kind, text: str) -> None:
+        self._alerts.send(kind, text, rank=int(os.environ.get("RANK", "0")))
+
+    def report(self, kind: Kind, *lines: str) -> None:
+        """On this screen, and to the hook."""
+        report(*lines)
+        self.alert(kind, "\n".join(lines))
+
+    def finish(self) -> None:
+        """Before the process ends: what it has begun to tell others, and its last state on the page."""
+        self._alerts.finish()
+        if self._page is not None:
+            _within(ANSWER_S, self._write_page)
 
     def leave(self, left: Left, location: str = "", error: str = "") -> None:
         """Write a last heartbeat: how this rank ends."""
@@ -84,7 +126,7 @@ class Watchdog:
         self._report_lock.acquire()  # so that the watchdog thread does not end this process meanwhile
         heartbeat = self._find_heartbeat()
         if heartbeat is None:
-            report(consequence)
+            self.report("lost", consequence)
             return
         answer = _within(ANSWER_S, lambda: self._first_to_end(heartbeat, "lost", location))
         if answer is False:
@@ -95,11 +137,11 @@ class Watchdog:
             return
         missing = _within(2 * heartbeat.patience_s + ANSWER_S, heartbeat.missing) if answer else None
         if missing:
-            report(consequence, missing)
+            self.report("lost", consequence, missing)
         elif missing is not None:
             return  # the failed rank has printed it on this screen
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            report(consequence, self._store_is_lost())
+            self.report("lost", consequence, self._store_is_lost())
 
     def _store_is_lost(self) -> str:
         where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}:{os.environ.get('MASTER_PORT', '')}"
@@ -132,9 +174,18 @@ class Watchdog:
         except RuntimeError:  # the store is gone: who needs it will report that; or all is done, and rank 0 held it
             self._store_failed = True
             return
+        self._write_page(only_if_due=True)
         if self._location.waits and self._location != self._reported and time.monotonic() - self._since > self._stall_s:
             self._reported = self._location
             threading.Thread(target=self._report_stall, daemon=True).start()  # while this thread goes on beating
+
+    def _write_page(self, *, only_if_due: bool = False) -> None:
+        """By the first rank, which has the store, and so is nearest to it."""
+        heartbeat, page = self._heartbeat, self._page
+        if page is None or heartbeat is None or heartbeat.rank or (only_if_due and not page.is_due()):
+            return
+        with contextlib.suppress(OSError):  # a full disk stops no training
+            page.write(heartbeat.read_all(), patience_s=heartbeat.patience_s)
 
     def _find_heartbeat(self) -> Heartbeat | None:
         if self._heartbeat is not None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -177,9 +228,10 @@ class Watchdog:
             return
         with contextlib.suppress(RuntimeError):
             if (difference := open_difference()) and heartbeat.is_first(f"difference {difference}"):
-                report(f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.", difference)
+                self.report("stall", f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.", difference)
             elif not difference and heartbeat.is_first(f"stall at {location}"):
-                report(
+                self.report(
+                    "stall",
                     f"rank {heartbeat.rank} has waited {waited_s:.0f} s at {location}.",
                     heartbeat.missing() or "Another has failed.",
                 )
@@ -196,6 +248,7 @@ class Watchdog:
         time.sleep(MAIN_THREAD_S)
         self._report_lock.acquire()
         self._report_silent()
+        self._alerts.finish()
         os._exit(128 + signal.SIGTERM)
 
     def _report_silent(self) -> None:
@@ -204,7 +257,7 @@ class Watchdog:
             return
         first = _within(ANSWER_S, lambda: self._first_to_end(heartbeat, "terminated"))
         if first and (silent := _within(2 * heartbeat.patience_s, lambda: heartbeat.missing(terminated=True))):
-            report(f"rank {heartbeat.rank} was told to end, at {self._location.text}.", silent)
+            self.report("terminated", f"rank {heartbeat.rank} was told to end, at {self._location.text}.", silent)
 
 
 def _handled_by_watchdog_thread(number: int, frame: FrameType | None) -> None:

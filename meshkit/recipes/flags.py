@@ -54,6 +54,10 @@ class RunFlags(Ranged):
     save_every: Count = 50
     keep: Count = 2
     """number of checkpoints to keep; older ones are deleted"""
+    alert: str = ""
+    """who is told of stalls, errors, lost and slow ranks: "file.py:function", or an address for a POST of JSON"""
+    status_page: bool = False
+    """write status.html in --out every five seconds: where each rank is, and whether it works or waits"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     gc_every: CountOrNone = 100

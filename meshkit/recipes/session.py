@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshkit.checkpoint import Checkpointer, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
 from meshkit.errors import MeshkitError, StepError
+from meshkit.faults import send_alert, watch_with
 from meshkit.faults.corruption import CorruptionGuard
 from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
@@ -83,6 +84,9 @@ class Session:
         writes: bool = True,
     ) -> None:
         (make_folder if writes else refuse_folder)("out", config.out)
+        watch_with(
+            alert=config.alert or None, page=config.out / "status.html" if config.status_page and writes else None
+        )
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = 0, False, False
         # Recipes without --max-skips stop at the first step that is not finite.
@@ -183,6 +187,8 @@ class Session:
                     self.scalars |= stragglers.last.scalars()
                     if stragglers.slow is not None:
                         print0(stragglers.slow)
+                        if dist.get_rank() == 0:
+                            send_alert(str(stragglers.slow), "slow")
                 self._end(step)
                 self._collect(step)
             self._end_profiled_step()
