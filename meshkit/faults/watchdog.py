@@ -72,6 +72,7 @@ class Watchdog:
         self._answered_at = time.monotonic()  # when the store last took a beat
         self._location, self._since = Location(text="", waits=False), time.monotonic()
         self._report_lock = threading.Lock()
+        self._write_lock, self._has_left = threading.Lock(), False
         # See [Note: SIGTERM while the main thread waits].
         self._signal_reader, signal_writer = socket.socketpair()
         self._signal_writer = signal_writer  # kept open
@@ -103,8 +104,8 @@ class Watchdog:
             _within(ANSWER_S, self._write_page)
 
     def leave(self, left: Left, location: str = "", error: str = "") -> None:
-        """Write a last heartbeat: how this rank ends."""
-        if self._heartbeat is not None:
+        """Write a last heartbeat: how this rank ends. It may be its first, where a rank ends as soon as it has come."""
+        if self._find_heartbeat() is not None:
             _within(ANSWER_S, lambda: self._write(left, location, error))
 
     def is_first(self, question: str) -> bool:
@@ -202,19 +203,21 @@ class Watchdog:
         if current != self._location:
             self._location, self._since = current, now
         self._beat += 1
-        self._heartbeat.write(
-            Entry(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                beat=self._beat,
-                location=location or current.text,
-                waits=current.waits,
-                since=self._since,
-                now=now,
-                left=left,
-                error=error,
-            )
+        entry = Entry(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            beat=self._beat,
+            location=location or current.text,
+            waits=current.waits,
+            since=self._since,
+            now=now,
+            left=left,
+            error=error,
         )
+        with self._write_lock:  # how a rank has ended is its last word, also while it still prints that
+            if left or not self._has_left:
+                self._has_left |= bool(left)
+                self._heartbeat.write(entry)
         self._answered_at = now
 
     def _first_to_end(self, heartbeat: Heartbeat, left: Left, location: str = "") -> bool:
