@@ -49,7 +49,7 @@ def others_of(at: int) -> list[tuple[int, str]]:
     return MESHES if DEEP else [MESHES[(at + step) % len(MESHES)] for step in (0, 1, 3)]
 
 
-@pytest.mark.parametrize(("at", "tied"), thin([(0, False), *((at, True) for at in range(len(MESHES)))], 3))
+@pytest.mark.parametrize(("at", "tied"), thin([(0, False), *((at, True) for at in range(len(MESHES)))], 4))
 def test_every_mesh_continues_what_any_mesh_saved(tmp_path: Path, at: int, tied: bool) -> None:
     ranks, spec = MESHES[at]
     saved, losses, later = pool(ranks).run(save, str(tmp_path), spec, tied)[0]

@@ -54,7 +54,7 @@ def others_of(at: int) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("at", "tied"), thin([(at, at % 2 == flip) for flip in (0, 1) for at in range(len(MESHES))], 3)
+    ("at", "tied"), thin([(at, at % 2 == flip) for flip in (0, 1) for at in range(len(MESHES))], 5)
 )
 def test_any_stages_continue_what_any_mesh_saved(tmp_path: Path, at: int, tied: bool) -> None:
     ranks, spec, schedule = MESHES[at]

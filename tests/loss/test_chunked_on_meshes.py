@@ -50,7 +50,7 @@ def check(cell: Cell) -> None:
         assert outcome.parameter <= TOL_FP64, cell
 
 
-@pytest.mark.parametrize("cell", thin(CELLS, 3), ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 4), ids=str)
 def test_training_with_a_chunked_loss_equals_one_device(cell: Cell) -> None:
     check(cell)
 
@@ -72,7 +72,7 @@ TWO_AXES = [  # and tokens of a chunk
 
 
 @pytest.mark.parametrize(
-    ("where", "choice"), thin(deal(covering(CHOICES), TWO_AXES, each=3), 2), ids=lambda each: str(next(iter(each), ""))
+    ("where", "choice"), thin(deal(covering(CHOICES), TWO_AXES, each=3), 3), ids=lambda each: str(next(iter(each), ""))
 )
 def test_chunks_on_two_axes_equal_one_device(where: tuple[str, int], choice: dict) -> None:
     mesh, tokens = where
@@ -80,7 +80,7 @@ def test_chunks_on_two_axes_equal_one_device(where: tuple[str, int], choice: dic
 
 
 @deep
-@draws(6)
+@draws(4)
 @given(
     mesh=st.sampled_from([mesh for mesh, _ in TWO_AXES]),
     tokens=st.integers(1, ROWS * TOKENS + 1),

@@ -273,7 +273,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("ranks", "axes", "microbatches", "what"),
-    thin([(*case, what) for what in (policies_on_mesh, critic_on_mesh) for case in CASES], 2),
+    thin([(*case, what) for what in (policies_on_mesh, critic_on_mesh) for case in CASES], 3),
 )
 def test_every_split_equals_one_device_with_an_answer_a_row(
     what: Any, ranks: int, axes: str, microbatches: int

@@ -161,7 +161,7 @@ SPLITS = [
 
 @pytest.mark.parametrize(
     ("what", "ranks", "axes", "microbatches", "chunk"),
-    thin([(what, *split) for split in SPLITS for what in ("dpo", "reward")], 3),
+    thin([(what, *split) for split in SPLITS for what in ("dpo", "reward")], 5),
 )
 def test_pairs_equal_one_device_with_an_answer_a_row(
     what: str, ranks: int, axes: str, microbatches: int, chunk: int | None

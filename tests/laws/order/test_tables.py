@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import chain, product
 
 import pytest
@@ -17,6 +18,7 @@ from tests.laws.order.tables import Directions, WayChannels, events_of
 FIRST = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo")
 
 
+@cache
 def table_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
     """None for numbers that the schedule refuses."""
     try:

@@ -112,7 +112,7 @@ def assert_alike(found: Iterable[tuple[Counter[Message], Counter[Message]]]) -> 
         assert said - seen == Counter(), "explained, but not sent"
 
 
-@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 3), ids=str)
 def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
     assert_alike(pool(4).run(observe_step, cell))
 
@@ -211,7 +211,7 @@ def by_ranks(messages: Counter[Message], spec: mk.MeshSpec, rank: int) -> Counte
     return found
 
 
-@pytest.mark.parametrize("cell", thin(EXPERT_CELLS, 2), ids=str)
+@pytest.mark.parametrize("cell", thin(EXPERT_CELLS, 3), ids=str)
 def test_what_is_sent_to_experts_is_predicted_for_the_routing(cell: Cell) -> None:
     for rank, (seen, said, routed) in enumerate(pool(4).run(observe_experts, cell)):
         assert bool(routed) == bool(re.search("ep=|etp=", cell.mesh))

@@ -10,6 +10,7 @@ import pytest
 import meshkit as mk
 from meshkit.models.llama import LLAMA_PLAN
 from meshkit.preflight.explain import Message
+from tests.depth import thin
 from tests.laws.parity.cases import Cell, batches, build, mesh_for, own_rows
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.world import pool
@@ -78,7 +79,7 @@ def observe_frozen(cell: Frozen) -> tuple[Counter[Message], Counter[Message]]:
     return seen_and_said(run, local, microbatches=cell.microbatches)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
 def test_what_is_frozen_sends_in_backward_what_is_explained(cell: Frozen) -> None:
     assert_alike(pool(mk.MeshSpec.parse(cell.mesh).world_size).run(observe_frozen, cell))
 

@@ -12,6 +12,7 @@ import meshkit as mk
 from meshkit.models import DeepseekV3Config, build_model, moe_plan
 from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.preflight.explain import Message
+from tests.depth import thin
 from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.world import pool
@@ -75,7 +76,7 @@ def observe_latent(cell: Latent) -> tuple[Counter[Message], Counter[Message]]:
     return seen_and_said(run, local, microbatches=2, said_of=masks)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", thin(CELLS, 2), ids=str)
 def test_latent_attention_sends_what_is_explained(cell: Latent) -> None:
     assert_alike(pool(mk.MeshSpec.parse(cell.mesh).world_size).run(observe_latent, cell))
 

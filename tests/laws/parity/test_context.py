@@ -44,14 +44,14 @@ def cells() -> list:
     return sorted(found, key=lambda cell: cell.values[0])
 
 
-@pytest.mark.parametrize(("world", "cell"), thin(cells(), 6))
+@pytest.mark.parametrize(("world", "cell"), thin(cells(), 10))
 def test_a_model_equals_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 
 
 @deep
 @pytest.mark.parametrize(("world", "mesh"), FEW + EIGHT)
-@draws(3)
+@draws(2)
 @given(choice=choices, policy=policies)
 def test_any_choices_equal_one_device(world: int, mesh: str, choice: dict, policy: mk.strategy.ContextPolicy) -> None:
     check(world, Cell(mesh=mesh, context=policy, **choice))

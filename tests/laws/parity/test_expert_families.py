@@ -132,7 +132,7 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("name", "ranks", "mesh", "sequence", "recompute"),
-    thin([(name, *run) for run in RUNS for name in CONFIGS], 5),
+    thin([(name, *run) for run in RUNS for name in CONFIGS], 7),
 )
 def test_families_equal_one_device(name: str, ranks: int, mesh: str, sequence: bool, recompute: str) -> None:
     for found in pool(ranks).run(differences, name, mesh, sequence, recompute):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.sharding import full_tensor
+from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.laws.parity.images_and_text import PLAN, ImagesAndText, batch_of, loss
 from tests.world import RankError, pool
@@ -58,9 +60,10 @@ def errors(spec: str, padded: bool, choices: dict[str, Any]) -> dict[str, float]
     return found
 
 
-@pytest.mark.parametrize("padded", (False, True), ids=["none", "padding"])
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2 tp=2", "dp_shard=2 cp=2"])
-def test_loss_and_every_gradient_equal_one_device(spec: str, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("padded", "spec"), thin(list(product((False, True), ("dp_shard=2", "dp_shard=2 tp=2", "dp_shard=2 cp=2"))), 2)
+)
+def test_loss_and_every_gradient_equal_one_device(padded: bool, spec: str) -> None:
     ranks = mk.MeshSpec.parse(spec).world_size
     for found in pool(ranks).run(errors, spec, padded, {"plan": PLAN}):
         assert max(found.values()) < TOL_FP64_SUM, found

@@ -46,7 +46,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "cell"), thin(sorted(CELLS, key=lambda cell: cell.values[0]), 7))
+@pytest.mark.parametrize(("world", "cell"), thin(sorted(CELLS, key=lambda cell: cell.values[0]), 10))
 def test_loss_gradients_norm_and_parameters_equal_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 
@@ -59,7 +59,7 @@ def test_every_factorisation_equals_one_device(world: int, cell: Cell) -> None:
 
 @deep
 @pytest.mark.parametrize(("world", "mesh"), MESHES)
-@draws(3)
+@draws(2)
 @given(choice=choices)
 def test_any_choices_equal_one_device(world: int, mesh: str, choice: dict) -> None:
     check(world, Cell(mesh=mesh, **choice))

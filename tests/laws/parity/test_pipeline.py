@@ -46,7 +46,7 @@ ROWS = covering({**CHOICES, "microbatches": [1, 3, 5]})
 
 
 @pytest.mark.parametrize(
-    ("run", "choice"), [pytest.param(*each, id=f"{each[0][1]},{each[0][3]}") for each in thin(deal(ROWS, RUNS), 9)]
+    ("run", "choice"), [pytest.param(*each, id=f"{each[0][1]},{each[0][3]}") for each in thin(deal(ROWS, RUNS), 12)]
 )
 def test_every_schedule_equals_one_device(run: tuple[int, str, int, str], choice: dict) -> None:
     ranks, mesh, layers, schedule = run

@@ -74,7 +74,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "sequence", "documents"), thin([(family, *run) for run in RUNS for family in FAMILIES], 3)
+    ("family", "mesh", "sequence", "documents"), thin([(family, *run) for run in RUNS for family in FAMILIES], 5)
 )
 def test_a_transformers_model_equals_itself_on_one_device(
     family: str, mesh: str, sequence: bool, documents: bool

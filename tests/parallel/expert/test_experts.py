@@ -89,7 +89,7 @@ def cell_of(mesh: str, choice: dict) -> Cell:
 
 @pytest.mark.parametrize(
     ("folding", "choice"),
-    [pytest.param(*each, id=each[0][1]) for each in thin(deal(covering({**ROUTERS, **RUNS}), FOLDINGS), 6)],
+    [pytest.param(*each, id=each[0][1]) for each in thin(deal(covering({**ROUTERS, **RUNS}), FOLDINGS), 8)],
 )
 def test_every_folding_equals_one_device(folding: tuple[int, str], choice: dict) -> None:
     ranks, mesh = folding
@@ -98,7 +98,7 @@ def test_every_folding_equals_one_device(folding: tuple[int, str], choice: dict)
 
 @deep
 @pytest.mark.parametrize(("ranks", "mesh"), FOLDINGS)
-@draws(3)
+@draws(2)
 @given(choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**ROUTERS, **RUNS}.items()}))
 def test_any_choices_equal_one_device(ranks: int, mesh: str, choice: dict) -> None:
     check(ranks, cell_of(mesh, choice))
