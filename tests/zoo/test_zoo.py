@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from tests.zoo.case import Cell
 from tests.zoo.exact import exact
 from tests.zoo.judge import Said
 from tests.zoo.part import EQUAL, REFUSED
-from tests.zoo.sweep import verdict
+from tests.zoo.sweep import Row, is_current, tree, verdict
 
 PLAIN = Cell.of("odd.Plain", "dp_shard=2")
 
@@ -157,3 +158,14 @@ def test_a_planted_fault_is_named(fault: Any, outcome: str, text: str) -> None:
     row = verdict(PLAIN, fault)
     assert row.outcome == outcome, row
     assert any(each in row.text for each in text.split("|")), row
+
+
+def test_a_row_is_of_this_code_for_as_long_as_nothing_of_it_changes() -> None:
+    commit, of_torch, of_transformers = tree()
+    row = Row(
+        model="llama", column="tp=2", outcome="equal", commit=commit, torch=of_torch, transformers=of_transformers
+    )
+    assert is_current(row) or commit.endswith("+changes")
+    assert not is_current(replace(row, torch="2.0.0"))
+    assert not is_current(replace(row, commit="0" * 40))
+    assert not is_current(replace(row, commit=f"{commit}+changes"))
