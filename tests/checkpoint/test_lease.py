@@ -96,7 +96,10 @@ def written(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("changes", [{"started": 1}, {"pid": 2**22 + 1}])
 def test_a_process_that_has_the_number_of_a_dead_one_is_not_the_holder(tmp_path: Path, changes: dict[str, int]) -> None:
     written(tmp_path, **changes)
-    take(tmp_path).release()
+    lease = take(tmp_path)
+    found = json.loads((tmp_path / LEASE).read_text())
+    assert found["pid"] == os.getpid() and all(found[key] != value for key, value in changes.items())
+    lease.release()
 
 
 def test_a_holder_on_another_machine_is_judged_by_its_heartbeat(
@@ -135,7 +138,9 @@ def test_a_lease_that_nobody_can_read_ends_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(_lease, "SILENT_S", 0.5)
     for content in (b"", b"\0" * 99, b"[1]", b'{"pid": 1}'):
         (tmp_path / LEASE).write_bytes(content)
-        take(tmp_path).release()
+        lease = take(tmp_path)
+        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+        lease.release()
 
 
 def test_the_holder_beats_and_a_second_user_of_the_same_process_shares_the_lease(
