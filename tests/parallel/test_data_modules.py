@@ -16,6 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
+from tests.depth import thin
 from tests.world import RankError, pool
 from tests.zoo.odd import WIDTH, Batch, Layers, Residual, features, row_count, squares
 
@@ -207,8 +208,11 @@ class Recurrent(Layers):
 RIGHT = [Recurrent, Scalars, GradientHooks, AccumulatedHooks, RemovedHook, SomeRowsAlone, SharedCounter, LogsWhatItSaw]
 
 
-@pytest.mark.parametrize(("spec", "sizes"), SPLITS, ids=lambda value: str(value))
-@pytest.mark.parametrize("make", RIGHT, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "spec", "sizes"),
+    thin([(make, *split) for make in RIGHT for split in SPLITS], 3),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_an_ordinary_module_equals_one_device(make: type[nn.Module], spec: str, sizes: tuple[int, ...]) -> None:
     if make is SomeRowsAlone and "tp" in spec:
         pytest.skip("which rows there are decides what runs, so it is refused on tp")
@@ -217,8 +221,11 @@ def test_an_ordinary_module_equals_one_device(make: type[nn.Module], spec: str, 
     assert all(pool(mk.MeshSpec.parse(spec).world_size).run(on_ranks, make, spec, sizes, 1, 3, 3))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("make", [Scalars, GradientHooks, AccumulatedHooks, SomeRowsAlone], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    ("make", "zero"),
+    thin([(make, zero) for make in (Scalars, GradientHooks, AccumulatedHooks, SomeRowsAlone) for zero in (1, 2, 3)], 2),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_microbatches_change_nothing(make: type[nn.Module], zero: int) -> None:
     assert all(pool(2).run(on_ranks, make, "dp_shard=2", (5, 3), 3, 2, zero))
 

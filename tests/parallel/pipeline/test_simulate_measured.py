@@ -131,7 +131,7 @@ def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
                 step(microbatches=MICROBATCHES)
             measured = recording.gather()
             makespan = min(makespan, max(m.end_s for m in measured) - min(m.start_s for m in measured))
-            if makespan <= 1.05 * simulation.makespan_s:
+            if makespan <= 1.07 * simulation.makespan_s:
                 break
         peaks = [account.peak, int(simulation.peak_units[run.pipeline.rank])]
         found[name] = (makespan, simulation.makespan_s, peaks, trace(simulation, measured))
