@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshkit.core import asked_once
 from meshkit.core.asked_once import AskedOnce, shapes
 from meshkit.errors import PlanError
 from tests.world import pool
@@ -78,6 +80,22 @@ def later(first: int) -> str:
 @pytest.mark.parametrize("first", [0, 2])
 def test_nobody_waits_for_one_that_has_not_asked(first: int) -> None:
     assert pool(3).run(later, first) == [f"of rank {first}"] * 3
+
+
+def many(ranks_own: int) -> int:
+    """How often this rank answers ten questions, of which only the first may be told; one rank has asked others before."""
+    with mock.patch.object(asked_once, "MOST", 4):
+        asked, answers = AskedOnce(dist.group.WORLD), list[int]()
+        for number in range(ranks_own if dist.get_rank() == 1 else 0):
+            asked.ask(("own", number), int)
+        for number in range(10):
+            asked.ask(number, lambda number=number: answers.append(number))  # type: ignore[misc]
+        return len(answers)
+
+
+@pytest.mark.parametrize(("ranks_own", "expected"), [(0, 10 + 6), (2, 10 + 8)])
+def test_beyond_a_number_of_questions_each_answers(ranks_own: int, expected: int) -> None:
+    assert sum(pool(2).run(many, ranks_own)) == expected
 
 
 def test_a_rank_alone_answers_for_itself() -> None:
