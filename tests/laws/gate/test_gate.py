@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from tests.laws.gate.cell import REFUSALS, Cell, Refusal, draw, smallest
@@ -34,11 +37,16 @@ BY_NAME = [
     Cell(model="mlp", mesh="cp=4", recompute="budget", optimizer="host"),
 ]
 
+# Seconds since 1970. A slow machine runs as many cells as it has time for, and says how many it left out.
+UNTIL = float(os.environ.get("MESHKIT_GATE_UNTIL", "inf"))
+
 pytestmark = pytest.mark.gate
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_law_holds(cell: Cell) -> None:
+    if time.time() > UNTIL:
+        pytest.skip("MESHKIT_GATE_UNTIL has passed: `make gate` alone runs this cell")
     assert verdict(cell) == ""
 
 

@@ -11,6 +11,7 @@ import meshkit as mk
 from meshkit.core.sharding import full_tensor
 from meshkit.parallel.context import attention_shape
 from meshkit.step import next_token_loss
+from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
@@ -81,9 +82,16 @@ def errors_of_a_run(mesh: str, causal: bool, recompute: str, microbatches: int, 
     return max(float((full_tensor(p.grad) - expected[name]).abs().max()) for name, p in run.named_parameters())
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=3", "cp=4", "dp_shard=2 cp=2"])
 @pytest.mark.parametrize(
-    ("causal", "recompute"), [(True, "none"), (False, "none"), (True, "full"), (True, "selective")]
+    ("mesh", "causal", "recompute"),
+    thin(
+        [
+            (mesh, *choice)
+            for mesh in ("cp=2", "cp=3", "cp=4", "dp_shard=2 cp=2")
+            for choice in ((True, "none"), (False, "none"), (True, "full"), (True, "selective"))
+        ],
+        3,
+    ),
 )
 def test_a_module_with_its_own_attention_equals_one_device(mesh: str, causal: bool, recompute: str) -> None:
     ranks = 2 if mesh == "cp=2" else 3 if mesh == "cp=3" else 4

@@ -13,6 +13,7 @@ import meshkit as mk
 from meshkit.errors import StepError
 from meshkit.strategy import PipelinePolicy
 from tests.compare_shards import difference
+from tests.depth import thin
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.world import pool, run_ranks
 
@@ -99,9 +100,18 @@ def apart(mesh: str, schedule: str, losses: list[Any], detached: bool, tied: boo
     return worst
 
 
-@pytest.mark.parametrize(("mesh", "schedule"), [("pp=2", "1f1b"), ("pp=2", "zbv"), ("pp=2 dp_shard=2", "1f1b")])
-@pytest.mark.parametrize("loss", [of_out, of_middle, of_side])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "mesh", "schedule", "tied"),
+    thin(
+        [
+            (loss, *run, tied)
+            for loss in (of_out, of_middle, of_side)
+            for run in (("pp=2", "1f1b"), ("pp=2", "zbv"), ("pp=2 dp_shard=2", "1f1b"))
+            for tied in (False, True)
+        ],
+        3,
+    ),
+)
 def test_what_a_later_stage_detaches_or_the_loss_leaves_out_has_no_gradient(
     mesh: str, schedule: str, loss: Any, tied: bool
 ) -> None:
