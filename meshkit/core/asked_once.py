@@ -7,10 +7,9 @@ ranks, each of them reading for itself takes as many times as long.
 from __future__ import annotations
 
 import pickle
+import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -24,8 +23,8 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import MeshkitError, PlanError, StepError
 
 Answer = TypeVar("Answer")
-LOOK = timedelta(seconds=1)
-FIRST = timedelta(seconds=0.1)
+LOOK_S = 0.5  # between two looks, at most
+FIRST_S = 0.1
 MOST = 1000  # questions that are told: a model that is read in each step would fill the store
 
 # [Note: who asks what]
@@ -66,8 +65,7 @@ class AskedOnce:
         self._asked += 1
         key = f"{self._name}/{hash64(self._of + text):x}"
         if not self._first:
-            with suppress(RuntimeError), waiting("the first rank, to read the model"):  # RuntimeError: it did not ask
-                self._store.wait([f"{key}/asked"], FIRST)
+            self._comes(f"{key}/asked", FIRST_S)
         if self._store.add(f"{key}/asked", 1) > 1:
             told = self._wait(f"{key}/answer")
             if told is not None:
@@ -88,19 +86,24 @@ class AskedOnce:
         return found
 
     def _wait(self, key: str) -> bytes | None:
-        waited = timedelta()
-        while True:
-            try:
-                with waiting("what another rank reads of the model"):
-                    self._store.wait([key], LOOK)
-                return self._store.get(key) or None
-            except RuntimeError as error:  # DistStoreError is one: not there yet
-                waited += LOOK
-                if waited >= self._patience:
-                    raise StepError(
-                        "another rank began to read the forward for all, and did not come to its end: it has ended, or "
-                        "stalls. Look at its screen; more time is init_mesh(timeout=...)."
-                    ) from error
+        if self._comes(key, self._patience.total_seconds()):
+            return self._store.get(key) or None
+        raise StepError(
+            "another rank began to read the forward for all, and did not come to its end: it has ended, or stalls. Look at "
+            "its screen; more time is init_mesh(timeout=...)."
+        )
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Whether a key is there within a time. Asked for now and then: a wait of the store that ends too soon is a warning
+        of torch on the screen."""
+        began = time.monotonic()
+        with waiting("what another rank reads of the model"):
+            while not self._store.check([key]):
+                waited = time.monotonic() - began
+                if waited >= seconds:
+                    return False
+                time.sleep(min(0.002 + waited / 10, LOOK_S))
+        return True
 
 
 def _connection() -> Any:
