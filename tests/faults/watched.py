@@ -26,4 +26,9 @@ def main(fault: str) -> None:
 
 if __name__ == "__main__":
     fault, alert, page = sys.argv[1:]
-    mk.run_main(lambda: main(fault), stall_s=1.5, alert=alert or None, page=Path(page) if page else None)
+    mk.run_main(
+        lambda: main(fault),
+        stall_s=1.5 if fault == "stay" else 60,
+        alert=alert or None,
+        page=Path(page) if page else None,
+    )
