@@ -30,6 +30,7 @@ from torch import nn
 
 import meshkit as mk
 from meshkit._guards import guards_of
+from meshkit.core.asked_once import AskedOnce
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
 
@@ -100,7 +101,7 @@ def each_step() -> Spread:
 
     resolved, _ = decide(mk.models.Llama(PRESETS["tiny"].config), "dp_shard=2 tp=2")
     bare, watched = Nothing(), Nothing()
-    for guard in guards_of(resolved):
+    for guard in guards_of(resolved, AskedOnce(None)):
         watched.register_forward_pre_hook(guard, with_kwargs=True)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     seconds: dict[str, list[float]] = {"bare": [], "watched": []}

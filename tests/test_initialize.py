@@ -78,8 +78,8 @@ def given_the_run(folder: str) -> list[str]:
     run, said = mk.parallelize(build(Cell(mesh="")), mesh_for("tp=1")), []
     for verb in (
         lambda: mk.init_weights(run, seed=0),  # type: ignore[arg-type]  # the mistake
-        lambda: mk.models.load_pretrained(run, folder),  # type: ignore[arg-type]
-        lambda: mk.models.save_pretrained(run, run.model.config, folder),  # type: ignore[arg-type]
+        lambda: mk.models.load_pretrained(run, folder),  # type: ignore[arg-type]  # the mistake
+        lambda: mk.models.save_pretrained(run, run.model.config, folder),  # type: ignore[arg-type]  # the mistake
     ):
         with pytest.raises(mk.errors.PlanError) as error:
             verb()

@@ -121,7 +121,7 @@ def tellable(error: MeshkitError) -> MeshkitError:
     """An error that arrives: one made of other things than its text does not."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # whatever its own __init__ or __reduce__ raises
         return PlanError(str(error))
     return error
 
@@ -160,7 +160,7 @@ def _named(leaf: Any) -> object:
 def _packed(answer: tuple[Any, MeshkitError | None]) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception:
+    except Exception:  # whatever an object inside of it raises
         return b""
 
 
