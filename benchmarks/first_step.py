@@ -29,6 +29,7 @@ MODEL = mk.models.LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
+    head_dim=8,
 )
 
 
