@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -18,8 +19,9 @@ from torch.optim import Optimizer
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
 from meshkit.checkpoint._lease import Lease, take
-from meshkit.checkpoint._load import choose_step, config_of, open_checked, restore, state_of
+from meshkit.checkpoint._load import choose_step, config_of, of_memory, open_checked, restore, state_of
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
+from meshkit.checkpoint.in_memory import InMemory, Keeper
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
 
@@ -32,6 +34,8 @@ class Checkpointer:
     at any instant leaves those before it as they were. It loads onto any mesh, bit for bit what was saved; on the same mesh,
     going on is bit for bit never having stopped.
     keep: delete all but the newest so many, once a new one is complete; None keeps all.
+    memory: checkpoints in the memory of the hosts besides, see `InMemory` and `save_in_memory`; `resume` takes the newest of
+    both. A clean end of the block gives that memory back: what is to stay is saved on disk.
     asynchronous: `save` returns when the values are copied to host memory, and a thread writes them; the host holds one
     copy of this rank's state until then (with an accelerator, in pinned buffers that are kept for the next save).
     timeout: how long a rank waits for the others, which may be writing.
@@ -47,6 +51,7 @@ class Checkpointer:
         folder: str | os.PathLike[str],
         *,
         keep: int | None = 3,
+        memory: InMemory | None = None,
         asynchronous: bool = True,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
@@ -56,6 +61,7 @@ class Checkpointer:
         self.keep = keep
         self.asynchronous = asynchronous
         self._timeout = timeout
+        self._memory = None if memory is None else Keeper(memory, self.folder)
         # Made at the first save or load: the mesh comes with the run, and to make a group is a collective.
         self._host_group: dist.ProcessGroup | None = None
         # One worker: saves are written in order, and the gloo group below is used by one thread at a time.
@@ -80,6 +86,8 @@ class Checkpointer:
             error.add_note(f"Also: {failed}")
         finally:
             self._thread.shutdown()
+            if self._memory is not None:
+                self._memory.close(discard=error is None)
             self.release()
 
     def claim(self, run: Run) -> None:
@@ -185,6 +193,41 @@ class Checkpointer:
             write(job)
             self._current = step
 
+    def save_in_memory(
+        self,
+        step: int,
+        run: Run,
+        optimizer: Optimizer | None,
+        *,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        config: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """As `save`, into the memory of this host, and a copy into that of others: `Checkpointer(memory=InMemory())`.
+
+        A job that is started again on hosts that are still there, or of which no more are gone than there are copies, goes on
+        from here by `resume`, on any mesh. Training may go on at once, but for the time to copy this rank's state once. First
+        waits for the save in memory before, of which nothing is lost until this one is whole on every rank.
+        Wire: an all-reduce in which ranks agree on the call; with copies, this rank's state to another host for each, over a
+        gloo group of its own in the background.
+        Raises: CheckpointError without `memory`, for state that cannot be saved, on every rank the same for a host that has
+        not enough memory, and for what went wrong with the save before.
+        """
+        if self._memory is None:
+            raise CheckpointError("save_in_memory(): this Checkpointer keeps nothing there. Give it memory=InMemory().")
+        self._memory.wait()
+        snapshot, parts = collect(
+            run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra
+        )
+        unknown = torch.tensor(not self._memory.has_room(parts), device=run.mesh.device)
+        # Whoever is here has waited for its save before: all know now that it is whole everywhere.
+        (to_make_room,) = run.mesh.agreement.meet("save_in_memory", unknown, facts={"step": step})
+        if int(to_make_room):
+            wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
+            self._memory.make_room(parts, run.mesh, self._timeout)
+        self._memory.save(snapshot, parts, run.mesh.spec.sizes())
+
     def wait(self) -> None:
         """Return when the last save is on disk. No communication on the calling thread.
 
@@ -208,12 +251,23 @@ class Checkpointer:
     ) -> int:
         """`load` the newest checkpoint; 0, with nothing changed, when there is none. Rank 0 decides which it is.
 
+        With `memory` one that the hosts still have there, if it is newer, whichever ranks saved it.
+
         Takes the lease on the folder first, unless nothing can be written there: whoever only reads takes `load`.
         """
         run.mesh.agreement.meet("resume", facts={"folder": self.folder.name})
         self.wait()
         # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
-        newest = on_rank_0(self._group(run), "resume()", self._held_latest)
+        group = self._group(run)
+        newest = on_rank_0(group, "resume()", self._held_latest)
+        if self._memory is not None:
+            kept = self._memory.newest(group)
+            if kept is not None and kept.step > (newest or 0):
+                saved = of_memory(kept, group)
+                restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
+                self._memory.begin(group, loaded=kept)
+                self._current = kept.step
+                return kept.step
         if newest is None:
             return 0
         return self.load(run, optimizer, scheduler=scheduler, loader=loader, step=newest, config=config)
@@ -248,6 +302,8 @@ class Checkpointer:
         chosen = on_rank_0(group, "load()", lambda: choose_step(self.folder, step))
         saved = open_checked(self.folder, chosen, group)
         restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
+        if self._memory is not None:
+            self._memory.begin(group)
         self._current = chosen
         return chosen
 
@@ -276,7 +332,8 @@ class Checkpointer:
                 f"save(step={step}): {self.folder} holds step {present[-1]} of a run that this one did not load. Call "
                 "resume() first to go on from there, or give this run a folder of its own."
             )
-        if self._current is not None and step <= self._current:
+        # The same step again is one that came from memory, or was deleted.
+        if self._current is not None and step < self._current:
             raise CheckpointError(
                 f"save(step={step}): this run is at step {self._current} already. Steps increase from save to save."
             )

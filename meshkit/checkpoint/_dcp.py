@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from meshkit.checkpoint._values import dtype_of
 from meshkit.core import _torch
@@ -88,21 +88,21 @@ def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) 
     return files.checksums
 
 
-def read_into(targets: dict[str, Tensor], folder: Path, group: dist.ProcessGroup, *, pickled: bool = False) -> None:
+def read_into(targets: dict[str, Tensor], reader: StorageReader, group: dist.ProcessGroup, *, action: str) -> None:
     """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`.
 
-    pickled: by the `.metadata` of a folder without an index, see `read_index`.
+    action: what is being done, for the error text.
     """
     try:
-        load(dict(targets), storage_reader=_Reader(folder, pickled=pickled), process_group=group)
+        load(dict(targets), storage_reader=reader, process_group=group)
     except CheckpointException as failure:
-        raise _first_failure(failure, f"reading {folder}, with the run half loaded") from failure
+        raise _first_failure(failure, action) from failure
 
 
 def read_index(folder: Path, *, pickled: bool = False) -> Index:
     """pickled: from `.metadata`, which is a pickle, of which nothing but DCP's own records is read: of a folder that another
     program wrote, or an older meshkit. Raises: CheckpointError for one that says anything else."""
-    metadata = _Reader(folder, pickled=pickled).read_metadata()
+    metadata = FileReader(folder, pickled=pickled).read_metadata()
     tensors = {
         key: (tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
@@ -117,8 +117,11 @@ def read_index(folder: Path, *, pickled: bool = False) -> Index:
     return Index(tensors=tensors, first_keys={file: key for file, (_, key) in first.items()})
 
 
-class _Reader(FileSystemReader):
-    """Reads an index of DCP's records that names files of its folder alone: a checkpoint is data, and runs nothing."""
+class FileReader(FileSystemReader):
+    """Reads an index of DCP's records that names files of its folder alone: a checkpoint is data, and runs nothing.
+
+    pickled: by the `.metadata` of a folder without an index, see `read_index`.
+    """
 
     def __init__(self, folder: Path, *, pickled: bool) -> None:
         super().__init__(folder)

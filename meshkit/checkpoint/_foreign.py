@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshkit.checkpoint._agree import host_group, on_each_rank
-from meshkit.checkpoint._dcp import Index, read_index, read_into
+from meshkit.checkpoint._dcp import FileReader, Index, read_index, read_into
 from meshkit.checkpoint._state import dtype_name, full_model_tensors
 from meshkit.core.model_state import model_tensors
 from meshkit.errors import CheckpointError
@@ -39,7 +39,8 @@ def load_dcp(
     on_each_rank(group, "load_dcp()", look)
     targets = {f"{prefix}{name}": tensor for name, tensor in model_tensors(run.model).items()}
     with torch.no_grad():
-        read_into(targets, Path(folder), group, pickled=True)
+        reader = FileReader(Path(folder), pickled=True)
+        read_into(targets, reader, group, action=f"reading {folder}, with the run half loaded")
     torch.autograd.graph.increment_version([*targets.values()])  # as `restore` does, and why
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_each_rank, on_rank_0
-from meshkit.checkpoint._dcp import Index, read_index, read_into
+from meshkit.checkpoint._dcp import FileReader, Index, read_index, read_into
 from meshkit.checkpoint._snapshot import (
     CONFIG,
     PICKLED_STATE,
@@ -40,6 +40,7 @@ from meshkit.checkpoint._state import (
     set_optimizer,
     set_rng,
 )
+from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_of
 from meshkit.core.model_state import model_tensors
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
@@ -49,12 +50,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint on disk whose files have been checked; its tensors are still in the files."""
+    """A checkpoint that has been checked; its tensors are still where they were saved.
 
-    path: Path
-    manifest: files.Manifest
+    place: as errors name it. tensors: (shape, dtype) of parameters and persistent buffers. ranks: that saved it. read_into:
+    fills tensors by key, plain or DTensors on any mesh, in place; a collective.
+    """
+
+    place: str
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    ranks: int
     index: Index
     snapshot: Snapshot
+    read_into: Callable[[dict[str, Tensor]], None]
 
 
 def choose_step(folder: Path, step: int | None) -> int:
@@ -105,10 +112,37 @@ def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedChec
 
     def read() -> SavedCheckpoint:
         pickled = manifest.format == files.PICKLED
-        index, snapshot = read_index(path, pickled=pickled), read_snapshot(path, step, pickled=pickled)
-        return SavedCheckpoint(path=path, manifest=manifest, index=index, snapshot=snapshot)
+        return SavedCheckpoint(
+            place=str(path),
+            tensors=manifest.tensors,
+            ranks=manifest.world_size,
+            index=read_index(path, pickled=pickled),
+            snapshot=read_snapshot(path, step, pickled=pickled),
+            read_into=lambda targets: read_into(
+                targets, FileReader(path, pickled=pickled), group, action=f"reading {path}, with the run half loaded"
+            ),
+        )
 
     return on_each_rank(group, f"load(step={step})", read)
+
+
+def of_memory(kept: Kept, group: dist.ProcessGroup) -> SavedCheckpoint:
+    """One that the hosts have in memory."""
+    index, place = index_of(kept), f"step {kept.step} in memory"
+    return SavedCheckpoint(
+        place=place,
+        tensors={
+            key.removeprefix(MODEL): (shape, dtype_name(dtype))
+            for key, (shape, dtype) in index.tensors.items()
+            if key.startswith(MODEL)
+        },
+        ranks=len(kept.headers),
+        index=index,
+        snapshot=snapshot_of(kept),
+        read_into=lambda targets: read_into(
+            targets, SlotReader(kept, group), group, action=f"reading {place}, with the run half loaded"
+        ),
+    )
 
 
 def _check_files(folder: Path, step: int, group: dist.ProcessGroup) -> files.Manifest:
@@ -160,7 +194,7 @@ def restore(
     targets = on_each_rank(group, action, lambda: _targets(run, optimizer, saved, config, stateful))
     # Before the tensors, since a loader may refuse.
     on_each_rank(group, action, lambda: loader.load_state_dict(state["loader"]) if loader is not None else None)
-    read_into(targets, saved.path, group, pickled=saved.manifest.format == files.PICKLED)
+    saved.read_into(targets)
     # DCP copies into local tensors, and a DTensor has a version counter of its own. Whoever keeps a copy of a parameter
     # (a cast, a master weight) learns from the counter that the parameter was written.
     torch.autograd.graph.increment_version([*targets.values()])
@@ -190,7 +224,7 @@ def _targets(
         finish_update(optimizer)
     for name, target in stateful.items():
         if target is not None and saved.snapshot.state[name] is None:
-            raise CheckpointError(f"{saved.path} was saved without {name}=, so it has no state for this run's {name}.")
+            raise CheckpointError(f"{saved.place} was saved without {name}=, so it has no state for this run's {name}.")
     # First for its side effect: FSDP puts its shards back, see `model_tensors`. Names and ids read before it would be
     # of gathered copies.
     tensors = model_tensors(run.model)
@@ -202,7 +236,7 @@ def _targets(
 
 
 def _refuse_other_model(saved: SavedCheckpoint, tensors: dict[str, Tensor], config: Any) -> None:
-    saved_tensors = saved.manifest.tensors
+    saved_tensors = saved.tensors
     current = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
     # In the model's order, so that the first difference is the one nearest to the input.
     for name in [*current, *saved_tensors]:
@@ -217,16 +251,16 @@ def _refuse_other_model(saved: SavedCheckpoint, tensors: dict[str, Tensor], conf
         else:
             difference = f"{name!r} is {saved_tensors[name][1]} there and {current[name][1]} here"
         raise CheckpointError(
-            f"{saved.path} is a checkpoint of another model: {difference}. Nothing was loaded. Build the model that "
+            f"{saved.place} is a checkpoint of another model: {difference}. Nothing was loaded. Build the model that "
             f"was saved, or give another folder.{config_difference(saved.snapshot.config, encode_config(config))}"
         )
 
 
 def _warn_not_restored(saved: SavedCheckpoint, world: int, stateful: Mapping[str, Stateful | None]) -> None:
-    if world != (before := saved.manifest.world_size):
+    if world != (before := saved.ranks):
         logger.warning(
             "%s was saved by %d ranks; %s.",
-            saved.path,
+            saved.place,
             before,
             f"ranks {before} to {world - 1} keep their own RNG state"
             if world > before
@@ -234,4 +268,4 @@ def _warn_not_restored(saved: SavedCheckpoint, world: int, stateful: Mapping[str
         )
     for name, target in stateful.items():
         if target is None and saved.snapshot.state[name] is not None:
-            logger.warning("%s holds the state of a %s, but load() got no %s=.", saved.path, name, name)
+            logger.warning("%s holds the state of a %s, but load() got no %s=.", saved.place, name, name)

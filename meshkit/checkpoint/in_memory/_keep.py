@@ -1,0 +1,263 @@
+"""Keeping a checkpoint in memory: this rank's state into its slot, and copies of it into slots of other hosts (peer memory).
+
+Source: Wang et al. 2023 (Gemini): copies on other hosts, in other failure domains, sent beside training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.checkpoint._agree import gather_results, host_group, on_rank_0
+from meshkit.checkpoint._dcp import Part
+from meshkit.checkpoint._save import HostCopies
+from meshkit.checkpoint._snapshot import Snapshot
+from meshkit.checkpoint._values import encode
+from meshkit.checkpoint.in_memory._restore import Kept, newest
+from meshkit.checkpoint.in_memory._slots import SLOTS, Header, Shard, Slot, lay_out, remove, views
+from meshkit.core.word_sum import word_sum
+from meshkit.errors import CheckpointError
+from meshkit.mesh import Mesh
+
+ORIGIN = ".in-memory.json"  # in the folder of checkpoints: whose slots are meant
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """Where in-memory checkpoints are, and on how many other hosts.
+
+    copies: of each rank's state on other hosts; at most one on each, so none on a single host, whose memory outlives its
+    processes. folder: on a RAM disk of each host; `docker run --shm-size` says how large /dev/shm is in a container.
+    Memory of the hosts: two slots of each rank's share of parameters and optimizer state, and two of each copy.
+    """
+
+    copies: int = 1
+    folder: str | os.PathLike[str] = "/dev/shm"
+
+    def __post_init__(self) -> None:
+        if self.copies < 0:
+            raise CheckpointError(f"InMemory(copies={self.copies}): keep 0 or more copies on other hosts.")
+
+
+def partners(hosts: Sequence[str], copies: int) -> list[list[int]]:
+    """For each copy, the rank that keeps that of each rank: on the next host, on the one after that, and so on.
+
+    hosts: of each rank. The ranks of a host give theirs to those of another in turn.
+    """
+    names = [*dict.fromkeys(hosts)]
+    ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    rounds = []
+    for copy in range(1, min(copies, len(names) - 1) + 1):
+        row = []
+        for rank, host in enumerate(hosts):
+            others = ranks[names[(names.index(host) + copy) % len(names)]]
+            row.append(others[ranks[host].index(rank) % len(others)])
+        rounds.append(row)
+    return rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """What one save writes: this rank's slot with its shards, and those of the ranks whose copies it keeps."""
+
+    own: Slot
+    shards: dict[str, Shard]
+    views: dict[str, Tensor]
+    copies: dict[int, Slot]
+
+
+class Keeper:
+    """The slots of one rank. checkpoints: the folder on disk, which names the job: slots of another are not this one's."""
+
+    def __init__(self, policy: InMemory, checkpoints: Path) -> None:
+        self._policy, self._checkpoints = policy, checkpoints
+        name = f"{checkpoints.resolve()} {socket.gethostname()}"
+        name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self.folder = Path(policy.folder) / f"meshkit-{os.getuid()}-{name}"
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="in-memory")
+        self._pending: Future[None] | None = None
+        self._staging = HostCopies()
+        self._group: dist.ProcessGroup | None = None
+        self._origin, self._life, self._saves = "", "", 0
+        self._slots: list[_Slots | None] = [None] * SLOTS
+        self._rounds: list[list[int]] = []  # see `partners`
+
+    def _read_origin(self) -> str | None:
+        """Of the folder of checkpoints; None where it has none, so that no slot belongs to it."""
+        try:
+            origin = json.loads((self._checkpoints / ORIGIN).read_text())["origin"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return origin if isinstance(origin, str) else None
+
+    def newest(self, group: dist.ProcessGroup) -> Kept | None:
+        """See `_restore.newest`. Collective."""
+        origin = on_rank_0(group, "resume()", self._read_origin)
+        return None if origin is None else newest(self.folder, origin, group)
+
+    def begin(self, group: dist.ProcessGroup, *, loaded: Kept | None = None) -> None:
+        """A new life, after this was loaded; without it no slot that there is belongs to the folder any more.
+
+        Collective; what nobody will load any more goes.
+        """
+        self.wait()
+        origin = None if loaded is None else loaded.origin
+        told = on_rank_0(group, "save_in_memory()", lambda: (origin or self._new_origin(), uuid.uuid4().hex[:16]))
+        self._origin, self._life = told
+        self._saves, self._slots = 0, [None] * SLOTS
+        remove(self.folder, but="" if loaded is None else loaded.life)
+
+    def _new_origin(self) -> str:
+        origin = uuid.uuid4().hex
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        partial = self._checkpoints / f"{ORIGIN}.partial"
+        partial.write_text(json.dumps({"origin": origin}))
+        os.replace(partial, self._checkpoints / ORIGIN)
+        return origin
+
+    # ------------------------------------------------------------------------------------------------------------ saving
+
+    def has_room(self, parts: Mapping[str, Part]) -> bool:
+        """Whether the slot of the next save is laid out for these, on this rank."""
+        slots = self._slots[self._saves % SLOTS]
+        return slots is not None and slots.shards == lay_out(parts)[0]
+
+    def make_room(self, parts: Mapping[str, Part], mesh: Mesh, timeout: timedelta) -> None:
+        """Lay out the slot of the next save, here and where its copies go. Collective.
+
+        Raises: CheckpointError, on every rank the same, where a host has not enough memory.
+        """
+        # Its own: the thread that writes to disk uses the other one.
+        group = self._group = self._group or host_group(mesh, timeout)
+        if not self._life:
+            self.begin(group)
+        if self._saves:  # there is something newer than what was loaded, whole on every rank
+            remove(self.folder, but=self._life)
+        rank, number = dist.get_rank(group), self._saves % SLOTS
+        shards, size = lay_out(parts)
+        told = gather_results(group, "save_in_memory()", lambda: (socket.gethostname(), size))
+        self._rounds = partners([host for host, _ in told], self._policy.copies)
+        kept = [sender for row in self._rounds for sender, keeper in enumerate(row) if keeper == rank]
+
+        def reserve() -> _Slots:
+            own, *copies = (Slot(self.folder, each, self._life, number) for each in (rank, *kept))
+            for slot, each in zip((own, *copies), (rank, *kept), strict=True):
+                slot.reserve(told[each][1])
+            return _Slots(
+                own=own, shards=shards, views=views(own.buffer, shards), copies=dict(zip(kept, copies, strict=True))
+            )
+
+        made: list[_Slots] = []
+        gather_results(group, "save_in_memory()", lambda: made.append(reserve()))
+        self._slots[number] = made[0]
+
+    def save(self, snapshot: Snapshot, parts: Mapping[str, Part], mesh: dict[str, int]) -> None:
+        """Copy the parts, and have the thread do the rest: the sum, the header, the other hosts.
+
+        Every rank has waited for its last save, and knows that all others have: the slot of the one before may go.
+        """
+        slots = self._slots[self._saves % SLOTS]
+        group = self._group
+        assert group is not None and slots is not None and slots.shards.keys() == parts.keys()
+        self._saves += 1
+        for slot in (slots.own, *slots.copies.values()):
+            slot.clear()
+        staged: Mapping[str, Part] = {}
+        if all(part.tensor.device.type == "cpu" for part in parts.values()):
+            self._copy(slots, parts)
+        else:  # through pinned memory, while the device goes on
+            staged = self._staging.copy(parts)
+        self._pending = self._thread.submit(self._finish, snapshot, slots, staged, mesh, group)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(slots: _Slots, parts: Mapping[str, Part]) -> None:
+        torch._foreach_copy_([slots.views[key] for key in parts], [part.tensor for part in parts.values()])
+
+    def _finish(
+        self,
+        snapshot: Snapshot,
+        slots: _Slots,
+        staged: Mapping[str, Part],
+        mesh: dict[str, int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        if staged:
+            self._copy(slots, staged)
+        state, tensors = encode(dict(snapshot.state))
+        header = Header(
+            origin=self._origin,
+            life=self._life,
+            step=snapshot.step,
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+            mesh=mesh,
+            shards=slots.shards,
+            facts=dict(snapshot.facts),
+            state=state,
+            tensors=safetensors.torch.save(tensors).hex(),
+            config=snapshot.config,
+            nbytes=slots.own.buffer.numel(),
+            sum=int(word_sum(slots.own.buffer)),
+        ).encode()
+        slots.own.complete(header)
+        for row in self._rounds:
+            self._send(header, slots, row, group)
+
+    @staticmethod
+    def _send(header: bytes, slots: _Slots, row: Sequence[int], group: dist.ProcessGroup) -> None:
+        """One copy of each rank to the rank that keeps it."""
+        me = dist.get_rank(group)
+        senders = [sender for sender, keeper in enumerate(row) if keeper == me]
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
+        works = [dist.isend(torch.tensor([text.numel()]), group=group, group_dst=row[me])]
+        works += [dist.irecv(size, group=group, group_src=sender) for sender, size in sizes.items()]
+        _wait(works)
+        headers = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
+        works = [dist.isend(each, group=group, group_dst=row[me]) for each in (text, slots.own.buffer)]
+        for sender in senders:
+            for each in (headers[sender], slots.copies[sender].buffer):
+                works.append(dist.irecv(each, group=group, group_src=sender))
+        _wait(works)
+        for sender, received in headers.items():
+            slots.copies[sender].complete(received.numpy().tobytes())
+
+    def wait(self) -> None:
+        """Return when the last save is whole, here and where its copies are.
+
+        Raises: CheckpointError if it failed, as where another rank is gone; what was whole before is so still.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Exception as error:
+            raise CheckpointError(f"save_in_memory(): {type(error).__name__}: {error}") from error
+
+    def close(self, *, discard: bool) -> None:
+        """discard: the job needs them no more; else they stay for the next start."""
+        if self._life and discard:
+            self.wait()
+            remove(self.folder)
+        self._thread.shutdown(wait=discard)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None  # this rank is in the group
+        work.wait()
