@@ -39,6 +39,7 @@ class Checkpointer:
     asynchronous: `save` returns when the values are copied to host memory, and a thread writes them; the host holds one
     copy of this rank's state until then (with an accelerator, in pinned buffers that are kept for the next save).
     timeout: how long a rank waits for the others, which may be writing.
+    resumed_in_memory: whether `resume` found the newest step there, so that it is not on disk.
     folder: on a file system that all nodes share. One job at a time saves there: `resume` and `save` take a lease on it,
     which ends with the block or with the process, also if that is killed.
     Use it as a context manager, or call `wait()` before the program ends: an error in the thread surfaces at the next
@@ -69,6 +70,7 @@ class Checkpointer:
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
         self._lease: Lease | None = None  # on rank 0 of the mesh
+        self.resumed_in_memory = False
         self._current: int | None = None  # the newest step that this run has loaded or saved
 
     def __enter__(self) -> Checkpointer:
@@ -78,16 +80,25 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.wait()
+            self.close(keep_memory=error is not None)
         except CheckpointError as failed:
             # The error of the with block comes first; that of the last save is a note on it.
             if error is None:
                 raise
             error.add_note(f"Also: {failed}")
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        """What the end of the block does: wait for the last save, give back the lease, and the memory of the hosts.
+
+        keep_memory: what is there stays, for a job that goes on from it.
+        Raises: CheckpointError if the last save failed.
+        """
+        try:
+            self.wait()
         finally:
             self._thread.shutdown()
             if self._memory is not None:
-                self._memory.close(discard=error is None)
+                self._memory.close(discard=not keep_memory)
             self.release()
 
     def claim(self, run: Run) -> None:
@@ -216,7 +227,7 @@ class Checkpointer:
         """
         if self._memory is None:
             raise CheckpointError("save_in_memory(): this Checkpointer keeps nothing there. Give it memory=InMemory().")
-        self._memory.wait()
+        self.wait_in_memory()
         snapshot, parts = collect(
             run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra
         )
@@ -227,6 +238,12 @@ class Checkpointer:
             wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
             self._memory.make_room(parts, run.mesh, self._timeout)
         self._memory.save(snapshot, parts, run.mesh.spec.sizes())
+
+    def wait_in_memory(self) -> None:
+        """Return when the last save in memory is whole on this rank, and where its copies are. No communication on the
+        calling thread. Raises: CheckpointError if it failed."""
+        if self._memory is not None:
+            self._memory.wait()
 
     def wait(self) -> None:
         """Return when the last save is on disk. No communication on the calling thread.
@@ -266,6 +283,7 @@ class Checkpointer:
                 saved = of_memory(kept, group)
                 restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
                 self._memory.begin(group, loaded=kept)
+                self.resumed_in_memory = True
                 self._current = kept.step
                 return kept.step
         if newest is None:

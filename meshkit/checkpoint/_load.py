@@ -40,7 +40,7 @@ from meshkit.checkpoint._state import (
     set_optimizer,
     set_rng,
 )
-from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_of
+from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_in_memory
 from meshkit.core.model_state import model_tensors
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
@@ -138,7 +138,7 @@ def of_memory(kept: Kept, group: dist.ProcessGroup) -> SavedCheckpoint:
         },
         ranks=len(kept.headers),
         index=index,
-        snapshot=snapshot_of(kept),
+        snapshot=snapshot_in_memory(kept),
         read_into=lambda targets: read_into(
             targets, SlotReader(kept, group), group, action=f"reading {place}, with the run half loaded"
         ),

@@ -12,6 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._dcp import Checksum
@@ -46,11 +47,15 @@ class Snapshot:
             **{name: repr(value) for name, value in self.state.items()},
         }
 
+    def encode(self) -> tuple[Any, dict[str, Tensor]]:
+        """State and facts as (JSON, tensors)."""
+        facts = {name: dataclasses.asdict(entry) for name, entry in self.facts.items()}
+        return encode({**self.state, "optimizer": facts})
+
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> dict[str, Checksum]:
     """Write `state.json`, its tensors and `config.json`, synced to disk; returns their checksums by file name."""
-    facts = {name: dataclasses.asdict(entry) for name, entry in snapshot.facts.items()}
-    values, tensors = encode({**snapshot.state, "optimizer": facts})
+    values, tensors = snapshot.encode()
     return {
         STATE: files.write_file(folder / STATE, json.dumps(values, indent=1).encode()),
         STATE_TENSORS: files.write_file(folder / STATE_TENSORS, safetensors.torch.save(tensors)),
@@ -60,9 +65,13 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> dict[str, Checksum]:
 
 def read_snapshot(folder: Path, step: int, *, pickled: bool) -> Snapshot:
     """pickled: of the older format."""
-    state = read_state(folder, pickled=pickled)
+    return snapshot_of(read_state(folder, pickled=pickled), step, (folder / CONFIG).read_text())
+
+
+def snapshot_of(state: dict[str, Any], step: int, config: str) -> Snapshot:
+    """state: with the facts of the optimizer, decoded."""
     facts = {name: ParameterFacts(**entry) for name, entry in state.pop("optimizer").items()}
-    return Snapshot(step=step, state=state, facts=facts, config=(folder / CONFIG).read_text())
+    return Snapshot(step=step, state=state, facts=facts, config=config)
 
 
 def read_state(folder: Path, *, pickled: bool) -> dict[str, Any]:

@@ -14,12 +14,16 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults.alerts import Alerts, Hook
 from meshkit.faults.location import location_of
 from meshkit.faults.page import Page
+from meshkit.faults.supervise import supervise
 from meshkit.faults.watchdog import Watchdog, report
+
+RESTARTS = "MESHKIT_RESTARTS"
 
 
 def run_main(
     main: Callable[[], None],
     *,
+    restarts: int | None = None,
     stall_s: float = 60.0,
     alert: Hook | None = None,
     page: str | os.PathLike[str] | None = None,
@@ -31,6 +35,9 @@ def run_main(
     others names the rank that has ended, failed or stays away, and its location: as soon as a connection closes, when a
     collective times out, and when torchrun ends it with SIGTERM.
     Processes that the recipe starts have one thread each, as ranks that torchrun starts, unless OMP_NUM_THREADS says more.
+    restarts: how often all ranks are started anew, in place, when one has died or raised: this process stays as a supervisor,
+    which has all modules imported, and forks; see `supervise`. `main` then resumes, as after a restart by torchrun. Default:
+    the variable MESHKIT_RESTARTS of the environment, which the launch line sets beside the launcher's own; else 0.
     stall_s: how long a rank waits at one location before it names the rank it waits for; it goes on waiting, until
     the timeout of the mesh. alert: who is told what is reported here, see `Alerts`. page: an HTML file that rank 0 writes
     every five seconds: where each rank is, and whether it works or waits, see `Page`.
@@ -40,6 +47,7 @@ def run_main(
     # Before `main`, on the main thread: signal handlers can be set nowhere else.
     rank = int(os.environ.get("RANK", "0"))
     try:
+        supervise(_restarts_of_launch() if restarts is None else restarts)
         watchdog = Watchdog(stall_s=stall_s, alerts=Alerts(alert), page=None if page is None or rank else Page(page))
     except PlanError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a host have the same files
@@ -57,6 +65,13 @@ def run_main(
         watchdog.leave("done")
     watchdog.finish()
     _exit(status)
+
+
+def _restarts_of_launch() -> int:
+    given = os.environ.get(RESTARTS, "0")
+    if not given.isdecimal():
+        raise PlanError(f"{RESTARTS}={given!r}: give a number of restarts, 0 or more.")
+    return int(given)
 
 
 def _report_error(error: Exception, watchdog: Watchdog) -> None:

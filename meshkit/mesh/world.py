@@ -32,21 +32,24 @@ def start_world(device_type: str, timeout: timedelta) -> None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        start = _agree_on_start(store, rank, size, timeout)
+        start = agree_on_start(store, rank, size, timeout)
         store = dist.PrefixStore(f"meshkit/{start}", store)  # type: ignore[attr-defined]
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _agree_on_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """A name for this start of the job, the same on all ranks and new. Returns once all ranks have come."""
+def agree_on_start(store: Any, rank: int, size: int, timeout: timedelta, *, place: str = "meshkit/meeting") -> str:
+    """A name for this start of the job, the same on all ranks and new. Returns once all ranks have come.
+
+    place: in the store, where they meet. Raises: MeshError naming the ranks that have not come within the timeout.
+    """
     # [Note: a restarted job meets in an old store]
     # torchrun restarts a job with the same store. In it a rank would find the addresses of processes that are gone
     # (pytorch#135712), and a counter of restarts does not help, since each host counts its own. So each rank asks rank 0 with
     # a random token, which no process of an earlier start knows; rank 0 answers each token with the name of this start, until
     # each rank has confirmed it. A request left by a dead process is answered too, and nobody reads that answer.
-    token, prefix = uuid.uuid4().hex, "meshkit/meeting"
+    token, prefix = uuid.uuid4().hex, place
     store.set_timeout(timeout)
     if rank == 0:
         start = token

@@ -90,6 +90,10 @@ class StepFlags(LearnFlags):
     lr_kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     max_skips: CountOrNone = 0
     """how many steps in a row may be skipped because gradients are not finite"""
+    memory_every: CountOrNone = 0
+    """keep a checkpoint in the memory of the hosts in every so many steps: a restarted job goes on from there; 0: never"""
+    memory_copies: CountOrNone = 1
+    """of what --memory-every keeps of each rank: on how many other hosts, which may be lost; none on a single host"""
     corruption_every: CountOrNone = 0
     """silent data corruption: compare weights and optimizer state in every so many steps; 0: never"""
 

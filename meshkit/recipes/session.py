@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshkit.checkpoint import Checkpointer, SaveOnSignal
+from meshkit.checkpoint import Checkpointer, InMemory, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
 from meshkit.errors import MeshkitError, StepError
 from meshkit.faults import send_alert, watch_with
@@ -96,7 +96,11 @@ class Session:
         self._total: int = getattr(config, f"{unit}s")
         self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
         folder = config.out / "checkpoints"
-        self._checkpoints = Checkpointer(folder, keep=config.keep)
+        self._memory_every = (
+            config.memory_every if isinstance(config, StepFlags) and self._run is not None and writes else 0
+        )
+        memory = InMemory(copies=config.memory_copies) if self._memory_every and isinstance(config, StepFlags) else None
+        self._checkpoints = Checkpointer(folder, keep=config.keep, memory=memory)
         # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         every = config.corruption_every if isinstance(config, StepFlags) else 0
@@ -120,16 +124,18 @@ class Session:
             self.mesh.agreement.note("Session", dataclasses.asdict(config))
         if self._writes:
             self.start = self._step = self._resume()
+        if self._checkpoints.resumed_in_memory:
+            self._save(self.start)  # so that a lost host cannot cost it
         if self.start >= self._total:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
-                checkpoints.release()
+                checkpoints.close()
             unit = f"{self._unit}s"
             print0(
                 f"{config.out} has its {self.start} {unit}; give more --{unit} to go on, or another --out to begin anew"
             )
             return self
         if self.start:
-            print0(f"resume from {self._unit} {self.start}")
+            print0(f"resume from {self._unit} {self.start}{' in memory' * self._checkpoints.resumed_in_memory}")
         is_main = dist.get_rank() == 0
         with ExitStack() as files:  # what is open is closed again where opening the rest fails
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
@@ -259,6 +265,10 @@ class Session:
         self._write_lines(waiting=0 if saves or self.stopped or step == self._total or not self._arriving else 1)
         if saves:
             self._save(step)
+        if self._memory_every and step % self._memory_every == 0 and not self.stopped:
+            state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
+            assert self._run is not None
+            self._checkpoints.save_in_memory(step, self._run, self._optimizer, **state)
 
     def _write_lines(self, *, waiting: int) -> None:
         """All but the last `waiting`."""

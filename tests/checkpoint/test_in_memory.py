@@ -54,7 +54,7 @@ def save(folder: str, spec: str, how: How = How()) -> tuple[Whole, list[float], 
     for step in (1, 2):
         training.train(1, noise=how.noise)
         checkpointer.save_in_memory(step, training.run, training.optimizer, **training.holders)
-    checkpointer._memory.wait()  # type: ignore[union-attr]
+    checkpointer.wait_in_memory()
     return training.whole_state(), training.train(1, noise=how.noise), training.whole_state()
 
 
@@ -177,7 +177,7 @@ def go_on(folder: str, spec: str) -> list[int]:
     steps = [second.resume(training.run, training.optimizer, **training.holders)]
     training.train(1)
     second.save_in_memory(3, training.run, training.optimizer, **training.holders)
-    second._memory.wait()  # type: ignore[union-attr]
+    second.wait_in_memory()
     if dist.get_rank() == 1:
         for path in Path(folder, "ram").glob("*/rank-00001.*.json"):
             if '"step": 3' in path.read_text():

@@ -7,4 +7,4 @@ from ._restore import Kept as Kept
 from ._restore import SlotReader as SlotReader
 from ._restore import index_of as index_of
 from ._restore import newest as newest
-from ._restore import snapshot_of as snapshot_of
+from ._restore import snapshot_in_memory as snapshot_in_memory

@@ -25,9 +25,8 @@ from meshkit.checkpoint._agree import gather_results, host_group, on_rank_0
 from meshkit.checkpoint._dcp import Part
 from meshkit.checkpoint._save import HostCopies
 from meshkit.checkpoint._snapshot import Snapshot
-from meshkit.checkpoint._values import encode
 from meshkit.checkpoint.in_memory._restore import Kept, newest
-from meshkit.checkpoint.in_memory._slots import SLOTS, Header, Shard, Slot, lay_out, remove, views
+from meshkit.checkpoint.in_memory._slots import SLOTS, Header, Shard, Slot, lay_out, remove, remove_if_empty, views
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import CheckpointError
 from meshkit.mesh import Mesh
@@ -185,7 +184,8 @@ class Keeper:
     @staticmethod
     @torch.no_grad()
     def _copy(slots: _Slots, parts: Mapping[str, Part]) -> None:
-        torch._foreach_copy_([slots.views[key] for key in parts], [part.tensor for part in parts.values()])
+        for key, part in parts.items():
+            slots.views[key].copy_(part.tensor)
 
     def _finish(
         self,
@@ -197,7 +197,7 @@ class Keeper:
     ) -> None:
         if staged:
             self._copy(slots, staged)
-        state, tensors = encode(dict(snapshot.state))
+        state, tensors = snapshot.encode()
         header = Header(
             origin=self._origin,
             life=self._life,
@@ -206,7 +206,6 @@ class Keeper:
             ranks=dist.get_world_size(group),
             mesh=mesh,
             shards=slots.shards,
-            facts=dict(snapshot.facts),
             state=state,
             tensors=safetensors.torch.save(tensors).hex(),
             config=snapshot.config,
@@ -253,7 +252,12 @@ class Keeper:
         """discard: the job needs them no more; else they stay for the next start."""
         if self._life and discard:
             self.wait()
-            remove(self.folder)
+            remove(self.folder, but=self._life)
+            for slots in self._slots:
+                if slots is not None:  # others of this host may be writing theirs still
+                    for slot in (slots.own, *slots.copies.values()):
+                        slot.remove()
+            remove_if_empty(self.folder)
         self._thread.shutdown(wait=discard)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import socket
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from meshkit.checkpoint._dcp import Index
-from meshkit.checkpoint._snapshot import Snapshot
+from meshkit.checkpoint._snapshot import Snapshot, snapshot_of
 from meshkit.checkpoint._values import decode, dtype_of
 from meshkit.checkpoint.in_memory._slots import Found, Header, find, views
 
@@ -105,11 +106,16 @@ def _checked(found: Sequence[Found], hosts: list[str], group: dist.ProcessGroup)
     return Kept(headers=dict(sorted(sound.items())), servers=dict(servers), buffers=buffers, hosts=hosts)
 
 
-def snapshot_of(kept: Kept) -> Snapshot:
-    first = kept.headers[0]
-    tensors = safetensors.torch.load(bytes.fromhex(first.tensors))
-    facts = {name: entry for header in kept.headers.values() for name, entry in header.facts.items()}
-    return Snapshot(step=first.step, state=decode(first.state, tensors), facts=facts, config=first.config)
+def snapshot_in_memory(kept: Kept) -> Snapshot:
+    """As the first rank had it, with what each has of the optimizer."""
+    snapshots = [
+        snapshot_of(
+            decode(header.state, safetensors.torch.load(bytes.fromhex(header.tensors))), kept.step, header.config
+        )
+        for header in kept.headers.values()
+    ]
+    facts = {name: entry for snapshot in snapshots for name, entry in snapshot.facts.items()}
+    return dataclasses.replace(snapshots[0], facts=facts)
 
 
 def index_of(kept: Kept) -> Index:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from meshkit.checkpoint._dcp import Part
-from meshkit.checkpoint._state import ParameterFacts, dtype_name
+from meshkit.checkpoint._state import dtype_name
 from meshkit.checkpoint._values import dtype_of
 from meshkit.core.digests import digest_json
 from meshkit.core.full_disk import telling_of_a_full_disk
@@ -54,7 +54,7 @@ class Shard:
 class Header:
     """What a slot holds. origin, life: of the folder of checkpoints, and of the start of the job that wrote it; slots of one
     step belong together where both are the same. ranks: that saved. sum: of the words of its bytes. state, tensors: what is
-    not a shard, as `_values` writes it, with its tensors in hexadecimal; facts: of the optimizer, by parameter.
+    not a shard, as `Snapshot.encode` gives it, the tensors as a safetensors file in hexadecimal.
     """
 
     origin: str
@@ -64,7 +64,6 @@ class Header:
     ranks: int
     mesh: dict[str, int]
     shards: dict[str, Shard]
-    facts: dict[str, ParameterFacts]
     state: Any
     tensors: str
     config: str
@@ -88,7 +87,6 @@ def decode_header(data: bytes) -> Header | None:
         if body.pop("digest") != digest_json(body):
             return None
         body["shards"] = {key: _shard(**entry) for key, entry in body["shards"].items()}
-        body["facts"] = {name: ParameterFacts(**entry) for name, entry in body["facts"].items()}
         return Header(**body)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -147,6 +145,10 @@ class Slot:
         """What it holds is not whole from now on."""
         self._header.unlink(missing_ok=True)
 
+    def remove(self) -> None:
+        self.clear()
+        self.data.unlink(missing_ok=True)
+
     def complete(self, header: bytes) -> None:
         """What it holds is whole."""
         partial = self._header.with_suffix(".partial")
@@ -192,8 +194,11 @@ def remove(folder: Path, *, but: str = "") -> None:
         named = re.fullmatch(_NAME, path.stem)
         if named is None or named["life"] != but:
             path.unlink(missing_ok=True)
+
+
+def remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        folder.rmdir()  # where nothing is left
+        folder.rmdir()
 
 
 _NAME = r"rank-(?P<rank>\d{5,})\.(?P<life>[0-9a-f]+)\.\d"
