@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/in_memory.py --mesh dp_shard=2 --tokens 8192 --record
 
 A save copies weights and moments once and sums their words; the step computes with each weight for each token. So its share
-falls with the tokens of a rank, and with the ranks that share the weights. Steps with and without a save take turns. Prints one
-JSON row, of rank 0; --record adds it to results/in_memory.jsonl.
+falls with the tokens of a rank, and with the ranks that share the weights. Steps with and without a save take turns. Prints
+one JSON row, of rank 0; --record adds it to results/in_memory.jsonl.
 """
 
 from __future__ import annotations

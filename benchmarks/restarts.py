@@ -3,10 +3,10 @@
     python benchmarks/restarts.py --kills 50
     python benchmarks/restarts.py --ranks 8 --mesh "pp=2 dp_shard=2 tp=2" --kills 50 --record
 
-The job keeps its state in memory in every step, and starts anew in place (`run_main(restarts=)`); each kill comes at a random
-moment of a random rank, at the earliest two steps after the last one. At the end its state is compared, bit for bit, with that of a
-job that nobody struck. Seconds are from the kill to the end of the first step afterwards. Prints one JSON row; --record adds it
-to results/restarts.jsonl.
+The job keeps its state in memory in every step, and starts anew in place (`run_main(restarts=)`). Each kill comes at a random
+moment of a random rank, at the earliest two steps after the last one. At the end the state is compared, bit for bit, with
+that of a job that nobody struck. Seconds are from the kill to the end of the first step afterwards. Prints one JSON row;
+--record adds it to results/restarts.jsonl.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     steps = 4 * options.kills + 10
     with tempfile.TemporaryDirectory() as folder:
         struck, whole = Path(folder, "struck"), Path(folder, "whole")
-        job = start(struck, options.ranks, mesh=options.mesh, steps=steps, restarts=options.kills)
+        job = start(struck, options.ranks, mesh=options.mesh, steps=steps, restarts=options.kills, ram="/dev/shm")
         seconds, lost = [], []
         for life in track(range(options.kills), description="kills"):
             reached = wait(struck, life, 2)

@@ -2,6 +2,7 @@
 
 from ._run_main import run_main as run_main
 from .alerts import Alert as Alert
+from .crew import Restarts as Restarts
 from .corruption import CorruptionGuard as CorruptionGuard
 from .location import Location as Location
 from .location import location_now as location_now

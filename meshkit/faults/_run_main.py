@@ -12,6 +12,7 @@ from typing import NoReturn
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults.alerts import Alerts, Hook
+from meshkit.faults.crew import Restarts
 from meshkit.faults.location import location_of
 from meshkit.faults.page import Page
 from meshkit.faults.supervise import supervise
@@ -23,7 +24,7 @@ RESTARTS = "MESHKIT_RESTARTS"
 def run_main(
     main: Callable[[], None],
     *,
-    restarts: int | None = None,
+    restarts: int | Restarts | None = None,
     stall_s: float = 60.0,
     alert: Hook | None = None,
     page: str | os.PathLike[str] | None = None,
@@ -37,21 +38,23 @@ def run_main(
     Processes that the recipe starts have one thread each, as ranks that torchrun starts, unless OMP_NUM_THREADS says more.
     restarts: how often all ranks are started anew, in place, when one has died or raised: this process stays as a supervisor,
     which has all modules imported, and forks; see `supervise`. `main` then resumes, as after a restart by torchrun. Default:
-    the variable MESHKIT_RESTARTS of the environment, which the launch line sets beside the launcher's own; else 0.
+    the variable MESHKIT_RESTARTS of the environment, as "3" or "3 spares=1 multiple=8", which the launch line sets; else 0.
     stall_s: how long a rank waits at one location before it names the rank it waits for; it goes on waiting, until
     the timeout of the mesh. alert: who is told what is reported here, see `Alerts`. page: an HTML file that rank 0 writes
     every five seconds: where each rank is, and whether it works or waits, see `Page`.
     Wire: a thread of each rank writes its location into the store of the world, 300 bytes a second (beyond 500 ranks less).
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Before `main`, on the main thread: signal handlers can be set nowhere else.
-    rank = int(os.environ.get("RANK", "0"))
     try:
-        supervise(_restarts_of_launch() if restarts is None else restarts)
+        if restarts is None:
+            restarts = Restarts.parse(os.environ.get(RESTARTS, "0"))
+        supervise(Restarts(times=restarts) if isinstance(restarts, int) else restarts)
+        # Before `main`, on the main thread: signal handlers can be set nowhere else.
+        rank = int(os.environ.get("RANK", "0"))  # of this life
         watchdog = Watchdog(stall_s=stall_s, alerts=Alerts(alert), page=None if page is None or rank else Page(page))
     except PlanError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a host have the same files
-            report(f"PlanError (rank {rank}): {error}")
+            report(f"PlanError (rank {os.environ.get('RANK', '0')}): {error}")
         else:
             time.sleep(3)  # torchrun ends all ranks as soon as one has: not before that one has spoken
         _exit(error.exit_code)
@@ -65,13 +68,6 @@ def run_main(
         watchdog.leave("done")
     watchdog.finish()
     _exit(status)
-
-
-def _restarts_of_launch() -> int:
-    given = os.environ.get(RESTARTS, "0")
-    if not given.isdecimal():
-        raise PlanError(f"{RESTARTS}={given!r}: give a number of restarts, 0 or more.")
-    return int(given)
 
 
 def _report_error(error: Exception, watchdog: Watchdog) -> None:

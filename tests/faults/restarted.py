@@ -3,7 +3,7 @@
 What it writes:
 
 pid-RANK      of the process that trains, not of its supervisor
-steps         a line for each start and each step of the first rank: word, life, step, time
+steps         a line for each start and each step of the first rank: word, life, step, time, loss
 state-RANK    at the end: a digest of all that later steps would depend on
 """
 
@@ -27,10 +27,14 @@ class Config:
     steps: int = 20
     save_every: int = 0
     """on disk; 0: never"""
-    restarts: int = 3
+    restarts: str = "3"
     copies: int = 1
+    noise: float = 0.1
+    """losses are scaled by draws of each rank"""
     ram: Path | None = None
     """default: in `out`, so that nothing stays of a job that is not started again"""
+    pause_s: float = 0.0
+    """of every step"""
     raises: int = 0
     """in this step of the first life one rank raises"""
 
@@ -49,19 +53,20 @@ def main(config: Config) -> None:
         start = checkpointer.resume(*state, **training.holders)
         (config.out / f"pid-{rank}").write_text(str(os.getpid()))
         if mesh.rank == 0:
-            print("start", life, start, time.time(), file=said)
+            print("start", life, start, time.time(), "nan", file=said)
         for step in range(start + 1, config.steps + 1):
             if step == config.raises and life == "0" and rank == 1:
                 raise RuntimeError("this rank has had enough")
-            training.train(1, noise=0.1)
+            (loss,) = training.train(1, noise=config.noise)
+            time.sleep(config.pause_s)
             if config.save_every and step % config.save_every == 0:
                 checkpointer.save(step, *state, **training.holders)
             checkpointer.save_in_memory(step, *state, **training.holders)
             if mesh.rank == 0:
-                print("step", life, step, time.time(), file=said)
+                print("step", life, step, time.time(), repr(loss), file=said)
     (config.out / f"state-{rank}").write_text(training.local_state())
 
 
 if __name__ == "__main__":
     config = tyro.cli(Config)
-    mk.run_main(lambda: main(config), restarts=config.restarts)
+    mk.run_main(lambda: main(config), restarts=mk.faults.Restarts.parse(config.restarts))

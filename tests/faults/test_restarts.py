@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,8 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshkit.errors import PlanError
+from meshkit.faults import Restarts
+from meshkit.faults.crew import next_members
 from meshkit.faults.supervise import supervise
 from tests.depth import DEEP, thin
 from tests.recipes.launch import ROOT, TORCHRUN, command_line, finish, start_command
@@ -31,13 +37,14 @@ class Line:
     life: int
     step: int
     time: float
+    loss: float
 
 
 def lines(out: Path) -> list[Line]:
     """Of the first rank's file, without a line that is half written."""
     text = (out / "steps").read_text() if (out / "steps").exists() else ""
     words = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [Line(word, int(life), int(step), float(at)) for word, life, step, at in words]
+    return [Line(word, int(life), int(step), float(at), float(loss)) for word, life, step, at, loss in words]
 
 
 def wait_for_step(out: Path, life: int, step: int) -> None:
@@ -69,7 +76,7 @@ def test_killed_twice_and_raised_once_it_ends_as_if_nothing_had_been(tmp_path: P
     status, output = finish(job)
     assert status == 0, output
     assert states(struck, 4) == states(whole, 4)
-    assert "rank 1 on " in output and "ended with exit code 1: all ranks start anew, 1 of 3." in output
+    assert "\nrank 1 ended with exit code 1: all ranks start anew, 1 of 3.\n" in output
     assert output.count("ended by SIGKILL: all ranks start anew") == 2, output
     told = lines(struck)
     for before, after in pairwise(told):
@@ -89,4 +96,65 @@ def test_a_process_that_uses_a_device_is_not_forked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.get_device_module", lambda: SimpleNamespace(is_initialized=lambda: True))
     with pytest.raises(PlanError, match=r"run_main\(restarts=...\) forks, and this process uses a device already."):
-        supervise(1)
+        supervise(Restarts(times=1))
+
+
+LIVES = st.sets(st.integers(0, 9))
+
+
+@given(st.integers(1, 6), LIVES, st.integers(1, 4))
+def test_who_lives_keeps_its_rank_and_the_lost_are_replaced_by_who_has_none(
+    ranks: int, alive: set[int], multiple: int
+) -> None:
+    before = tuple(range(ranks))
+    members = next_members(before, alive, ranks=ranks, multiple=None)
+    assert (members is None) == (len(alive) < ranks)
+    if members is not None:
+        assert len({*members}) == ranks and {*members} <= alive
+        assert all(members[rank] == rank for rank in before if rank in alive)
+    fewer = next_members(before, alive, ranks=ranks, multiple=multiple)
+    assert fewer == members if members is not None else len(fewer or ()) == len(alive) // multiple * multiple
+    if fewer:  # and when all come back, all are there again
+        again = next_members(fewer, {*alive, *range(ranks)}, ranks=ranks, multiple=multiple)
+        assert again is not None and len({*again}) == ranks and again[: len(fewer)] == fewer
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("3", Restarts(times=3)),
+        ("", Restarts(times=0)),
+        ("2 spares=1 multiple=8", Restarts(times=2, spares=1, multiple=8)),
+    ],
+)
+def test_the_variable_of_a_launch_line(text: str, means: Restarts) -> None:
+    assert Restarts.parse(text) == means
+
+
+@pytest.mark.parametrize("text", ["often", "-1", "3 spare=1", "3 spares=x", "3 spares"])
+def test_what_is_no_number_of_restarts_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match='is no number of restarts. Give "3", or "3 spares=1 multiple=8"'):
+        Restarts.parse(text)
+
+
+def test_a_spare_takes_the_rank_of_a_process_that_is_gone_with_its_supervisor(tmp_path: Path) -> None:
+    """Without torchrun, which would end the others."""
+    struck, whole = tmp_path / "struck", tmp_path / "whole"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    told = command_line({"out": struck}, mesh="dp_shard=2", steps=STEPS, restarts="3 spares=1", pause_s=0.1)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    jobs = [
+        start_command([sys.executable, SCRIPT, *told], RANK=str(rank), LOCAL_RANK="0", **world) for rank in range(3)
+    ]
+    wait_for_step(struck, 0, 4)
+    jobs[1].kill()  # the kernel ends its rank with it
+    ended = [finish(job) for job in jobs]
+    assert [status for status, _ in ended] == [0, -signal.SIGKILL, 0], ended
+    assert "all ranks start anew, 1 of 3." in ended[0][1]
+    starts = [each for each in lines(struck) if each.word == "start"]
+    assert [each.life for each in starts] == [0, 1] and starts[1].step >= 4
+    status, output = finish(start(whole, 2, mesh="dp_shard=2", steps=STEPS, restarts="0"))
+    assert status == 0, output
+    assert states(struck, 2) == states(whole, 2)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from meshkit.checkpoint import InMemory
+from meshkit.checkpoint.in_memory import Keeper
 from tests.depth import deep
 from tests.faults.hosts import CARD, Hosts, two_hosts
 from tests.faults.test_drill import flags
-from tests.recipes.launch import ROOT, TORCHRUN, _run_script, finish, read_losses, run, start_command
+from tests.faults.test_restarts import lines
+from tests.recipes.launch import ROOT, TORCHRUN, _run_script, command_line, finish, read_losses, run, start_command
 from tests.world import fork
 
 SCRIPT = "tests/faults/drill.py"
@@ -148,3 +154,62 @@ def kill_all_of(hosts: Hosts, host: int) -> None:
     )
     for pid in inside.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
+
+
+def start_supervised(hosts: Hosts, host: int, out: Path) -> subprocess.Popen[str]:
+    """Without torchrun: by the environment that a launcher gives."""
+    environment = {
+        "GLOO_SOCKET_IFNAME": CARD,
+        "MASTER_ADDR": hosts.addresses[0],
+        "MASTER_PORT": "29500",
+        "RANK": str(host),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
+    values = command_line(
+        {"out": out}, mesh="dp_shard=-1", steps=GROWN + 40, pause_s=0.2, noise=0.0, restarts="9 multiple=1"
+    )
+    command = [sys.executable, str(ROOT / "tests/faults/restarted.py"), *values]
+    return start_command(hosts.command(host, command), **environment)
+
+
+GROWN = 20
+
+
+def test_a_lost_host_costs_a_step_and_a_new_one_in_its_place_takes_part_again(hosts: Hosts, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def worlds() -> list[tuple[int, int]]:
+        """(life, step) of each start."""
+        return [(each.life, each.step) for each in lines(out) if each.word == "start"]
+
+    def last() -> int:
+        return max((each.step for each in lines(out)), default=0)
+
+    a, b = (start_supervised(hosts, host, out) for host in (0, 1))
+    try:
+        wait_until(lambda: last() >= 4, "step 4")
+        kill_all_of(hosts, 1)
+        finish(b, timeout_s=20)
+        before = last()
+        with mock.patch("socket.gethostname", lambda: hosts.names[1]):  # its memory is lost with it
+            shutil.rmtree(Keeper(InMemory(folder=out / "ram"), out / "checkpoints").folder)
+        wait_until(lambda: len(worlds()) == 2, "a second life")
+        assert worlds()[1][1] in (before, before + 1)
+        wait_until(lambda: last() >= GROWN, f"step {GROWN}")
+        b = start_supervised(hosts, 1, out)
+        wait_until(lambda: len(worlds()) == 3, "a third life")
+        status, output = finish(a, timeout_s=120)
+        assert status == 0, output
+        assert finish(b, timeout_s=20)[0] == 0
+    finally:
+        for host in (0, 1):
+            kill_all_of(hosts, host)
+    assert "rank 1 was lost" in output or "rank 0 ended with exit code 1: all ranks start anew as 1, 1 of 9." in output
+    assert "2 ranks in the place of 1: all ranks start anew as 2, 2 of 9." in output
+    whole = tmp_path / "whole"
+    assert (
+        run(1, "tests/faults/restarted.py", *command_line({"out": whole}, mesh="", steps=GROWN + 40, noise=0.0))[0] == 0
+    )
+    losses = {each.step: each.loss for each in lines(out) if each.word == "step"}
+    assert losses == pytest.approx({each.step: each.loss for each in lines(whole) if each.word == "step"}, rel=TOL_FP64)
