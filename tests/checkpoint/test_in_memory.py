@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,8 +20,9 @@ from torch import Tensor
 import meshkit as mk
 from meshkit.checkpoint import Checkpointer, InMemory
 from meshkit.checkpoint.in_memory import Keeper, partners
+from meshkit.models import LLAMA_PLAN, Llama
 from tests.checkpoint.test_meshes import MESHES, TOL_FP64_SUM, others_of
-from tests.checkpoint.training import build, refusal
+from tests.checkpoint.training import CONFIG, build, refusal
 from tests.depth import thin
 from tests.world import pool
 
@@ -262,3 +263,28 @@ def test_copies_are_on_other_hosts_each_on_one_of_its_own(hosts: list[str], copi
         keepers = [hosts[row[rank]] for row in rounds]
         assert host not in keepers
         assert len({*keepers}) == len(keepers)
+
+
+def reserved(folder: str, spec: str) -> tuple[int, int]:
+    """Bytes that this rank's slots take, and by the policy."""
+    training = build(spec, num_hidden_layers=2)
+    on_hosts(None)
+    checkpointer = keeping(folder)
+    for step in (1, 2):
+        training.train(1)
+        checkpointer.save_in_memory(step, training.run, training.optimizer)
+    checkpointer.wait_in_memory()
+    taken = sum(path.stat().st_size for path in Path(folder, "ram").glob(f"*/rank-{dist.get_rank():05d}.*.data"))
+    return taken, InMemory(copies=0).bytes_of(training.run, training.optimizer)
+
+
+def test_the_estimate_is_what_the_slots_take(tmp_path: Path) -> None:
+    spec = "dp_replicate=2 dp_shard=2"
+    for rank, (taken, told) in enumerate(pool(4).run(reserved, str(tmp_path), spec)):
+        assert taken == told
+        model = Llama(replace(CONFIG, num_hidden_layers=2)).double()
+        coordinate = {"dp_replicate": rank // 2, "dp_shard": rank % 2}
+        shape = {"rows": 1, "seq_len": 8, "coordinate": coordinate, "kernels": "cpu"}
+        estimated = mk.estimate(model, spec, plan=LLAMA_PLAN, in_memory=InMemory(copies=2), **shape)
+        assert estimated.in_memory_bytes == 3 * taken
+        assert "checkpoints there" in str(estimated)

@@ -20,16 +20,18 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshkit.checkpoint._agree import gather_results, host_group, on_rank_0
 from meshkit.checkpoint._dcp import Part
-from meshkit.checkpoint._save import HostCopies
+from meshkit.checkpoint._save import HostCopies, collect
 from meshkit.checkpoint._snapshot import Snapshot
 from meshkit.checkpoint.in_memory._restore import Kept, newest
 from meshkit.checkpoint.in_memory._slots import SLOTS, Header, Shard, Slot, lay_out, remove, remove_if_empty, views
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import CheckpointError
 from meshkit.mesh import Mesh
+from meshkit.step import Run
 
 ORIGIN = ".in-memory.json"  # in the folder of checkpoints: whose slots are meant
 
@@ -49,6 +51,11 @@ class InMemory:
     def __post_init__(self) -> None:
         if self.copies < 0:
             raise CheckpointError(f"InMemory(copies={self.copies}): keep 0 or more copies on other hosts.")
+
+    def bytes_of(self, run: Run, optimizer: Optimizer | None) -> int:
+        """Of host memory for this rank, once the optimizer has its state: its slots, and as many as it keeps for others."""
+        _, parts = collect(run, optimizer, step=0, scheduler=None, loader=None, config=None, extra=None)
+        return SLOTS * (1 + self.copies) * lay_out(parts)[1]
 
 
 def partners(hosts: Sequence[str], copies: int) -> list[list[int]]:

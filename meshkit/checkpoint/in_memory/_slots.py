@@ -137,6 +137,8 @@ class Slot:
         self.clear()
         folder = self.data.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(folder):
+            raise CheckpointError(f"InMemory: {folder} is another user's. Delete it, or give another folder=.")
         with telling_of_a_full_disk(CheckpointError, f"InMemory: {folder}", folder, size), self.data.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
         self.buffer = torch.from_file(str(self.data), shared=True, size=size, dtype=torch.uint8)
@@ -177,7 +179,7 @@ class Found:
 def find(folder: Path, origin: str) -> list[Found]:
     """The whole slots of this host, written for this folder of checkpoints."""
     found = []
-    for path in sorted(folder.glob("rank-*.json")) if folder.is_dir() else []:
+    for path in sorted(folder.glob("rank-*.json")) if folder.is_dir() and _is_ours(folder) else []:
         named = re.fullmatch(_NAME, path.stem)
         with contextlib.suppress(OSError):
             header = decode_header(path.read_bytes())
@@ -186,6 +188,11 @@ def find(folder: Path, origin: str) -> list[Found]:
             if (header.rank, header.life) == (int(named["rank"]), named["life"]):
                 found.append(Found(path=path.with_suffix(".data"), header=header))
     return found
+
+
+def _is_ours(folder: Path) -> bool:
+    """Anybody can make a folder on the RAM disk, and what is loaded from it is believed."""
+    return folder.stat().st_uid == os.getuid()
 
 
 def remove(folder: Path, *, but: str = "") -> None:

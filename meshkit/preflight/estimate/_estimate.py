@@ -6,12 +6,14 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshkit._parallelize import parallelize
+from meshkit.checkpoint import InMemory
 from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimating
@@ -47,6 +49,7 @@ def estimate(
     kernels: Kernels = "cuda",
     optimizer: MakeOptimizer | None = None,
     loss: Loss = next_token_loss,
+    in_memory: InMemory | None = None,
     **choices: Any,
 ) -> Estimate:
     """Estimate the memory of one rank in an optimizer step, before anything runs: bytes by kind, the peak and where it is.
@@ -58,6 +61,7 @@ def estimate(
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
     it is run in; default: the strategy's, or 1.
     world_size: default what `spec` needs. coordinate: the rank's index on each dense axis, default 0; stages differ.
+    in_memory: what a Checkpointer keeps in the memory of the hosts, with copies for others.
     optimizer: (run) -> optimizer, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
     does; "cpu" counts what a run on CPU holds. Not counted: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
@@ -83,7 +87,9 @@ def estimate(
             for _ in range(2):  # the first step makes the optimizer state; the second is measured
                 tracker.forget_points()
                 tracked_step(tracker, run, built_optimizer, batch, microbatches, loss)
-        return result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+        estimated = result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
+        kept_bytes = 0 if in_memory is None else in_memory.bytes_of(run, built_optimizer)
+        return replace(estimated, in_memory_bytes=kept_bytes)
 
 
 def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:

@@ -18,7 +18,7 @@ class Estimate:
 
     most: of each group, the most at any moment. at_peak: of each group when the sum was greatest. activations: by module,
     what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
-    measured_bytes: the peak of a real run, where `beside` was given it.
+    measured_bytes: the peak of a real run, where `beside` was given it. in_memory_bytes: of the host, for checkpoints there.
     """
 
     spec: MeshSpec
@@ -31,6 +31,7 @@ class Estimate:
     points: tuple[Point, ...] = field(repr=False)
     took_s: float = 0.0
     measured_bytes: int | None = None
+    in_memory_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -103,6 +104,8 @@ def _groups(estimate: Estimate) -> list[str]:
     rows.append(("all on the device", format_bytes(estimate.peak_bytes), "", ""))
     if estimate.host_bytes:
         rows.append(("on the host", format_bytes(at_peak["on the host"]), format_bytes(estimate.host_bytes), ""))
+    if estimate.in_memory_bytes:
+        rows.append(("checkpoints there", "", format_bytes(estimate.in_memory_bytes), ""))
     if estimate.measured_bytes is not None:
         off = estimate.peak_bytes / estimate.measured_bytes - 1
         rows.append(("measured", format_bytes(estimate.measured_bytes), "", f"the estimate is {off:+.1%} off"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import tyro
 
+from meshkit.checkpoint import InMemory
 from meshkit.errors import MeshError, PlanError
 from meshkit.mesh import Mesh, MeshSpec
 from meshkit.preflight.estimate._estimate import Kernels, estimate
@@ -80,7 +81,8 @@ class Recipe:
         }
 
     def estimate(self, spec: MeshSpec, coordinate: dict[str, int], kernels: Kernels) -> Estimate:
-        return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, **self.step(spec))
+        kept = InMemory(copies=self.config.memory_copies) if getattr(self.config, "memory_every", 0) else None
+        return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, in_memory=kept, **self.step(spec))
 
 
 def load_script(path: Path, *, verb: str = "estimate") -> ModuleType:
