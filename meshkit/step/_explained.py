@@ -12,6 +12,12 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.program import FUNCTIONAL, is_functional, model_line
 
+SHARDS_MEET_OTHERS = (
+    "mixed torch.Tensor and DTensor",
+    "inputs with different meshes",  # a gathered parameter, which is split over tp alone, and a shard; before 2.15:
+    "does not support cross-mesh operation",
+)
+
 
 @contextmanager
 def explained(model: nn.Module, full: nn.Module, tp: int) -> Iterator[None]:
@@ -25,7 +31,7 @@ def explained(model: nn.Module, full: nn.Module, tp: int) -> Iterator[None]:
         kind = type(full).__name__
         if is_functional(error):
             raise PlanError(f"{kind} at {model_line(error)}: {FUNCTIONAL}") from error
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        if not any(said in str(error) for said in SHARDS_MEET_OTHERS):
             raise
         if _runs_backward(error):
             raise PlanError(_of_backward(error, kind)) from error
@@ -34,7 +40,8 @@ def explained(model: nn.Module, full: nn.Module, tp: int) -> Iterator[None]:
             remedy = "Use mk.cross_entropy(logits, labels), or logits.full_tensor(). " if tp > 1 else ""
             raise PlanError(
                 f"{model_line(error)}: the loss meets {logits}a parameter, which outside of its module's forward is a shard, "
-                f"a DTensor, with a plain tensor. {remedy}What it needs of parameters the model returns beside its output."
+                f"a DTensor, with a plain tensor, or one that is split otherwise. {remedy}What it needs of parameters the "
+                "model returns beside its output."
             ) from error
         raise PlanError(
             f"{kind} at {model_line(error)}: a parameter is used outside of the forward of the module that holds it (by "

@@ -78,6 +78,11 @@ REFUSED = {
     ("odd.ByExactClass", "dp_shard=2"): "Use isinstance",
     ("odd.ByExactClass", "tp=2"): "Use isinstance",
     ("odd.UsesChildWeight", "dp_shard=2"): "outside of the forward",
+    ("odd.Penalised", "dp_shard=2 tp=2"): "a parameter is used outside of the forward of the module that holds it",
+    (
+        "odd.PenaltyInLoss",
+        "dp_shard=2 tp=2",
+    ): "the loss meets logits that are split over the vocabulary on tp=2, or a parameter",
     ("odd.PenaltyInLoss", "dp_shard=2"): "A penalty on weights is the optimizer's weight_decay",
     ("reformer", "dp_shard=2"): "runs modules again",
 }
