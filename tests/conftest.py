@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import torch.distributed as dist
 
 import tests.depth  # noqa: F401  # sets how much hypothesis draws
 from tests.world import CRASHES
+
+# Each connection to a store asks for the name of its address, and a machine that does not know `::1` asks a name server.
+# Where that drops a question, a rank waits 5 s by default (every 25th connection on the machine where it was found).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 RUN_AGAIN = "run again, since a rank ended in native code"
 
