@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, InMemory, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
-from meshkit.errors import MeshkitError, StepError
+from meshkit.errors import MeshkitError, PlanError, StepError
 from meshkit.faults import send_alert, watch_with
 from meshkit.faults.corruption import CorruptionGuard
 from meshkit.faults.nan_guard import NonFiniteGuard
@@ -96,14 +96,12 @@ class Session:
         self._total: int = getattr(config, f"{unit}s")
         self._optimizer, self._scheduler, self._loader = optimizer, scheduler, loader
         folder = config.out / "checkpoints"
-        self._memory_every = (
-            config.memory_every if isinstance(config, StepFlags) and self._run is not None and writes else 0
-        )
+        self._memory_every = _every(config, "memory_every", run) if writes else 0
         memory = InMemory(copies=config.memory_copies) if self._memory_every and isinstance(config, StepFlags) else None
         self._checkpoints = Checkpointer(folder, keep=config.keep, memory=memory)
         # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
-        every = config.corruption_every if isinstance(config, StepFlags) else 0
+        every = _every(config, "corruption_every", run)
         self._corruption = (
             CorruptionGuard(run, optimizer, every_steps=every)
             if every and isinstance(run, Run) and optimizer is not None
@@ -308,3 +306,13 @@ class Session:
             if run is not None:
                 extra = state if index == 0 else None
                 checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)
+
+
+def _every(config: RunFlags, flag: str, run: Run | Mesh) -> int:
+    """How often, by a flag of recipes that train one run; 0 is never. Raises: PlanError for several runs."""
+    every: int = getattr(config, flag, 0)
+    if every and not isinstance(run, Run):
+        raise PlanError(
+            f"--{flag.replace('_', '-')} {every}: this recipe trains several runs, and it is of one. Leave it out."
+        )
+    return every

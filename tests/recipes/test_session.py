@@ -255,3 +255,49 @@ def test_state_with_a_flipped_bit_is_not_saved(tmp_path: Path) -> None:
     for said in run_ranks(2, flipped, str(tmp_path)):
         assert "step 4: silent data corruption since step 2: 0.weight changed on rank 1 while nothing wrote it" in said
     assert sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
+
+
+def struck(out: str) -> None:
+    """A run that keeps each step in memory, saves none, and ends in its fifth."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, optimizer = tiny_run(mesh)
+    config = StepFlags(out=Path(out), warmup_steps=0, lr_kind="constant", steps=8, save_every=100, memory_every=1)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        pytest.raises(RuntimeError, match="enough"),
+        Session(run, config, optimizer=optimizer, scheduler=config.lr_schedule(optimizer)) as session,
+    ):
+        for step in session.steps():
+            if step == 5:
+                raise RuntimeError("enough")
+            run.forward_backward(batch_of(step), loss=squares, count=count)
+            mk.clip_grad_norm(run, config.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            session.stop_clock(tokens=8)
+
+
+def test_a_run_goes_on_from_memory_which_is_then_on_disk_too(tmp_path: Path) -> None:
+    run_ranks(2, struck, str(tmp_path))
+    assert not [*(tmp_path / "checkpoints").glob("step-*")]
+    flags = {"steps": 8, "save_every": 100, "memory_every": 1}
+    for told in run_ranks(2, train, str(tmp_path), flags):
+        assert told["start"] == 4 and told["made"] == [5, 6, 7, 8]
+        assert "resume from step 4 in memory" in told["said"] or not told["said"]
+    steps = sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps == ["step-00000004", "step-00000008"]
+
+
+def refused_of_parts(out: str, flag: str) -> str:
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, optimizer = tiny_run(mesh)
+    config = StepFlags(out=Path(out), **{flag: 1})  # type: ignore[arg-type]
+    with pytest.raises(mk.MeshkitError) as raised:
+        Session(mesh, config, parts={"actor": (run, optimizer, None)})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["memory_every", "corruption_every"])
+def test_what_looks_after_one_run_is_refused_of_several(tmp_path: Path, flag: str) -> None:
+    (said,) = {*run_ranks(2, refused_of_parts, str(tmp_path), flag)}
+    assert said == f"--{flag.replace('_', '-')} 1: this recipe trains several runs, and it is of one. Leave it out."
