@@ -42,9 +42,8 @@ class Last:
     def text(self) -> str:
         """`call 4711 on tp (all_reduce of 2.1 MB)`."""
         size = f" of {_bytes(self.size)}" if self.size else ""
-        if self.message:
-            return f"message {self.count} from rank {self.ranks[0]} to rank {self.ranks[1]} on {self.axis or 'a group'}{size}"
-        return f"call {self.count} on {self.axis or ranges_in_words(self.ranks)} ({self.op}{size})"
+        way = f" from rank {self.ranks[0]} to rank {self.ranks[1]}" if self.message else ""
+        return f"call {self.count} on {self.axis or ranges_in_words(self.ranks)} ({self.op}{size}{way})"
 
 
 def last_calls() -> list[Last]:
@@ -82,9 +81,12 @@ def unpacked(rows: Iterable[Sequence[Any]]) -> list[Last]:
     ]
 
 
-def missing_calls(calls: Mapping[int, Sequence[Last]]) -> list[str]:
+def missing_calls(calls: Mapping[int, Sequence[Last]], gone: Iterable[int] = ()) -> list[str]:
     """Sentences on the calls in which ranks wait for others, of the last calls of each rank: who has not made them, or has
-    made another. The ranks that wait for nobody come first, since the others wait for them."""
+    made another. The ranks that wait for nobody come first, since the others wait for them.
+
+    gone: ranks that have ended or are silent. What they said last is too old to say how far they came."""
+    calls = {rank: own for rank, own in calls.items() if rank not in (gone := set(gone))}
     waiting: dict[str, dict[int, Last]] = {}
     for rank, own in calls.items():
         for last in own:
@@ -101,15 +103,20 @@ def missing_calls(calls: Mapping[int, Sequence[Last]]) -> list[str]:
         if unlike:
             found.append((False, unlike))
         elif behind:
-            has = "has" if len(behind) == 1 else "have"
-            itself = any(last.waits for rank in behind for last in calls.get(rank, ()))
-            said = f"{ranges_in_words(behind)} {has} not made {one.text}: {_wait(list(inside))} in it."
-            found.append((itself, said))
+            lost = [rank for rank in behind if rank in gone]
+            itself = not lost and any(last.waits for rank in behind for last in calls.get(rank, ()))
+            found.append((itself, f"{_missing(lost or behind, one, lost=bool(lost))}: {_wait(list(inside))} in it."))
     return [said for _, said in sorted(found)[:SHOWN]]
 
 
+def _missing(ranks: Sequence[int], one: Last, *, lost: bool) -> str:
+    few = len(ranks) == 1
+    verb = ("is" if few else "are") + " missing in" if lost else ("has" if few else "have") + " not made"
+    return f"{ranges_in_words(ranks)} {verb} {one.text}"
+
+
 def waits_in(calls: Sequence[Last], rank: int) -> str:
-    """What this rank waits in, and with whom: " in call 4711 on tp (all_reduce of 2.1 MB), with ranks 1-3"; or ""."""
+    """What this rank waits in, and with whom: "call 4711 on tp (all_reduce of 2.1 MB), with ranks 1-3"; or ""."""
     for last in calls:
         if last.waits:
             others = [each for each in last.ranks if each != rank]

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from meshkit.core import _torch
 from meshkit.core.calls import calls_ignored
 from meshkit.errors import MeshError
+from meshkit.mesh.launcher import adopt_slurm
 
 POLL_S = 0.005
 SHOWN = 8  # ranks in an error
@@ -28,6 +29,7 @@ def start_world(device_type: str, timeout: timedelta) -> None:
 
     Raises: MeshError naming the ranks that have not come within the timeout.
     """
+    adopt_slurm()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else None if device_type != "cpu" else "gloo"
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
