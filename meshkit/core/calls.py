@@ -84,11 +84,14 @@ _axes: dict[str, str] = {}
 
 
 def name_group(group_name: str, axis: str) -> None:
-    """Let calls on this group be told by the axis of the mesh. A group of several meshes has the name in the last one."""
-    _axes[group_name] = axis
+    """Let calls on this group be told by the axis of the mesh. A group of several meshes has all its names: tp/dp_shard."""
+    known = _axes.get(group_name, "")
+    if axis and axis not in known.split("/"):
+        _axes[group_name] = f"{known}/{axis}" if known else axis
 
 
 def axis_of(group_name: str) -> str:
+    """"" for a group of no mesh."""
     return _axes.get(group_name, "")
 
 

@@ -1,8 +1,10 @@
-"""Faults: watchdog, heartbeat, alerts, status page, locations of failed ranks, stragglers, NaN guard, corruption."""
+"""Faults: watchdog, heartbeat, alerts, status page, ring of calls, locations of failed ranks, stragglers, slow links, NaN guard, corruption."""
 
 from ._run_main import run_main as run_main
 from .alerts import Alert as Alert
+from .calls import read_calls as read_calls
 from .corruption import CorruptionGuard as CorruptionGuard
+from .links import Link as Link
 from .location import Location as Location
 from .location import location_now as location_now
 from .location import location_of as location_of

@@ -153,7 +153,7 @@ def _wait(ranks: Sequence[int]) -> str:
 def _last(call: Call) -> Last:
     meeting = call.meeting
     return Last(
-        id=_id(meeting),
+        id=short_id(meeting),
         axis=meeting.axis,
         ranks=meeting.ranks,
         message=meeting.is_message,
@@ -164,7 +164,8 @@ def _last(call: Call) -> Last:
     )
 
 
-def _id(meeting: Meeting) -> str:
+def short_id(meeting: Meeting) -> str:
+    """The same on all its ranks."""
     text = f"{meeting.name} {meeting.ranks if meeting.is_message else ''}"
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 

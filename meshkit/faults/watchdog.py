@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from meshkit.core import _torch
 from meshkit.faults.alerts import Alerts, Hook, Kind
 from meshkit.faults.calls import CallFiles, last_calls, packed, waits_in
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left, failed, is_gone, is_silent
+from meshkit.faults.links import Link
 from meshkit.faults.location import Location, location_now
 from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
@@ -56,6 +57,12 @@ def send_alert(text: str, kind: Kind = "own") -> None:
     is printed, and without a hook nothing happens."""
     for watchdog in _watching:
         watchdog.alert(kind, text)
+
+
+def show_links(links: Sequence[tuple[Link, bool]]) -> None:
+    """On the status page, where there is one. With each, whether it is slow."""
+    for watchdog in _watching:
+        watchdog.show_links(links)
 
 
 def report(*lines: str) -> None:
@@ -108,6 +115,10 @@ class Watchdog:
     def tell(self, alerts: Alerts | None, page: Page | None, calls: CallFiles | None) -> None:
         """From now on; None leaves it as it is."""
         self._alerts, self._page, self._calls = alerts or self._alerts, page or self._page, calls or self._calls
+
+    def show_links(self, links: Sequence[tuple[Link, bool]]) -> None:
+        if self._page is not None:
+            self._page.show_links(links)
 
     def alert(self, kind: Kind, text: str) -> None:
         self._alerts.send(kind, text, rank=int(os.environ.get("RANK", "0")))

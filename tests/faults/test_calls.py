@@ -84,7 +84,8 @@ def recorded(spec: str) -> list[tuple[str, str, tuple[int, ...], int]]:
 )
 def test_a_step_leaves_its_calls_by_axis_alike_on_both_ends(spec: str, wanted: set[tuple[str, str]]) -> None:
     found = pool(2).run(recorded, spec)
-    kinds = {(axis, op) for calls in found for axis, op, _, _ in calls}
+    # The world of the pool has been in meshes of other tests, whose names it has as well.
+    kinds = {(axis, op) for calls in found for axes, op, _, _ in calls for axis in axes.split("/")}
     assert wanted <= kinds, kinds
     if spec in ("tp=2", "dp_shard=2"):
         assert [call[:3] for call in found[0]] == [call[:3] for call in found[1]]
@@ -113,7 +114,7 @@ def stuck(folder: str) -> tuple[str, list[str]]:
 
 def test_files_of_the_rings_tell_who_was_where(tmp_path: Path) -> None:
     (said, lines), (nothing, _) = pool(2).run(stuck, str(tmp_path))
-    assert "on dp_shard (all_reduce of 4 KB), with rank 1" in said and nothing == ""
+    assert "dp_shard" in said and said.endswith(" (all_reduce of 4 KB), with rank 1") and nothing == ""
     assert lines[0].startswith("rank 1 has not made call ") and lines[0].endswith(": rank 0 waits in it."), lines
     assert any("rank 1 on" in line and "step 3, of rank 1" in line for line in lines)
     assert any("test_calls.py" in line and "is waited for" in line for line in lines)
