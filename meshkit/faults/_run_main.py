@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -84,7 +85,7 @@ def _report_error(error: Exception, watchdog: Watchdog) -> None:
         return
     if not isinstance(error, MeshkitError):
         traceback.print_exception(error)
-    watchdog.report("error", text, *getattr(error, "__notes__", ()), f"It was at {location}.")
+    watchdog.report("error", text, *getattr(error, "__notes__", ()), f"It was at {location}, on {socket.gethostname()}.")
 
 
 def _exit(status: int) -> NoReturn:
