@@ -44,7 +44,7 @@ DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as man
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """Print who was where in the files of `run_main(calls=FOLDER)`: the calls that are missing, then the last of each rank."""
+    """Print who was where, from the files of `run_main(calls=FOLDER)`: calls that are missing, then the last of each rank."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
 

@@ -91,7 +91,7 @@ def name_group(group_name: str, axis: str) -> None:
 
 
 def axis_of(group_name: str) -> str:
-    """"" for a group of no mesh."""
+    """ "" for a group of no mesh."""
     return _axes.get(group_name, "")
 
 

@@ -1,4 +1,4 @@
-"""Faults: watchdog, heartbeat, alerts, status page, ring of calls, locations of failed ranks, stragglers, slow links, NaN guard, corruption."""
+"""Faults: watchdog, heartbeat, alerts, page, calls, locations of failed ranks, stragglers, links, NaN guard, corruption."""
 
 from ._run_main import run_main as run_main
 from .alerts import Alert as Alert

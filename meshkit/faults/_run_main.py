@@ -85,7 +85,9 @@ def _report_error(error: Exception, watchdog: Watchdog) -> None:
         return
     if not isinstance(error, MeshkitError):
         traceback.print_exception(error)
-    watchdog.report("error", text, *getattr(error, "__notes__", ()), f"It was at {location}, on {socket.gethostname()}.")
+    watchdog.report(
+        "error", text, *getattr(error, "__notes__", ()), f"It was at {location}, on {socket.gethostname()}."
+    )
 
 
 def _exit(status: int) -> NoReturn:

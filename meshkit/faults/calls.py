@@ -1,7 +1,7 @@
 """Calls of the ranks beside each other (flight recorder): which call is missing, and on which rank; rings in files.
 
-    mk.run_main(main, calls="runs/calls")
-    python -m meshkit calls runs/calls
+mk.run_main(main, calls="runs/calls")
+python -m meshkit calls runs/calls
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def _unlike(one: Last, inside: Mapping[int, Last]) -> str:
     if len(kinds) < 2:
         return ""
     texts = [
-        f"{op}{f' of {_bytes(size)}' if size else ''} on {ranges_in_words(ranks)}" for (op, size), ranks in kinds.items()
+        f"{op}{f' of {_bytes(size)}' if size else ''} on {ranges_in_words(ranks)}"
+        for (op, size), ranks in kinds.items()
     ]
     return f"ranks made different calls as call {one.count} on {one.axis or ranges_in_words(one.ranks)}: {', '.join(texts)}."
 
@@ -195,7 +196,9 @@ class CallFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PlanError(f"calls={str(folder)!r} cannot be written: {error.strerror}. Give a folder of yours.") from error
+            raise PlanError(
+                f"calls={str(folder)!r} cannot be written: {error.strerror}. Give a folder of yours."
+            ) from error
 
     def write(self, rank: int, location: str) -> None:
         now = time.monotonic()

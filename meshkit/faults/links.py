@@ -1,4 +1,4 @@
-"""Slow links (interconnect, bandwidth): how long the calls over each group of the mesh travel, apart from ranks that come late.
+"""Slow links (interconnect, bandwidth): how long the calls over each group of the mesh travel, apart from late ranks.
 
 Of the ranks of a call the last to come waits for nobody: the shortest wait in a group is what the wire costs, and what the
 others wait longer is lateness. No clock of two hosts is compared. A message has one sender: its way is the time from its
@@ -117,13 +117,11 @@ def gather_links(mesh: Mesh, steps: Sequence[Sequence[Sample]]) -> list[Link]:
     return links
 
 
-
-
-
-
 def links_of(axis: str, by_rank: Mapping[int, Sequence[Sequence[Sample]]]) -> list[Link]:
     """Of one axis: by rank, the samples of each step. The quickest step counts: noise only ever adds time."""
-    steps = [{rank: samples[step] for rank, samples in by_rank.items()} for step in range(len(next(iter(by_rank.values()))))]
+    steps = [
+        {rank: samples[step] for rank, samples in by_rank.items()} for step in range(len(next(iter(by_rank.values()))))
+    ]
     found: dict[tuple[int, ...], list[Link]] = defaultdict(list)
     for step in steps:
         for link in [*_of_collectives(axis, step), *_of_messages(axis, step)]:

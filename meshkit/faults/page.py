@@ -137,7 +137,7 @@ def _table_of_links(links: Sequence[tuple[Link, bool]]) -> str:
     worst = sorted(links, key=lambda each: (not each[1], each[0].axis, -each[0].wire_s))[:SHOWN]
     rows = "\n".join(_row_of_link(link, slow, link.wire_s / longest_s) for link, slow in worst)
     return (
-        "<h2>Links, by axis</h2>\n<p>Of a step: on the wire, how long the last of the ranks waits; late, how long the others wait "
+        "<h2>Links, by axis</h2>\n<p>Of a step: on the wire, how long the last rank waits; late, how long the others wait "
         'for it.</p>\n<table>\n<tr><th>axis</th><th>ranks</th><th class="n">calls</th><th class="n">MB/s</th>'
         f'<th class="n">on the wire</th><th class="n">late</th><th></th></tr>\n{rows}\n</table>\n'
     )
@@ -145,7 +145,12 @@ def _table_of_links(links: Sequence[tuple[Link, bool]]) -> str:
 
 def _row_of_link(link: Link, slow: bool, share: float) -> str:
     colour = _COLOURS["failed"] if slow else _COLOURS["waits"]
-    cells = (f"{link.calls}", f"{link.bytes_per_s / 1e6:.3g}", f"{link.wire_s * 1e3:.3g} ms", f"{link.late_s * 1e3:.3g} ms")
+    cells = (
+        f"{link.calls}",
+        f"{link.bytes_per_s / 1e6:.3g}",
+        f"{link.wire_s * 1e3:.3g} ms",
+        f"{link.late_s * 1e3:.3g} ms",
+    )
     numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
     bar = f'<td><div style="background:#789;height:.8em;width:{10 * share:.2f}em"></div></td>'
     ranks = ranges_in_words(link.ranks)

@@ -137,8 +137,8 @@ class Watchdog:
         if self._page is not None:
             _within(ANSWER_S, self._write_page)
         if self._has_store() and not self._store_failed:
-            # The store ends with this process. The others look at its last word once a beat, and know then that all is well, or
-            # what has failed.
+            # The store ends with this process. The others look at its last word once a beat, and know then that all is
+            # well, or what has failed.
             time.sleep(2 * self._heartbeat.beat_s if self._heartbeat is not None else 0)
 
     def _has_store(self) -> bool:
@@ -217,7 +217,9 @@ class Watchdog:
                 f"its torchrun has ended, or the network between it and {socket.gethostname()}."
             )
         if first.left:  # and has printed why
-            elsewhere = failed(0, first) if first.left == "error" else f"rank 0 on {first.host} has ended, and said why."
+            elsewhere = (
+                failed(0, first) if first.left == "error" else f"rank 0 on {first.host} has ended, and said why."
+            )
             return "" if first.host == socket.gethostname() else elsewhere
         return f"{is_gone(0, first) if first.ended else is_silent(0, first)} {held}"
 
@@ -235,7 +237,9 @@ class Watchdog:
         if heartbeat is None or self._silence_reported or now - self._answered_at < self._stall_s:
             return
         self._silence_reported = True
-        waited = f"rank {heartbeat.rank} has had no answer for {now - self._answered_at:.0f} s, at {location_now().text}."
+        waited = (
+            f"rank {heartbeat.rank} has had no answer for {now - self._answered_at:.0f} s, at {location_now().text}."
+        )
         threading.Thread(target=self._report_lost_store, args=("stall", waited), daemon=True).start()
 
     def _beat_on(self) -> None:

@@ -10,7 +10,7 @@ FIRST_PORT, PORTS = 20_000, 10_000  # below those that Linux gives to connection
 
 
 def adopt_slurm() -> None:
-    """Under `srun python train.py`, add RANK and its like to the environment. Under torchrun or without srun nothing happens."""
+    """Under `srun python train.py`, add RANK and its like to the environment. Under torchrun nothing happens."""
     for name, value in slurm_ranks(os.environ).items():
         os.environ.setdefault(name, value)
 

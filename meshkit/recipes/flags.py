@@ -59,7 +59,7 @@ class RunFlags(Ranged):
     status_page: bool = False
     """write status.html in --out every five seconds: where each rank is, and whether it works or waits"""
     call_files: bool = False
-    """write the last calls of each rank (collectives, messages) into --out/calls when something is reported, and at the end"""
+    """write the last calls of each rank (collectives, messages) into --out/calls, at a report and at the end"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     gc_every: CountOrNone = 100

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,21 @@ def draw(number: int) -> Case:
     launcher, mesh = rng.choice(LAUNCHERS), rng.choice(list(MESHES))
     block = rng.choice(MESHES[mesh])
     case = Case(number=number, fault=fault, launcher=launcher, mesh=mesh, block=block, rank=0, step=2, moment=1)
-    return Case(**{**asdict(case), "rank": rng.randrange(case.size), "step": rng.randint(2, 5), "moment": rng.randint(1, 12)})
+    return Case(
+        **{**asdict(case), "rank": rng.randrange(case.size), "step": rng.randint(2, 5), "moment": rng.randint(1, 12)}
+    )
 
 
 def flags(case: Case, out: Path) -> list[str]:
     fault = {"stall": "stay", "cut": "none", "slow link": "none"}.get(case.fault, case.fault)
     measure = {"steps": 1000, "pause_s": 0.05, "measure": 4, "delay_s": 0.4} if case.fault.startswith("slow") else {}
-    long = {"steps": 1000, "pause_s": 0.3} if case.fault == "cut" else {}
-    at = {"rank": case.rank, "step": case.step, "moment": case.moment}
+    long = {"steps": 1000, "pause_s": 0.3} if case.fault == "cut" else {"steps": 6} if not measure else {}
+    rank = 1000 if case.on_two_hosts else case.rank  # nobody: those come from outside
+    at = {"rank": rank, "step": case.step, "moment": case.moment}
     # The defaults of run_main and of init_mesh: a stall is named after 20 s, and the mesh waits ten minutes.
-    return command_line({"out": out}, mesh=case.mesh, block=case.block, fault=fault, timeout_s=600, **at, **measure, **long)
+    return command_line(
+        {"out": out}, mesh=case.mesh, block=case.block, fault=fault, timeout_s=600, **at, **measure, **long
+    )
 
 
 class Job:
@@ -148,10 +153,27 @@ class Job:
     def _start_torchrun(self) -> None:
         each = self.case.size // len(self.logs)
         for host, log in enumerate(self.logs):
-            where = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", Hosts.addresses[0], "--master-port", "29500"]
+            where = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(host),
+                "--master-addr",
+                Hosts.addresses[0],
+                "--master-port",
+                "29500",
+            ]
             meeting = where if self.hosts else ["--standalone"]
             shell = ["/bin/sh", "-c", f'exec "$@" >> {log} 2>&1', "sh"]
-            command = [*shell, *TORCHRUN, *meeting, "--nproc-per-node", str(each), str(SCRIPT), *flags(self.case, self.out)]
+            command = [
+                *shell,
+                *TORCHRUN,
+                *meeting,
+                "--nproc-per-node",
+                str(each),
+                str(SCRIPT),
+                *flags(self.case, self.out),
+            ]
             card = CARD if self.hosts else "lo"
             command = self.hosts.command(host, command) if self.hosts else command
             self.launched.append(start_command(command, GLOO_SOCKET_IFNAME=card))
@@ -178,10 +200,8 @@ def _kill_tree(pid: int) -> None:
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
     for child in map(int, found.split()):
         _kill_tree(child)
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _rank(
@@ -207,7 +227,9 @@ def judged(case: Case, said: Sequence[str], struck: Mapping[str, Any]) -> dict[s
             named = re.findall(r"^rank (\d+) on (\S+) has ended without a word", text, re.MULTILINE)
             return _named(case, named) | {"cause": bool(named), "call": _says_call(text, rank, struck)}
         case "stall":
-            named = re.findall(r"^rank (\d+) on (\S+) lives, and has been for \d+ s at step.* in _act\.", text, re.MULTILINE)
+            named = re.findall(
+                r"^rank (\d+) on (\S+) lives, and has been for \d+ s at step.* in _act\.", text, re.MULTILINE
+            )
             return _named(case, named) | {"cause": bool(named), "call": _says_call(text, rank, struck)}
         case "raise":
             named = re.findall(r"^HadEnough \(rank (\d+)\): .*\nIt was at .* in _act, on (\S+)\.$", text, re.MULTILINE)
@@ -218,7 +240,9 @@ def judged(case: Case, said: Sequence[str], struck: Mapping[str, Any]) -> dict[s
         case "cut":
             return _judged_cut(case, said)
         case _:
-            links = re.findall(r"^(?:the link between ranks (\d+) and (\d+)|a link among ranks (\S+)) on", text, re.MULTILINE)
+            links = re.findall(
+                r"^(?:the link between ranks (\d+) and (\d+)|a link among ranks (\S+)) on", text, re.MULTILINE
+            )
             across = [pair for pair in links if not pair[0] or case.host_of(int(pair[0])) != case.host_of(int(pair[1]))]
             right = bool(links) and len(across) == len(links)
             return {"rank": right, "host": right, "call": right, "cause": right and "is the slowest" not in text}
@@ -241,8 +265,8 @@ def _says_call(text: str, rank: int, struck: Mapping[str, Any]) -> bool:
     told = [(who, int(count), axis) for who, count, axis in missing] + [(who, int(n), axis) for n, axis, who in waited]
     told = [(who, count, axis) for who, count, axis in told if rank in _ranks(who)]
     counts: dict[str, set[int]] = defaultdict(set)
-    for meeting, count in struck["calls"].items():
-        counts[meeting.partition(" ")[0]].update((count, count + 1))
+    for axis, _, count in struck["calls"]:
+        counts[axis].update((count, count + 1))
     return any(count in counts.get(axis, {1}) for _, count, axis in told)
 
 
@@ -256,7 +280,9 @@ def _judged_cut(case: Case, said: Sequence[str]) -> dict[str, bool]:
     """Each side names the ranks of the other, or at least the host of the store, and the side with the store the call."""
     beyond = set(range(case.size // 2, case.size))
     named = re.findall(r"^rank (\d+) on (\S+) does not answer", said[0], re.MULTILINE)
-    there = re.search(r"^rank 0 on host-a does not answer|^The store of the job at 10\.77\.0\.1:\d+ has not", said[1], re.M)
+    there = re.search(
+        r"^rank 0 on host-a does not answer|^The store of the job at 10\.77\.0\.1:\d+ has not", said[1], re.M
+    )
     missing = re.findall(rf"^(ranks? [\d, -]+?) (?:is|are) missing in {CALL}", said[0], re.MULTILINE)
     return {
         "rank": {int(rank) for rank, _ in named} == beyond,
@@ -301,7 +327,7 @@ def _run(job: Job) -> dict[str, Any]:
     time.sleep(0.05)  # until it is written
     at = float(struck_file.read_text())
     calls = job.out / "struck_calls.json"
-    struck = json.loads(calls.read_text()) if calls.exists() else {"calls": {}}
+    struck = json.loads(calls.read_text()) if calls.exists() else {"calls": []}
     right, took_s = dict[str, bool](), 0.0
     while (took_s := time.time() - at) < WITHIN_S + 5:
         over = job.is_over()
@@ -327,7 +353,7 @@ def _strike_from_outside(job: Job) -> Callable[[], None]:
         if case.fault == "cut":
             hosts.cut()
         else:
-            hosts.slow_down("1mbit")
+            hosts.slow_down("400kbit")
         (job.out / "struck").write_text(str(time.time()))
 
     return strike

@@ -109,7 +109,7 @@ def main(drill: Drill) -> None:
     with mk.Checkpointer(drill.out / "checkpoints", timeout=timedelta(seconds=drill.timeout_s)) as checkpoints:
         start = checkpoints.resume(run, optimizer, loader=loader)
         with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, tensorboard=False) as logger:
-            stragglers = Stragglers(mesh, every_steps=drill.measure or 1000, steps=min(2, drill.measure or 1))
+            stragglers = Stragglers(mesh, every_steps=drill.measure or 1000, steps=min(2, drill.measure or 1), factor=2)
             meter = Meter(total_steps=drill.steps, start_step=start)
             for step in range(start + 1, drill.steps + 1):
                 now = struck and step == drill.step and drill.fault != "slow"
@@ -224,7 +224,7 @@ def slow_down(drill: Drill) -> None:
 
 def strike_now(drill: Drill) -> None:
     """Writes when, and which calls this rank had made by then: the oracle of what is said about calls."""
-    counts = {f"{meeting.axis} {meeting.ranks}": meeting.count for meeting in ring.meetings.values()}
+    counts = [(meeting.axis, meeting.is_message, meeting.count) for meeting in ring.meetings.values()]
     host = {"host": socket.gethostname(), "calls": counts, "ranks": dist.get_world_size()}
     (drill.out / "struck_calls.json").write_text(json.dumps(host))
     (drill.out / "struck").write_text(str(time.time()))

@@ -43,7 +43,23 @@ class Hosts:
     def slow_down(self, rate: str) -> None:
         """Both ways of the cable, from now on."""
         for space in self.spaces:
-            _run("tc", "-n", space, "qdisc", "add", "dev", CARD, "root", "tbf", "rate", rate, "burst", "4k", "latency", "1s")
+            _run(
+                "tc",
+                "-n",
+                space,
+                "qdisc",
+                "add",
+                "dev",
+                CARD,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "4k",
+                "latency",
+                "1s",
+            )
 
     def enter(self, host: int) -> None:
         """Put this process on the host, for good. Before it has threads."""

@@ -1,4 +1,4 @@
-"""Ranks with a network card each, on a switch (network namespaces on a bridge), in which the link of two can be slowed down."""
+"""Ranks with a network card each, on a switch (network namespaces on a bridge), in which one link can be slow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Switch:
             tc = ["tc", "-n", self.space(source)]
             _run(*tc, "qdisc", "replace", "dev", CARD, "root", "handle", "1:", "htb", "default", "10")
             _run(*tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:10", "htb", "rate", "10gbit")
-            _run(*tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:20", "htb", "rate", rate, "burst", "2k")
+            _run(
+                *tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:20", "htb", "rate", rate, "burst", "2k"
+            )
             match = ["match", "ip", "dst", f"{self.addresses[target]}/32", "flowid", "1:20"]
             _run(*tc, "filter", "add", "dev", CARD, "protocol", "ip", "parent", "1:0", "prio", "1", "u32", *match)
 

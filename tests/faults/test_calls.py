@@ -18,17 +18,15 @@ from tests.checkpoint.training import build
 from tests.world import pool
 
 
-def last(count: int, *, waits: bool, op: str = "all_reduce", ranks: tuple[int, ...] = (0, 1, 2, 3), name: str = "a") -> Last:
-    return Last(
-        id=name, axis="tp", ranks=ranks, message=False, count=count, op=op, size=2_100_000, waits=waits
-    )
+def last(
+    count: int, *, waits: bool, op: str = "all_reduce", ranks: tuple[int, ...] = (0, 1, 2, 3), name: str = "a"
+) -> Last:
+    return Last(id=name, axis="tp", ranks=ranks, message=False, count=count, op=op, size=2_100_000, waits=waits)
 
 
 def test_the_rank_that_has_not_made_a_call_is_named_with_the_call() -> None:
     calls = {rank: [last(4711, waits=True)] for rank in range(3)} | {3: [last(4710, waits=False)]}
-    assert missing_calls(calls) == [
-        "rank 3 has not made call 4711 on tp (all_reduce of 2.1 MB): ranks 0-2 wait in it."
-    ]
+    assert missing_calls(calls) == ["rank 3 has not made call 4711 on tp (all_reduce of 2.1 MB): ranks 0-2 wait in it."]
 
 
 def test_a_rank_of_which_nothing_is_known_is_missing_too() -> None:

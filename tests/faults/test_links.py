@@ -69,7 +69,9 @@ def four() -> Iterator[Switch]:
         with switch(4) as made:
             yield made
     except OSError as error:
-        pytest.skip(f"no switch here: {error} (network namespaces need root, `ip` and `tc` of iproute2, htb of the kernel)")
+        pytest.skip(
+            f"no switch here: {error} (network namespaces need root, `ip` and `tc` of iproute2, htb of the kernel)"
+        )
 
 
 def measured(rank: int, made: Switch, folder: str, slow: int | None) -> None:

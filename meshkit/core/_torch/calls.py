@@ -15,7 +15,7 @@ from meshkit.core._torch.tracing import is_fake
 from meshkit.core.calls import Call, Meeting, ring
 
 # [Note: what a call's times mean]
-# `began` is when the host issues a call, `waited` and `ended` are the two ends of `Work.wait`. With gloo the host itself waits,
+# `began` is when the host issues a call, `waited` and `ended` are the ends of `Work.wait`. With gloo the host itself waits,
 # so `ended` is when the call was done on this rank. With NCCL the host only tells its stream to wait: `ended` says that the
 # host went on, and nothing of the device. What is compared between ranks, how many calls each has made and which, is the
 # host's on both: a host that waits for its device (a loss that is read) makes no further call.
@@ -77,7 +77,7 @@ def _recorded(method: Callable[..., Any], op: str, position: int) -> Callable[..
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if ring.paused:
             return method(group, *args, **kwargs)
-        name = group.group_name
+        name: str = group.group_name
         key = name
         if between_two:
             peer = args[1] if len(args) > 1 else kwargs["dstRank" if op == "send" else "srcRank"]
