@@ -1,10 +1,11 @@
-"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts.
+"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts, read the last calls of one.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
+python -m meshkit calls runs/sft/calls
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshkitError, PlanError
+from meshkit.faults import read_calls
 from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
 from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
@@ -38,6 +40,13 @@ from meshkit.preflight.page.command import command as explain_command
 
 FILE = arg(metavar="FILE")
 DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as many took 49 s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Print who was where, from the files of `run_main(calls=FOLDER)`: calls that are missing, then the last of each rank."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +169,15 @@ def main() -> None:
         elif sys.argv[1:2] == ["explain"]:
             explain_command(sys.argv[2:])
         else:
-            draw(
-                choose(
-                    {"draw": Draw, "estimate": Memory, "explain": Explain},
-                    prog="python -m meshkit",
-                    description=__doc__,
-                )
+            chosen = choose(
+                {"draw": Draw, "estimate": Memory, "explain": Explain, "calls": Calls},
+                prog="python -m meshkit",
+                description=__doc__,
             )
+            if isinstance(chosen, Calls):
+                print(read_calls(chosen.folder))
+            else:
+                draw(chosen)
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

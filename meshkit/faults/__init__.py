@@ -1,9 +1,11 @@
-"""Faults: watchdog, heartbeat, alerts, status page, locations of failed ranks, stragglers, NaN guard, corruption."""
+"""Faults: watchdog, heartbeat, alerts, page, calls, locations of failed ranks, stragglers, links, NaN guard, corruption."""
 
 from ._run_main import run_main as run_main
 from .alerts import Alert as Alert
-from .crew import Restarts as Restarts
+from .calls import read_calls as read_calls
 from .corruption import CorruptionGuard as CorruptionGuard
+from .crew import Restarts as Restarts
+from .links import Link as Link
 from .location import Location as Location
 from .location import location_now as location_now
 from .location import location_of as location_of

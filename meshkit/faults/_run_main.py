@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -12,11 +13,13 @@ from typing import NoReturn
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults.alerts import Alerts, Hook
+from meshkit.faults.calls import CallFiles
 from meshkit.faults.crew import Restarts
 from meshkit.faults.location import location_of
 from meshkit.faults.page import Page
 from meshkit.faults.supervise import supervise
 from meshkit.faults.watchdog import Watchdog, report
+from meshkit.mesh.launcher import adopt_slurm
 
 RESTARTS = "MESHKIT_RESTARTS"
 
@@ -25,9 +28,10 @@ def run_main(
     main: Callable[[], None],
     *,
     restarts: int | Restarts | None = None,
-    stall_s: float = 60.0,
+    stall_s: float = 20.0,
     alert: Hook | None = None,
     page: str | os.PathLike[str] | None = None,
+    calls: str | os.PathLike[str] | None = None,
 ) -> None:
     """Call `main` and end the process; an error is printed once, with its rank and its location in the training.
 
@@ -42,16 +46,25 @@ def run_main(
     stall_s: how long a rank waits at one location before it names the rank it waits for; it goes on waiting, until
     the timeout of the mesh. alert: who is told what is reported here, see `Alerts`. page: an HTML file that rank 0 writes
     every five seconds: where each rank is, and whether it works or waits, see `Page`.
-    Wire: a thread of each rank writes its location into the store of the world, 300 bytes a second (beyond 500 ranks less).
+    calls: a folder into which each rank writes its last calls (collectives, messages) when something is reported and when it
+    ends; `python -m meshkit calls FOLDER` reads them.
+    Wire: a thread of each rank writes its location and its last calls into the store of the world, a kilobyte a second
+    (beyond 500 ranks less often).
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    adopt_slurm()
     try:
         if restarts is None:
             restarts = Restarts.parse(os.environ.get(RESTARTS, "0"))
         supervise(Restarts(times=restarts) if isinstance(restarts, int) else restarts)
         # Before `main`, on the main thread: signal handlers can be set nowhere else.
         rank = int(os.environ.get("RANK", "0"))  # of this life
-        watchdog = Watchdog(stall_s=stall_s, alerts=Alerts(alert), page=None if page is None or rank else Page(page))
+        watchdog = Watchdog(
+            stall_s=stall_s,
+            alerts=Alerts(alert),
+            page=None if page is None or rank else Page(page),
+            calls=None if calls is None else CallFiles(calls),
+        )
     except PlanError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a host have the same files
             report(f"PlanError (rank {os.environ.get('RANK', '0')}): {error}")
@@ -83,7 +96,9 @@ def _report_error(error: Exception, watchdog: Watchdog) -> None:
         return
     if not isinstance(error, MeshkitError):
         traceback.print_exception(error)
-    watchdog.report("error", text, *getattr(error, "__notes__", ()), f"It was at {location}.")
+    watchdog.report(
+        "error", text, *getattr(error, "__notes__", ()), f"It was at {location}, on {socket.gethostname()}."
+    )
 
 
 def _exit(status: int) -> NoReturn:

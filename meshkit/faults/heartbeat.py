@@ -7,9 +7,11 @@ import json
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from meshkit.faults.calls import last_calls, missing_calls, unpacked
 
 Left = Literal["", "done", "error", "lost", "terminated"]
 BEAT_S = 1.0
@@ -24,7 +26,7 @@ class Entry:
 
     left: how the rank ended: done, by an error of its own, because it lost others, terminated by SIGTERM; "" while it runs.
     since: time.monotonic() on its host when it came to this location. now: when the heartbeat was written.
-    waits: for other ranks.
+    waits: for other ranks. calls: the last in each process group, packed, see `faults.calls`.
     """
 
     host: str
@@ -36,6 +38,7 @@ class Entry:
     now: float
     left: Left = ""
     error: str = ""
+    calls: list[list[Any]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -88,15 +91,28 @@ class Heartbeat:
             # An error is told at once: it is the cause, and silence may be its consequence.
             if errors := [rank for rank, entry in now.items() if entry is not None and entry.left == "error"]:
                 elsewhere = [rank for rank in errors if (entry := now[rank]) and entry.host != socket.gethostname()]
-                return "" if terminated else _lines(now, elsewhere, _failed)
+                return "" if terminated else _lines(now, elsewhere, failed)
             silent = [rank for rank, entry in now.items() if _silent(before[rank], entry)]
             gone = [rank for rank in silent if (entry := now[rank]) is not None and entry.ended]
             if gone:
-                return _lines(now, gone, _is_gone)
+                return self._with_calls(_lines(now, gone, is_gone), now, gone)
             if not silent:
-                return "" if terminated else _who_keeps_others_waiting(now)
+                return "" if terminated else self._with_calls(_who_keeps_others_waiting(now), now)
             if time.monotonic() - began > self.patience_s:
-                return _lines(now, silent, _is_silent)
+                return self._with_calls(_lines(now, silent, is_silent), now, silent)
+
+    def _with_calls(self, said: str, entries: dict[int, Entry | None], gone: Iterable[int] = ()) -> str:
+        """And the calls in which ranks wait for them."""
+        calls = {rank: unpacked(entry.calls) for rank, entry in entries.items() if entry is not None}
+        return "\n".join([said, *missing_calls({**calls, self.rank: last_calls()}, gone)])
+
+    def ask_for_calls(self) -> None:
+        """Have every rank write its ring of calls into its file."""
+        self._store.add("roll/calls", 1)
+
+    def calls_asked(self) -> int:
+        """How often that was asked."""
+        return int(self._store.add("roll/calls", 0))
 
     def read_all(self) -> dict[int, Entry | None]:
         return {rank: self.read(rank) for rank in range(self.size)}
@@ -129,18 +145,18 @@ def _lines(entries: dict[int, Entry | None], ranks: Iterable[int], line: Any) ->
     return "\n".join(texts + ([f"and {len(ranks) - SHOWN} more ranks."] if len(ranks) > SHOWN else []))
 
 
-def _failed(rank: int, entry: Entry) -> str:
+def failed(rank: int, entry: Entry) -> str:
     return f"rank {rank} on {entry.host} failed at {entry.location}: {entry.error}"
 
 
-def _is_gone(rank: int, entry: Entry) -> str:
+def is_gone(rank: int, entry: Entry) -> str:
     return (
         f"rank {rank} on {entry.host} has ended without a word (killed, out of memory, or a crash): process {entry.pid} is "
         f"gone. Last seen, a moment before, at {entry.location}."
     )
 
 
-def _is_silent(rank: int, entry: Entry) -> str:
+def is_silent(rank: int, entry: Entry) -> str:
     return (
         f"rank {rank} on {entry.host} does not answer: process {entry.pid} or its host has ended, or the network to it. "
         f"Last seen at {entry.location}."

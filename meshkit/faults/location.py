@@ -18,12 +18,15 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
+from meshkit.core.calls import ring
 from meshkit.core.waiting import waits_of
 
 Frame = tuple[FrameType, int]  # and the line it is at
 _CALLED_FROM_EVERYWHERE = ("core", "step")  # parts that others call
 _BACKWARD = "_engine_run_backward"  # torch's function around a backward pass
+_RECORDS = (waits_of.__module__, _torch.record_calls.__module__)  # they stand around what they mark and record
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -48,6 +51,7 @@ class Location:
 def begin_step(step: int) -> None:
     """Record the number of the step that begins. `Meter` calls it."""
     _now.step, _now.backward = step, ""
+    ring.step = step
 
 
 def register_modules(model: nn.Module, blocks: Iterable[str]) -> None:
@@ -113,7 +117,7 @@ def _location_at(frames: list[Frame], waits: str | None) -> Location:
     backward = in_torch = False
     for frame, number in frames:
         owner = str(frame.f_globals.get("__name__", ""))
-        if owner == waits_of.__module__:
+        if owner in _RECORDS:
             continue
         code = frame.f_code
         if code.co_name == "_call_impl":  # only here: f_locals keeps the locals it copies alive

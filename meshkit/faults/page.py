@@ -12,6 +12,8 @@ from pathlib import Path
 
 from meshkit.errors import PlanError
 from meshkit.faults.heartbeat import Entry
+from meshkit.faults.links import Link
+from meshkit.mesh.ranges import ranges_in_words
 
 EVERY_S = 5.0
 SHOWN = 512  # ranks, the worst first
@@ -57,6 +59,11 @@ class Page:
         self._written_at = float("-inf")
         self._beats: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it was seen first
         self._looks, self._worked = 0, Counter[int]()
+        self._links: Sequence[tuple[Link, bool]] = ()
+
+    def show_links(self, links: Sequence[tuple[Link, bool]]) -> None:
+        """From now on. With each, whether it is slow."""
+        self._links = links
 
     def is_due(self) -> bool:
         return time.monotonic() - self._written_at >= EVERY_S
@@ -66,7 +73,7 @@ class Page:
         self._written_at = time.monotonic()
         ranks = self._judged(entries, patience_s)
         beside = self.file.with_name(f".{self.file.name}.partial")  # so that no reader sees half a page
-        beside.write_text(_page(ranks))
+        beside.write_text(_page(ranks) + _table_of_links(self._links))
         beside.replace(self.file)
 
     def _judged(self, entries: Mapping[int, Entry | None], patience_s: float) -> list[Rank]:
@@ -120,3 +127,31 @@ def _row(each: Rank) -> str:
         f'<tr style="background:{_COLOURS[each.state]}"><td class="n">{each.rank}</td><td>{host}</td><td>{each.state}</td>'
         f'<td class="n">{since}</td><td class="n">{each.share:.0%}</td><td>{where}</td></tr>'
     )
+
+
+def _table_of_links(links: Sequence[tuple[Link, bool]]) -> str:
+    """The matrix by axis; a bar has the length of the time on the wire."""
+    if not links:
+        return ""
+    longest_s = max(link.wire_s for link, _ in links) or 1.0
+    worst = sorted(links, key=lambda each: (not each[1], each[0].axis, -each[0].wire_s))[:SHOWN]
+    rows = "\n".join(_row_of_link(link, slow, link.wire_s / longest_s) for link, slow in worst)
+    return (
+        "<h2>Links, by axis</h2>\n<p>Of a step: on the wire, how long the last rank waits; late, how long the others wait "
+        'for it.</p>\n<table>\n<tr><th>axis</th><th>ranks</th><th class="n">calls</th><th class="n">MB/s</th>'
+        f'<th class="n">on the wire</th><th class="n">late</th><th></th></tr>\n{rows}\n</table>\n'
+    )
+
+
+def _row_of_link(link: Link, slow: bool, share: float) -> str:
+    colour = _COLOURS["failed"] if slow else _COLOURS["waits"]
+    cells = (
+        f"{link.calls}",
+        f"{link.bytes_per_s / 1e6:.3g}",
+        f"{link.wire_s * 1e3:.3g} ms",
+        f"{link.late_s * 1e3:.3g} ms",
+    )
+    numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+    bar = f'<td><div style="background:#789;height:.8em;width:{10 * share:.2f}em"></div></td>'
+    ranks = ranges_in_words(link.ranks)
+    return f'<tr style="background:{colour}"><td>{html.escape(link.axis)}</td><td>{ranks}</td>{numbers}{bar}</tr>'

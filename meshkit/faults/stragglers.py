@@ -16,18 +16,24 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError
+from meshkit.faults.links import Link, Sample, gather_links, samples_since, with_references
+from meshkit.faults.watchdog import show_links
 from meshkit.mesh import Mesh
+from meshkit.mesh.ranges import ranges_in_words
 
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank."""
+    """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank. links: the
+    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank."""
 
     step: int
     busy_s: tuple[float, ...]
     hosts: tuple[str, ...]
+    links: tuple[Link, ...] = ()
+    step_s: float = 0.0
 
     @property
     def slowest(self) -> int:
@@ -38,9 +44,30 @@ class Report:
         """The slowest rank's work over the median of the ranks."""
         return self.busy_s[self.slowest] / statistics.median_low(self.busy_s)
 
+    @property
+    def slow_links(self) -> tuple[Link, ...]:
+        """Links whose calls take much longer than on others of the axis, or than they did; the worst first."""
+        slow = [link for link in self.links if link.is_slow(self.step_s)]
+        return tuple(sorted(slow, key=lambda link: link.reference_s - link.wire_s))
+
     def scalars(self) -> dict[str, float]:
         """For a logger."""
-        return {"slowest_rank": self.slowest, "slowest_over_median": self.over_median}
+        wires = {f"wire_s/{axis}": max(link.wire_s for link in self.links if link.axis == axis) for axis in self.axes}
+        return {"slowest_rank": self.slowest, "slowest_over_median": self.over_median, **wires}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(link.axis for link in self.links))
+
+    def matrix(self) -> str:
+        """A line for each link: axis, ranks, calls of a step, effective MB/s, seconds on the wire and for late ranks."""
+        head = f"{'axis':<12} {'ranks':<14} {'calls':>6} {'MB/s':>9} {'wire_s':>9} {'late_s':>9}"
+        rows = [
+            f"{link.axis:<12} {ranges_in_words(link.ranks).partition(' ')[2]:<14} {link.calls:>6} "
+            f"{link.bytes_per_s / 1e6:>9.3g} {link.wire_s:>9.2g} {link.late_s:>9.2g}"
+            for link in self.links
+        ]
+        return "\n".join([head, *rows])
 
     def __str__(self) -> str:
         return (
@@ -65,8 +92,11 @@ class Stragglers:
     the device ran collectives and nothing else, from the profiler.
     factor: how many times the median makes a straggler.
     last: the newest report; slow: the same if its slowest rank is a straggler, until the next one. Same on every rank.
+    slow_links: sentences on links whose calls take longer than on others of the axis; `last.matrix()` has all of them. A rank
+    that is late makes no link slow, nor a slow link a rank: see `faults.links`. On a CPU alone.
     Every rank of the mesh calls it for every step.
-    Wire: an all-gather of a number and a host name, once in `every_steps`. In other steps it does nothing.
+    Wire: once in `every_steps` an all-gather of a number and a host name, and in each group of the mesh of the times of its
+    calls, some 5 KB a rank. In other steps it does nothing but record calls, three microseconds each.
     """
 
     def __init__(self, mesh: Mesh, *, every_steps: int = 100, steps: int = 3, factor: float = 1.5) -> None:
@@ -77,11 +107,19 @@ class Stragglers:
             )
         self._mesh, self._every, self._steps, self.factor = mesh, every_steps, steps, factor
         self._measured: list[float] = []
+        self._walls: list[float] = []
+        self._samples: list[list[Sample]] = []
+        self._least_s: dict[tuple[str, tuple[int, ...]], float] = {}
         self.last: Report | None = None
+        _torch.record_calls()
 
     @property
     def slow(self) -> Report | None:
         return self.last if self.last is not None and self.last.over_median > self.factor else None
+
+    @property
+    def slow_links(self) -> tuple[str, ...]:
+        return () if self.last is None else tuple(map(str, self.last.slow_links))
 
     @contextmanager
     def measure(self, step: int) -> Iterator[None]:
@@ -90,22 +128,31 @@ class Stragglers:
         if self._mesh.spec.world_size == 1 or -step % self._every >= self._steps:
             yield
             return
-        measured = _device_busy if self._mesh.device_type == "cuda" else _host_busy
-        with measured() as busy_s:
+        on_host = self._mesh.device_type != "cuda"  # there a call's times are the host's, which goes on
+        began = time.monotonic()
+        with (_host_busy if on_host else _device_busy)() as busy_s:
             yield
         self._measured += busy_s
+        self._walls.append(time.monotonic() - began)
+        self._samples.append(samples_since(began) if on_host else [])
         if step % self._every == 0:
             self._report(step)
 
     def _report(self, step: int) -> None:
         # The quickest step of each rank: noise only ever adds time.
-        local = (min(self._measured), socket.gethostname())
-        self._measured = []
-        gathered: list[tuple[float, str]] = [local] * self._mesh.spec.world_size
+        links = gather_links(self._mesh, self._samples)
+        local = (min(self._measured), socket.gethostname(), min(self._walls), links)
+        self._measured, self._walls, self._samples = [], [], []
+        gathered: list[tuple[float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
         dist.all_gather_object(gathered, local, group=self._mesh.group)
         self.last = Report(
-            step=step, busy_s=tuple(busy_s for busy_s, _ in gathered), hosts=tuple(host for _, host in gathered)
+            step=step,
+            busy_s=tuple(busy_s for busy_s, *_ in gathered),
+            hosts=tuple(host for _, host, *_ in gathered),
+            links=with_references([link for *_, found in gathered for link in found], self._least_s),
+            step_s=max(wall_s for _, _, wall_s, _ in gathered),
         )
+        show_links([(link, link.is_slow(self.last.step_s)) for link in self.last.links])
 
 
 @contextmanager

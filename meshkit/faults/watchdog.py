@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from meshkit.core import _torch
 from meshkit.faults.alerts import Alerts, Hook, Kind
-from meshkit.faults.heartbeat import Entry, Heartbeat, Left
+from meshkit.faults.calls import CallFiles, last_calls, packed, waits_in
+from meshkit.faults.heartbeat import Entry, Heartbeat, Left, failed, is_gone, is_silent
+from meshkit.faults.links import Link
 from meshkit.faults.location import Location, location_now
 from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
@@ -26,6 +28,7 @@ from meshkit.mesh.agreement import open_difference
 LOOK_S = 0.1  # between two looks for a process group, before there is one
 MAIN_THREAD_S = 0.5  # for the main thread to see a closed connection: it knows more to report
 GRACE_S = 20.0  # of the 30 s after which torchrun kills what its SIGTERM did not end
+SIGNAL_S = 1.0  # between two looks at whether the store answers
 ANSWER_S = 5.0  # for the store to answer
 T = TypeVar("T")
 
@@ -33,14 +36,20 @@ T = TypeVar("T")
 _watching: list[Watchdog] = []  # that of this process
 
 
-def watch_with(*, alert: Hook | None = None, page: str | os.PathLike[str] | None = None) -> None:
-    """As `run_main(alert=, page=)`, from now on; what is not given stays. Without run_main nothing happens.
+def watch_with(
+    *,
+    alert: Hook | None = None,
+    page: str | os.PathLike[str] | None = None,
+    calls: str | os.PathLike[str] | None = None,
+) -> None:
+    """As `run_main(alert=, page=, calls=)`, from now on; what is not given stays. Without run_main nothing happens.
 
-    Raises: PlanError for a hook that cannot be called, or a page that cannot be written.
+    Raises: PlanError for a hook that cannot be called, or what cannot be written.
     """
     alerts = None if alert is None else Alerts(alert)
+    files = None if calls is None else CallFiles(calls)
     for watchdog in _watching:
-        watchdog.tell(alerts, None if page is None or int(os.environ.get("RANK", "0")) else Page(page))
+        watchdog.tell(alerts, None if page is None or int(os.environ.get("RANK", "0")) else Page(page), files)
 
 
 def send_alert(text: str, kind: Kind = "own") -> None:
@@ -48,6 +57,12 @@ def send_alert(text: str, kind: Kind = "own") -> None:
     is printed, and without a hook nothing happens."""
     for watchdog in _watching:
         watchdog.alert(kind, text)
+
+
+def show_links(links: Sequence[tuple[Link, bool]]) -> None:
+    """On the status page, where there is one. With each, whether it is slow."""
+    for watchdog in _watching:
+        watchdog.show_links(links)
 
 
 def report(*lines: str) -> None:
@@ -62,14 +77,24 @@ class Watchdog:
     # number to a socket at once, and the watchdog thread selects on its other end. For this SIGTERM needs a Python handler:
     # one that does nothing, in place of the default, which would end the process before it has reported anything.
 
-    def __init__(self, *, stall_s: float, alerts: Alerts | None = None, page: Page | None = None) -> None:
-        self._alerts, self._page = alerts or Alerts(None), page
+    def __init__(
+        self,
+        *,
+        stall_s: float,
+        alerts: Alerts | None = None,
+        page: Page | None = None,
+        calls: CallFiles | None = None,
+    ) -> None:
+        self._alerts, self._page, self._calls, self._calls_asked = alerts or Alerts(None), page, calls, 0
+        self._first_rank: Entry | None = None  # what rank 0 said last, where it has the store
+        self._speaker: socket.socket | None = None  # open on the one process of a host that reports a lost store
         self._stall_s, self._reported = stall_s, Location(text="", waits=False)
         self._heartbeat: Heartbeat | None = None
         self._beat = 0
         self._store_failed = False  # the store did not take a beat
+        self._silence_reported = False
         self._failed = False  # it met what it does not know, and has said so
-        self._answered_at = time.monotonic()  # when the store last took a beat
+        self._answered_at = time.monotonic()  # the store, for the last time
         self._location, self._since = Location(text="", waits=False), time.monotonic()
         self._report_lock = threading.Lock()
         self._write_lock, self._has_left = threading.Lock(), False
@@ -82,26 +107,48 @@ class Watchdog:
             signal.signal(signal.SIGTERM, _handled_by_watchdog_thread)
         _Fork()
         _torch.mark_works()
+        _torch.record_calls()
         _watching[:] = [self]
         threading.Thread(target=self._run, name="watch", daemon=True).start()
+        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
-    def tell(self, alerts: Alerts | None, page: Page | None) -> None:
+    def tell(self, alerts: Alerts | None, page: Page | None, calls: CallFiles | None) -> None:
         """From now on; None leaves it as it is."""
-        self._alerts, self._page = alerts or self._alerts, page or self._page
+        self._alerts, self._page, self._calls = alerts or self._alerts, page or self._page, calls or self._calls
+
+    def show_links(self, links: Sequence[tuple[Link, bool]]) -> None:
+        if self._page is not None:
+            self._page.show_links(links)
 
     def alert(self, kind: Kind, text: str) -> None:
         self._alerts.send(kind, text, rank=int(os.environ.get("RANK", "0")))
 
     def report(self, kind: Kind, *lines: str) -> None:
-        """On this screen, and to the hook."""
+        """On this screen, and to the hook; and every rank writes its calls."""
         report(*lines)
         self.alert(kind, "\n".join(lines))
+        if self._calls is not None and (heartbeat := self._heartbeat) is not None and not self._store_failed:
+            _within(ANSWER_S, heartbeat.ask_for_calls)
 
     def finish(self) -> None:
         """Before the process ends: what it has begun to tell others, and its last state on the page."""
+        self._write_calls()
         self._alerts.finish()
         if self._page is not None:
             _within(ANSWER_S, self._write_page)
+        if self._has_store() and not self._store_failed:
+            # The store ends with this process. The others look at its last word once a beat, and know then that all is
+            # well, or what has failed.
+            time.sleep(2 * self._heartbeat.beat_s if self._heartbeat is not None else 0)
+
+    def _has_store(self) -> bool:
+        """Whether the store of the world is in this process."""
+        return self._heartbeat is not None and self._heartbeat.rank == 0 and not _in_torchrun()
+
+    def _write_calls(self) -> None:
+        if self._calls is not None:
+            with contextlib.suppress(OSError):  # a full disk stops no training
+                self._calls.write(int(os.environ.get("RANK", "0")), self._location.text)
 
     def leave(self, left: Left, location: str = "", error: str = "") -> None:
         """Write a last heartbeat: how this rank ends. It may be its first, where a rank ends as soon as it has come."""
@@ -123,7 +170,8 @@ class Watchdog:
 
     def report_missing(self, error: str, location: str) -> None:
         """Report, once in the world, why this rank ends and which rank is the cause. error, location: of this rank."""
-        consequence = f"{error}\nIt was at {location}."
+        waited_in = waits_in(last_calls(), int(os.environ.get("RANK", "0")))
+        consequence = f"{error}\nIt was at {location}." + (f" It waited in {waited_in}." if waited_in else "")
         self._report_lock.acquire()  # so that the watchdog thread does not end this process meanwhile
         heartbeat = self._find_heartbeat()
         if heartbeat is None:
@@ -139,46 +187,109 @@ class Watchdog:
         missing = _within(2 * heartbeat.patience_s + ANSWER_S, heartbeat.missing) if answer else None
         if missing:
             self.report("lost", consequence, missing)
-        elif missing is not None:
-            return  # the failed rank has printed it on this screen
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
-            self.report("lost", consequence, self._store_is_lost())
+        elif missing is None:  # "": the failed rank has printed it on this screen
+            self._report_lost_store("lost", consequence)
+
+    def _report_lost_store(self, kind: Kind, consequence: str) -> None:
+        """Once on each host: there is no store by which ranks of other hosts could agree on one."""
+        if not self._speaks_for_host():
+            time.sleep(MAIN_THREAD_S)  # who ends this job when one rank has ended does not do so before it is said
+        elif said := self._store_is_lost():
+            self.report(kind, consequence, said)
+
+    def _speaks_for_host(self) -> bool:
+        """Whether this is the first process of the job on this host that asks. It stays so until it ends."""
+        if self._speaker is None:
+            self._speaker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            first = self._first_rank
+            # Linux' abstract addresses: of one process at a time, and gone with it. One in each network namespace.
+            with contextlib.suppress(OSError):
+                self._speaker.bind(f"\0meshkit {_store_address()} {first.pid if first is not None else 0}")
+        return bool(self._speaker.getsockname())
 
     def _store_is_lost(self) -> str:
-        where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}:{os.environ.get('MASTER_PORT', '')}"
-        silent_s = time.monotonic() - self._answered_at
-        return (
-            f"The store of the job at {where} has not answered for {silent_s:.0f} s: that host or "
-            f"its torchrun has ended, or the network between it and {socket.gethostname()}."
-        )
+        """A sentence; "" where rank 0 had the store and has printed on this host why it ends."""
+        first, held = self._first_rank, f"It had the store of the job at {_store_address()}."
+        if _in_torchrun() or first is None:
+            silent_s = time.monotonic() - self._answered_at
+            return (
+                f"The store of the job at {_store_address()} has not answered for {silent_s:.0f} s: that host or "
+                f"its torchrun has ended, or the network between it and {socket.gethostname()}."
+            )
+        if first.left:  # and has printed why
+            elsewhere = (
+                failed(0, first) if first.left == "error" else f"rank 0 on {first.host} has ended, and said why."
+            )
+            return "" if first.host == socket.gethostname() else elsewhere
+        return f"{is_gone(0, first) if first.ended else is_silent(0, first)} {held}"
 
     def _run(self) -> None:
         while True:
-            readable, _, _ = select.select(
-                [self._signal_reader], [], [], self._heartbeat.beat_s if self._heartbeat else LOOK_S
-            )
+            readable, _, _ = select.select([self._signal_reader], [], [], SIGNAL_S)
             if readable and signal.SIGTERM in self._signal_reader.recv(64):
                 self._end()
             elif not readable and not self._store_failed:
-                try:
-                    self._beat_and_watch()
-                except Exception as error:  # whatever it is: without this thread nobody would hear a SIGTERM
-                    if not self._failed:
-                        report(f"The watchdog of this process failed, and goes on: {type(error).__name__}: {error}.")
-                    self._failed = True
+                self._watch_store()
+
+    def _watch_store(self) -> None:
+        """A network that is cut closes no connection: the thread that beats waits for the store then, which this one sees."""
+        now, heartbeat = time.monotonic(), self._heartbeat
+        if heartbeat is None or self._silence_reported or now - self._answered_at < self._stall_s:
+            return
+        self._silence_reported = True
+        waited = (
+            f"rank {heartbeat.rank} has had no answer for {now - self._answered_at:.0f} s, at {location_now().text}."
+        )
+        threading.Thread(target=self._report_lost_store, args=("stall", waited), daemon=True).start()
+
+    def _beat_on(self) -> None:
+        # Beside the thread that handles signals: the store may take for ever to answer.
+        while not self._store_failed:
+            time.sleep(self._heartbeat.beat_s if self._heartbeat else LOOK_S)
+            try:
+                self._beat_and_watch()
+            except Exception as error:  # whatever it is: the job goes on without heartbeats
+                if not self._failed:
+                    report(f"The watchdog of this process failed, and goes on: {type(error).__name__}: {error}.")
+                self._failed = True
 
     def _beat_and_watch(self) -> None:
-        if self._find_heartbeat() is None:
+        heartbeat = self._find_heartbeat()
+        if heartbeat is None:
             return
         try:
             self._write("")
-        except RuntimeError:  # the store is gone: who needs it will report that; or all is done, and rank 0 held it
+            if not _in_torchrun() and heartbeat.rank:
+                self._first_rank = heartbeat.read(0)
+            asked = heartbeat.calls_asked()  # an answer: what is written needs none
+        except RuntimeError:
             self._store_failed = True
+            self._end_without_store()
             return
+        self._answered_at = time.monotonic()
+        self._silence_reported = False
+        if asked != self._calls_asked:
+            self._calls_asked = asked
+            self._write_calls()
         self._write_page(only_if_due=True)
         if self._location.waits and self._location != self._reported and time.monotonic() - self._since > self._stall_s:
             self._reported = self._location
             threading.Thread(target=self._report_stall, daemon=True).start()  # while this thread goes on beating
+
+    def _end_without_store(self) -> None:
+        """Rank 0 has ended, and with it the store: it is named, and this rank ends, which could meet the others no more.
+
+        Under torchrun the store is torchrun's, which ends its ranks by itself.
+        """
+        first = self._first_rank
+        if _in_torchrun() or self._has_left or (first is not None and first.left == "done"):
+            return
+        time.sleep(MAIN_THREAD_S)
+        self._report_lock.acquire()  # for good; a main thread that has it reports, and ends this process
+        self._report_lost_store("lost", f"rank {os.environ.get('RANK', '0')} was at {location_now().text}.")
+        self._write_calls()
+        self._alerts.finish()
+        os._exit(1)
 
     def _write_page(self, *, only_if_due: bool = False) -> None:
         """By the first rank, which has the store, and so is nearest to it."""
@@ -195,6 +306,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 # A clone of the store: its own connection, since the main thread may hold the other one in a blocking wait.
                 self._heartbeat = Heartbeat(_torch.world_store().clone(), dist.get_rank(), dist.get_world_size())
+                self._answered_at = time.monotonic()
         return self._heartbeat
 
     def _write(self, left: Left, location: str = "", error: str = "") -> None:
@@ -213,12 +325,12 @@ class Watchdog:
             now=now,
             left=left,
             error=error,
+            calls=packed(last_calls()),
         )
         with self._write_lock:  # how a rank has ended is its last word, also while it still prints that
             if left or not self._has_left:
                 self._has_left |= bool(left)
                 self._heartbeat.write(entry)
-        self._answered_at = now
 
     def _first_to_end(self, heartbeat: Heartbeat, left: Left, location: str = "") -> bool:
         """Whether this is the first rank that ends because it lost others."""
@@ -251,6 +363,7 @@ class Watchdog:
         time.sleep(MAIN_THREAD_S)
         self._report_lock.acquire()
         self._report_silent()
+        self._write_calls()
         self._alerts.finish()
         os._exit(128 + signal.SIGTERM)
 
@@ -261,6 +374,15 @@ class Watchdog:
         first = _within(ANSWER_S, lambda: self._first_to_end(heartbeat, "terminated"))
         if first and (silent := _within(2 * heartbeat.patience_s, lambda: heartbeat.missing(terminated=True))):
             self.report("terminated", f"rank {heartbeat.rank} was told to end, at {self._location.text}.", silent)
+
+
+def _in_torchrun() -> bool:
+    """Whether torchrun has the store of the world, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', 'rank 0')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _handled_by_watchdog_thread(number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from meshkit.core import _torch
+from meshkit.core.calls import name_group
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
 
 SHARD, TOKENS, EXPERTS = ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp"), ("ep", "etp")
@@ -68,6 +69,8 @@ class MeshGroups:
         made = _torch.split(self.all, [partition(self.spec, self.ranks, key) for key in axes], timeout=self.timeout)
         groups = [group for group in made if group is not None]
         self.by_axes.update(zip(axes, groups, strict=True))
+        for key, group in zip(axes, groups, strict=True):
+            name_group(group.group_name, "_".join(key))
         return groups
 
 
@@ -83,5 +86,6 @@ def make_groups(spec: MeshSpec, ranks: Sequence[int], timeout: timedelta | None)
     if part[0] is None:
         return None
     groups = MeshGroups(spec, tuple(ranks), part[0], {}, timeout)
+    name_group(part[0].group_name, "_".join(group_axes(spec, *DENSE_AXES)))
     groups.make(made_at_once(spec))
     return groups

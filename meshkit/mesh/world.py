@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from meshkit.core import _torch
+from meshkit.core.calls import calls_ignored
 from meshkit.errors import MeshError
+from meshkit.mesh.launcher import adopt_slurm
 
 POLL_S = 0.005
 SHOWN = 8  # ranks in an error
@@ -27,6 +29,7 @@ def start_world(device_type: str, timeout: timedelta) -> None:
 
     Raises: MeshError naming the ranks that have not come within the timeout.
     """
+    adopt_slurm()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else None if device_type != "cpu" else "gloo"
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
@@ -115,7 +118,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     excepthook = sys.excepthook  # init_process_group puts one in front that names the rank
     _torch.start_fake_world(world_size, rank)
     try:
-        yield
+        with calls_ignored():
+            yield
     finally:
         sys.excepthook = excepthook
         dist.destroy_process_group()

@@ -58,6 +58,8 @@ class RunFlags(Ranged):
     """who is told of stalls, errors, lost and slow ranks: "file.py:function", or an address for a POST of JSON"""
     status_page: bool = False
     """write status.html in --out every five seconds: where each rank is, and whether it works or waits"""
+    call_files: bool = False
+    """write the last calls of each rank (collectives, messages) into --out/calls, at a report and at the end"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     gc_every: CountOrNone = 100

@@ -85,7 +85,9 @@ class Session:
     ) -> None:
         (make_folder if writes else refuse_folder)("out", config.out)
         watch_with(
-            alert=config.alert or None, page=config.out / "status.html" if config.status_page and writes else None
+            alert=config.alert or None,
+            page=config.out / "status.html" if config.status_page and writes else None,
+            calls=config.out / "calls" if config.call_files else None,
         )
         self.mesh = run.mesh if isinstance(run, Run) else run
         self.start, self.finished, self.stopped = 0, False, False
@@ -193,6 +195,10 @@ class Session:
                         print0(stragglers.slow)
                         if dist.get_rank() == 0:
                             send_alert(str(stragglers.slow), "slow")
+                    for said in stragglers.slow_links:
+                        print0(said)
+                        if dist.get_rank() == 0:
+                            send_alert(said, "slow")
                 self._end(step)
                 self._collect(step)
             self._end_profiled_step()

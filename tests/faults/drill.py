@@ -5,12 +5,14 @@ The moment: in step `step`, when the rank enters the `moment`-th Python function
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 
@@ -25,9 +28,10 @@ import meshkit as mk
 from meshkit.algos.dataflow import Call, Flow, Sample
 from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import Prompt, Sampling, generate
+from meshkit.core.calls import ring
 from meshkit.data import Loader
 from meshkit.faults import run_main
-from meshkit.metrics import Logger, Meter
+from meshkit.metrics import Logger, Meter, Stragglers
 from meshkit.models import LlamaConfig, MixtralConfig, build_model, moe_plan
 from meshkit.models.llama import LLAMA_PLAN
 from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, tokens
@@ -68,7 +72,7 @@ class Drill:
     mesh: str = ""
     """default: the block's"""
     fault: str = "none"
-    """kill, raise, delay, stay (away for good), nan"""
+    """kill, raise, delay, stay (away for good), nan, slow (in each step, from `step` on)"""
     rank: int = 1
     step: int = 3
     moment: int = 1
@@ -77,7 +81,9 @@ class Drill:
     pause_s: float = 0.0
     """of every step, for drills that act from outside"""
     timeout_s: float = 60.0
-    stall_s: float = 60.0
+    stall_s: float = 20.0
+    measure: int = 0
+    """ranks and links, every so many steps"""
 
 
 class HadEnough(Exception):
@@ -103,10 +109,15 @@ def main(drill: Drill) -> None:
     with mk.Checkpointer(drill.out / "checkpoints", timeout=timedelta(seconds=drill.timeout_s)) as checkpoints:
         start = checkpoints.resume(run, optimizer, loader=loader)
         with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, tensorboard=False) as logger:
+            stragglers = Stragglers(mesh, every_steps=drill.measure or 1000, steps=min(2, drill.measure or 1), factor=2)
             meter = Meter(total_steps=drill.steps, start_step=start)
             for step in range(start + 1, drill.steps + 1):
-                now = struck and step == drill.step
-                with strike(drill, run) if now else nullcontext():
+                now = struck and step == drill.step and drill.fault != "slow"
+                with ExitStack() as stack:
+                    stack.enter_context(stragglers.measure(step))
+                    stack.enter_context(strike(drill, run) if now else nullcontext())
+                    if struck and drill.fault == "slow" and step >= drill.step:
+                        slow_down(drill)
                     batch = next(loader)
                     loss = run.forward_backward(batch, microbatches=2)
                     norm = mk.clip_grad_norm(run, 1.0)
@@ -119,6 +130,8 @@ def main(drill: Drill) -> None:
                     if drill.block == "checkpoint":
                         checkpoints.wait()
                 logger.log(step, {"loss": loss.item()})
+                if mesh.rank == 0 and stragglers.last is not None and stragglers.last.step == step:
+                    print(*filter(None, [stragglers.slow, *stragglers.slow_links]), sep="\n", flush=True)
                 time.sleep(drill.pause_s)
                 meter.step(1)
 
@@ -191,7 +204,7 @@ class strike:
             self._act()
 
     def _act(self) -> None:
-        (self.drill.out / "struck").write_text(str(time.time()))
+        strike_now(self.drill)
         match self.drill.fault:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -201,6 +214,20 @@ class strike:
                 time.sleep(self.drill.delay_s)
             case "stay":
                 time.sleep(1000)
+
+
+def slow_down(drill: Drill) -> None:
+    if not (drill.out / "struck").exists():
+        strike_now(drill)
+    time.sleep(drill.delay_s)
+
+
+def strike_now(drill: Drill) -> None:
+    """Writes when, and which calls this rank had made by then: the oracle of what is said about calls."""
+    counts = [(meeting.axis, meeting.is_message, meeting.count) for meeting in ring.meetings.values()]
+    host = {"host": socket.gethostname(), "calls": counts, "ranks": dist.get_world_size()}
+    (drill.out / "struck_calls.json").write_text(json.dumps(host))
+    (drill.out / "struck").write_text(str(time.time()))
 
 
 def _feed_nan(model: nn.Module, drill: Drill) -> Callable[[], None]:

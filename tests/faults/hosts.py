@@ -40,6 +40,27 @@ class Hosts:
     def mend(self) -> None:
         _ip("-n", self.spaces[0], "link", "set", CARD, "up")
 
+    def slow_down(self, rate: str) -> None:
+        """Both ways of the cable, from now on."""
+        for space in self.spaces:
+            _run(
+                "tc",
+                "-n",
+                space,
+                "qdisc",
+                "add",
+                "dev",
+                CARD,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "4k",
+                "latency",
+                "1s",
+            )
+
     def enter(self, host: int) -> None:
         """Put this process on the host, for good. Before it has threads."""
         libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +93,10 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], env={"PATH": _TOOLS}, capture_output=True, text=True, check=False)
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, env={"PATH": _TOOLS}, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")

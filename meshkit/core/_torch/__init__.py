@@ -10,6 +10,7 @@ from .autograd import nodes_run as nodes_run
 from .autograd import reduction_of as reduction_of
 from .autograd import saved_factor as saved_factor
 from .autograd import sums_rows as sums_rows
+from .calls import record_calls as record_calls
 from .checkpoints import dcp_storage_info as dcp_storage_info
 from .checkpoints import read_dcp_metadata as read_dcp_metadata
 from .collectives import all_gather_rows as all_gather_rows

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshkit.core._torch.calls import begin_call
+from meshkit.core.calls import Call
 from meshkit.core.waiting import marked, waiting
 
 # [Note: functional collectives without their wrappers]
@@ -35,28 +37,39 @@ FUNCTIONAL_COLLECTIVES = frozenset(
 )
 
 
-def _wait(tensor: Tensor, what: str) -> Tensor:
+def _wait(tensor: Tensor, what: str, call: Call | None) -> Tensor:
     # torch.compile follows the first branch alone: it knows the answer, and has no way to trace a mark or a clock.
     if torch.compiler.is_compiling():
         compiled: Tensor = _c10d.wait_tensor(tensor)
         return compiled
+    if call is not None:
+        call.waited = call.began
     with waiting(what):
         done: Tensor = _c10d.wait_tensor(tensor) if _timed_waits is None else _timed(_c10d.wait_tensor, tensor)
+    if call is not None:
+        call.ended = time.monotonic()
     return done
 
 
+def _begin(op: str, tensor: Tensor, group_name: str) -> Call | None:
+    return None if torch.compiler.is_compiling() else begin_call(op, tensor, group_name)
+
+
 def all_reduce_sum(tensor: Tensor, group_name: str) -> Tensor:
-    return _wait(_c10d.all_reduce(tensor, "sum", group_name), "an all-reduce")
+    call = _begin("all_reduce", tensor, group_name)
+    return _wait(_c10d.all_reduce(tensor, "sum", group_name), "an all-reduce", call)
 
 
 def all_gather_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] on each of `size` ranks to [size * n, ...]."""
-    return _wait(_c10d.all_gather_into_tensor(tensor, size, group_name), "an all-gather")
+    call = _begin("all_gather", tensor, group_name)
+    return _wait(_c10d.all_gather_into_tensor(tensor, size, group_name), "an all-gather", call)
 
 
 def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """[size * n, ...] to this rank's [n, ...] of the sum."""
-    return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name), "a reduce-scatter")
+    call = _begin("reduce_scatter", tensor, group_name)
+    return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name), "a reduce-scatter", call)
 
 
 _timed_waits: tuple[int, list[float]] | None = None  # (thread, seconds of each of its waits)

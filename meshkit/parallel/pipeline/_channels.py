@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.core import _torch
+from meshkit.core.calls import axis_of, name_group
 from meshkit.core.waiting import waiting
 
 Way = tuple[int, int]
@@ -83,6 +84,8 @@ def open_channels(group: dist.ProcessGroup, rounds: tuple[tuple[Way, ...], ...],
     made = _torch.split(group, partitions, timeout=_torch.timeout_of(group))
     own = [next((way for way in ways if rank in way), None) for ways in rounds]
     channels = GroupChannels(rank, {way: pair for way, pair in zip(own, made, strict=True) if way and pair})
+    for pair in channels.groups.values():
+        name_group(pair.group_name, axis_of(group.group_name))
     if _torch.is_fake_group(group):
         return channels
     byte = torch.zeros(1, dtype=torch.uint8, device=device)

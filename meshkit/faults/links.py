@@ -1,0 +1,197 @@
+"""Slow links (interconnect, bandwidth): how long the calls over each group of the mesh travel, apart from late ranks.
+
+Of the ranks of a call the last to come waits for nobody: the shortest wait in a group is what the wire costs, and what the
+others wait longer is lateness. No clock of two hosts is compared. A message has one sender: its way is the time from its
+sending to its arrival, and since clocks differ, the mean of both ways of a pair.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from meshkit.core.calls import axis_of, ring
+from meshkit.faults.calls import short_id
+from meshkit.mesh import Mesh
+from meshkit.mesh.ranges import ranges_in_words
+
+CALLS = 64  # of one meeting in a step, the first: what a rank tells the others is bounded
+SLOW = 2.0  # times as long as on the other links of the axis
+SHARE = 0.05  # of a step: less is not worth a sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A call of one rank in a measured step. key: of the meeting. began, waited, ended: by this rank's clock."""
+
+    axis: str
+    key: str
+    ranks: tuple[int, ...]
+    message: bool
+    count: int
+    size: int
+    began: float
+    waited: float
+    ended: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The links among some ranks on an axis. wire_s: seconds a step in which the last of them waits, for the wire alone.
+    late_s: seconds a step that all of them together wait for ranks that come late. bytes_per_s: of the calls, effective.
+    reference_s: `wire_s` of the other links of the axis, or the least of its own where there is no other."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    calls: int
+    bytes_per_s: float
+    wire_s: float
+    late_s: float
+    reference_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        if len(self.ranks) == 2:
+            return f"the link between ranks {self.ranks[0]} and {self.ranks[1]} on {self.axis}"
+        return f"a link among {ranges_in_words(self.ranks)} on {self.axis}"
+
+    @property
+    def over_reference(self) -> float:
+        return self.wire_s / self.reference_s if self.reference_s > 0 else 1.0
+
+    def is_slow(self, step_s: float) -> bool:
+        return self.over_reference > SLOW and self.wire_s - self.reference_s > SHARE * step_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} is slow: {self.calls} calls of a step take {self.wire_s:.3g} s on the wire, "
+            f"{self.over_reference:.1f} times as long as usual on this axis ({self.bytes_per_s / 1e6:.3g} MB/s)."
+        )
+
+
+def samples_since(began: float) -> list[Sample]:
+    """Of this rank's ring: calls with an end that began since, the first `CALLS` of each meeting."""
+    samples: list[Sample] = []
+    seen: dict[int, int] = defaultdict(int)
+    for call in list(ring.calls):
+        meeting = call.meeting
+        if call.began < began or call.waited is None or call.ended is None or seen[id(meeting)] >= CALLS:
+            continue
+        seen[id(meeting)] += 1
+        samples.append(
+            Sample(
+                axis=meeting.axis,
+                key=short_id(meeting),
+                ranks=meeting.ranks,
+                message=meeting.is_message,
+                count=call.count,
+                size=call.size,
+                began=call.began,
+                waited=call.waited,
+                ended=call.ended,
+            )
+        )
+    return samples
+
+
+def gather_links(mesh: Mesh, steps: Sequence[Sequence[Sample]]) -> list[Link]:
+    """The links whose first rank this is. Every rank of the mesh calls. Wire: of each of its groups, a gather of objects."""
+    assert mesh.members is not None
+    groups = {**mesh.members.by_axes, ("all",): mesh.group}
+    links: list[Link] = []
+    for group in groups.values():
+        if group.size() == 1:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        axis = axis_of(group.group_name)
+        own = [[sample for sample in step if sample.axis == axis and set(sample.ranks) <= set(ranks)] for step in steps]
+        every: list[list[list[Sample]]] = [own for _ in ranks]
+        dist.all_gather_object(every, own, group=group)
+        by_rank = dict(zip(ranks, every, strict=True))
+        if dist.get_rank() == ranks[0]:
+            links += links_of(axis, by_rank)
+    return links
+
+
+def links_of(axis: str, by_rank: Mapping[int, Sequence[Sequence[Sample]]]) -> list[Link]:
+    """Of one axis: by rank, the samples of each step. The quickest step counts: noise only ever adds time."""
+    steps = [
+        {rank: samples[step] for rank, samples in by_rank.items()} for step in range(len(next(iter(by_rank.values()))))
+    ]
+    found: dict[tuple[int, ...], list[Link]] = defaultdict(list)
+    for step in steps:
+        for link in [*_of_collectives(axis, step), *_of_messages(axis, step)]:
+            found[link.ranks].append(link)
+    return [min(each, key=lambda link: link.wire_s) for each in found.values()]
+
+
+def _of_collectives(axis: str, step: Mapping[int, Sequence[Sample]]) -> list[Link]:
+    calls: dict[tuple[tuple[int, ...], str, int], list[Sample]] = defaultdict(list)
+    for samples in step.values():
+        for sample in samples:
+            if not sample.message:
+                calls[sample.ranks, sample.key, sample.count].append(sample)
+    groups: dict[tuple[int, ...], list[list[Sample]]] = defaultdict(list)
+    for (ranks, _, _), samples in calls.items():
+        if len(samples) == len(ranks):  # of all its ranks
+            groups[ranks].append(samples)
+    links = []
+    for ranks, whole in groups.items():
+        wire_s = sum(min(sample.ended - sample.waited for sample in samples) for samples in whole)
+        under_way_s = sum(min(sample.ended - sample.began for sample in samples) for samples in whole)
+        late_s = sum(sample.ended - sample.waited for samples in whole for sample in samples) - len(ranks) * wire_s
+        size = sum(max(sample.size for sample in samples) for samples in whole)
+        links.append(_link(axis, ranks, len(whole), size, under_way_s, wire_s, late_s))
+    return links
+
+
+def _of_messages(axis: str, step: Mapping[int, Sequence[Sample]]) -> list[Link]:
+    ways: dict[tuple[int, ...], list[tuple[Sample, Sample]]] = defaultdict(list)
+    sent = {(s.key, s.count): s for rank, samples in step.items() for s in samples if s.message and s.ranks[0] == rank}
+    for rank, samples in step.items():
+        for sample in samples:
+            if sample.message and sample.ranks[1] == rank and (sender := sent.get((sample.key, sample.count))):
+                ways[sample.ranks].append((sender, sample))
+    links = []
+    for source, target in {tuple(sorted(way)) for way in ways}:
+        there, back = ways.get((source, target), []), ways.get((target, source), [])
+        if not there or not back:  # one clock against another says nothing
+            continue
+        # The quickest message of each way: in another the receiver came late.
+        way_s = sum(min(got.ended - gave.began for gave, got in way) for way in (there, back)) / 2
+        both = [*there, *back]
+        waited_s = sum(got.ended - got.waited for _, got in both)
+        size = sum(gave.size for gave, _ in both)
+        wire_s = min(way_s * len(both), waited_s)
+        links.append(_link(axis, (source, target), len(both), size, way_s * len(both), wire_s, waited_s - wire_s))
+    return links
+
+
+def _link(
+    axis: str, ranks: tuple[int, ...], calls: int, size: int, under_way_s: float, wire_s: float, late_s: float
+) -> Link:
+    rate = size / max(under_way_s, 1e-9)
+    return Link(axis=axis, ranks=ranks, calls=calls, bytes_per_s=rate, wire_s=wire_s, late_s=max(0.0, late_s))
+
+
+def with_references(links: Iterable[Link], least_s: dict[tuple[str, tuple[int, ...]], float]) -> tuple[Link, ...]:
+    """With what each is compared to. least_s: of earlier reports, kept up to date here."""
+    links = sorted(links, key=lambda link: (link.axis, link.ranks))
+    compared = []
+    for link in links:
+        key = link.axis, link.ranks
+        others = [
+            other.wire_s
+            for other in links
+            if other.axis == link.axis and other.ranks != link.ranks and len(other.ranks) == len(link.ranks)
+        ]
+        own_s = least_s[key] = min(link.wire_s, least_s.get(key, link.wire_s))
+        # What it was at its best, and what the others of the axis are: the lower, or a link that is slow from the start, or
+        # slow with all others, would be usual.
+        reference_s = min([own_s, statistics.median_low(others)] if others else [own_s])
+        compared.append(Link(**{**vars(link), "reference_s": reference_s}))
+    return tuple(compared)
