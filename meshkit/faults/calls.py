@@ -27,7 +27,8 @@ LISTED = 12  # calls of each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Last:
-    """The last call of a rank in one meeting. id: of the meeting, the same on all its ranks. waits: for it, now."""
+    """The call of a rank in one meeting that it waits for, or its last. id: of the meeting, the same on all its ranks. made:
+    how many it has made there, which may be more than `count`: receives are posted ahead. waits: for it, now."""
 
     id: str
     axis: str
@@ -37,6 +38,7 @@ class Last:
     op: str
     size: int
     waits: bool
+    made: int
 
     @property
     def text(self) -> str:
@@ -47,8 +49,10 @@ class Last:
 
 
 def last_calls() -> list[Last]:
-    """Of this process, for its heartbeat: the newest of each meeting."""
-    calls = [meeting.last for meeting in list(ring.meetings.values()) if meeting.last is not None]
+    """Of this process, for its heartbeat: of each meeting the call that is waited for, else the newest."""
+    newest = {id(meeting): meeting.last for meeting in list(ring.meetings.values()) if meeting.last is not None}
+    waiting = {id(call.meeting): call for call in reversed(list(ring.calls)) if waits(call)}
+    calls = list((newest | waiting).values())
     calls.sort(key=lambda call: (waits(call), call.began), reverse=True)
     return [_last(call) for call in calls[:IN_A_HEARTBEAT]]
 
@@ -60,7 +64,17 @@ def waits(call: Call) -> bool:
 def packed(calls: Iterable[Last]) -> list[list[Any]]:
     """For a heartbeat. Ranks at equal distances are three numbers."""
     return [
-        [last.id, last.axis, _packed_ranks(last.ranks), last.message, last.count, last.op, last.size, last.waits]
+        [
+            last.id,
+            last.axis,
+            _packed_ranks(last.ranks),
+            last.message,
+            last.count,
+            last.op,
+            last.size,
+            last.waits,
+            last.made,
+        ]
         for last in calls
     ]
 
@@ -76,8 +90,9 @@ def unpacked(rows: Iterable[Sequence[Any]]) -> list[Last]:
             op=op,
             size=size,
             waits=is_waiting,
+            made=made,
         )
-        for name, axis, ranks, message, count, op, size, is_waiting in rows
+        for name, axis, ranks, message, count, op, size, is_waiting, made in rows
     ]
 
 
@@ -98,7 +113,7 @@ def missing_calls(calls: Mapping[int, Sequence[Last]], gone: Iterable[int] = ())
         inside = {rank: last for rank, last in of_rank.items() if last.count == count}
         one = next(iter(inside.values()))
         others = {rank: _of(calls.get(rank, ()), name) for rank in one.ranks if rank not in inside}
-        behind = [rank for rank, last in others.items() if last is None or last.count < count]
+        behind = [rank for rank, last in others.items() if last is None or last.made < count]
         unlike = _unlike(one, inside)
         if unlike:
             found.append((False, unlike))
@@ -116,12 +131,11 @@ def _missing(ranks: Sequence[int], one: Last, *, lost: bool) -> str:
 
 
 def waits_in(calls: Sequence[Last], rank: int) -> str:
-    """What this rank waits in, and with whom: "call 4711 on tp (all_reduce of 2.1 MB), with ranks 1-3"; or ""."""
-    for last in calls:
-        if last.waits:
-            others = [each for each in last.ranks if each != rank]
-            return f"{last.text}, with {ranges_in_words(others)}"
-    return ""
+    """What this rank waits in, and with whom: "call 4711 on tp (all_reduce of 2.1 MB), with ranks 1-3"; or "". A thread that
+    writes a checkpoint may wait beside the training."""
+    waiting = [last for last in calls if last.waits][:SHOWN]
+    others = [ranges_in_words([each for each in last.ranks if each != rank]) for last in waiting]
+    return ", and in ".join(f"{last.text}, with {names}" for last, names in zip(waiting, others, strict=True))
 
 
 def _unlike(one: Last, inside: Mapping[int, Last]) -> str:
@@ -162,6 +176,7 @@ def _last(call: Call) -> Last:
         op=call.op,
         size=call.size,
         waits=waits(call),
+        made=meeting.count,
     )
 
 

@@ -214,7 +214,8 @@ class Watchdog:
             silent_s = time.monotonic() - self._answered_at
             return (
                 f"The store of the job at {_store_address()} has not answered for {silent_s:.0f} s: that host or "
-                f"its torchrun has ended, or the network between it and {socket.gethostname()}."
+                f"its {'torchrun' if _in_torchrun() else 'rank 0'} has ended, or the network between it and "
+                f"{socket.gethostname()}."
             )
         if first.left:  # and has printed why
             elsewhere = (
@@ -245,13 +246,18 @@ class Watchdog:
     def _beat_on(self) -> None:
         # Beside the thread that handles signals: the store may take for ever to answer.
         while not self._store_failed:
-            time.sleep(self._heartbeat.beat_s if self._heartbeat else LOOK_S)
+            heartbeat = self._heartbeat
+            time.sleep(LOOK_S if heartbeat is None or self._knows_too_little(heartbeat) else heartbeat.beat_s)
             try:
                 self._beat_and_watch()
             except Exception as error:  # whatever it is: the job goes on without heartbeats
                 if not self._failed:
                     report(f"The watchdog of this process failed, and goes on: {type(error).__name__}: {error}.")
                 self._failed = True
+
+    def _knows_too_little(self, heartbeat: Heartbeat) -> bool:
+        """Whether this rank could not say yet where rank 0 is, were it gone with its store."""
+        return heartbeat.rank > 0 and self._first_rank is None and not _in_torchrun()
 
     def _beat_and_watch(self) -> None:
         heartbeat = self._find_heartbeat()
