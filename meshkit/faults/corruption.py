@@ -36,8 +36,8 @@ GRADIENT = "gradient"  # the state of a Key
 # At rest: between two steps nothing writes weights and moments, so the sum of before is that of after, also of a tensor that
 # only one rank holds. It names the rank; of two copies that differ, nothing else could say which is wrong. Tensors of three
 # copies and more are left to their majority. Gradients rest from their reduction to clipping, and from there to the step.
-# Replay: what is computed wrongly before ranks add it up differs from no copy, and was never at rest. The same microbatch gives
-# the same numbers again, or one of the two runs was wrong.
+# Replay: what is computed wrongly before ranks add it up differs from no copy, and was never at rest. The same microbatch
+# gives the same numbers again, or one of the two runs was wrong.
 # A sum of words changes with each single bit, by a power of two; two flips hide each other only at the same place of a word,
 # in opposite directions.
 
@@ -344,6 +344,7 @@ class _Watcher:
             self._second = False
 
     def reduced(self) -> None:
+        self._replay.end()
         self._gradients.begin()
 
     @contextmanager

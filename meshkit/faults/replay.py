@@ -88,6 +88,10 @@ class Replay:
             self._watch()
         return self._chosen
 
+    def end(self) -> None:
+        """The first run has ended."""
+        self._stop()
+
     @contextmanager
     def around(self, microbatch: int, place: int, *, second: bool) -> Iterator[None]:
         if not second and microbatch != self._chosen:
@@ -109,6 +113,7 @@ class Replay:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around the second run."""
+        self._watch()
         model, device = self._run.model, self._run.mesh.device
         grads = [(param, param.grad) for param in self._run.parameters()]
         rng, buffers = _rng(device), _buffers(model)

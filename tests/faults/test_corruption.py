@@ -1,4 +1,4 @@
-"""A flipped bit of a weight, a moment or a gradient is named by rank and tensor, on any mesh; and where none flips nothing is."""
+"""A flipped bit of a weight, a moment or a gradient is named by rank and tensor on any mesh; where none flips, nothing is."""
 
 from __future__ import annotations
 

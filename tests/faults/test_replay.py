@@ -1,10 +1,10 @@
-"""A microbatch that runs again: a number that one rank computes wrongly is named by rank and module, and nothing else changes."""
+"""A microbatch that runs again: what one rank computes wrongly is named by rank and module, and nothing else changes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,25 +56,36 @@ def wrong(tensor: Tensor, at: float) -> None:
     words[place] ^= 1 << (52 if tensor.element_size() == 8 else 23)
 
 
+DONE = "", ""
+
+
 class Core:
     """Computes wrongly once, in one module, when told."""
 
     def __init__(self, run: mk.Run) -> None:
-        self.run, self.armed, self.at = run, ("", ""), 0.0  # (module, kind)
-        self.active, self.second, self.hooked = -1, False, set[int]()
+        self.run, self.armed, self.at = run, DONE, 0.0  # (module, kind)
+        self.active, self.second, self.hooked = -1, False, dict[int, Tensor]()
         self.modules = {
             name: module
             for name, module in run.model.named_modules()
             if isinstance(module, nn.Linear | nn.Embedding)
             and any(local_tensor(p).numel() for p in module.parameters())
         }
+        self.handles = ExitStack()
+        # All before those of a guard, which come and go with a step.
+        run.model.register_forward_pre_hook(lambda *_: [self._enter(*each) for each in self.modules.items()] and None)
         for name, module in self.modules.items():
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
-            module.register_forward_hook(partial(self._leave, name), prepend=True)
+            module.register_forward_hook(partial(self._leave, name))
 
     def aim(self, name: str, kind: str, at: float, microbatch: int) -> None:
         self.armed, self.at, self.microbatch, self.inner = (name, kind), at, microbatch, self.run.watcher
         self.run.watcher = self
+        self.handles.enter_context(seeing_what_is_sent(self._sent))  # before a guard does
+
+    def disarm(self) -> None:
+        self.handles.close()
+        self.hooked.clear()
 
     # A StepWatch that tells when it is the microbatch's turn.
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +93,7 @@ class Core:
 
     @contextmanager
     def around(self, microbatch: int, place: int) -> Iterator[None]:
-        with self.inner.around(microbatch, place), seeing_what_is_sent(self._sent):
+        with self.inner.around(microbatch, place):
             self.active = -1 if self.second else microbatch
             yield
             self.active = -1
@@ -96,13 +107,14 @@ class Core:
 
     def _now(self, name: str, kind: str) -> bool:
         now = self.armed == (name, kind) and self.active == self.microbatch
-        self.armed = ("", "") if now else self.armed
+        self.armed = DONE if now else self.armed
         return now
 
-    def _enter(self, name: str, module: Any, args: Any) -> None:
-        if id(module.weight) not in self.hooked:  # in the first step, so before a guard's hook
-            self.hooked.add(id(module.weight))
-            module.weight.register_hook(partial(self._gradient, name))
+    def _enter(self, name: str, module: Any, *_: Any) -> None:
+        weight = module._parameters["weight"]
+        if self.armed == (name, "weight") and id(weight) not in self.hooked:
+            self.hooked[id(weight)] = weight
+            self.handles.callback(weight.register_hook(partial(self._gradient, name)).remove)
 
     def _gradient(self, name: str, grad: Tensor) -> None:
         if self._now(name, "weight"):
@@ -156,7 +168,8 @@ def struck(cell: Cell, kind: str, count: int) -> list[Struck]:
                 microbatch = random.Random(f"{turn} 1").randrange(cell.microbatches)
                 core.aim("" if kind == "sent" else name, kind, at, microbatch)
             run.forward_backward(rows, microbatches=cell.microbatches)
-            assert core.armed == ("", ""), (core.armed, "was not called")
+            core.disarm()
+            assert core.armed == DONE, (core.armed, "was not called")
             mk.clip_grad_norm(run, 1.0)
             optimizer.step()
             try:
