@@ -29,8 +29,8 @@ ALERT_S = 5.0  # for a hook to return, and for an address to answer
 class Alert:
     """kind: `stall`, a rank waits for another, or ranks differ; `error`, a rank has raised; `lost`, it has lost the others;
     `terminated`, it was told to end while others were silent; `slow`, the others wait for it in each step;
-    `corrupt`, its numbers are wrong or odd; `own`, what your loop says. text: as on the screen. rank: that reports. job: TORCHELASTIC_RUN_ID or SLURM_JOB_ID, if there is one. time:
-    seconds since 1970."""
+    `corrupt`, its numbers are wrong or odd; `own`, what your loop says. text: as on the screen.
+    rank: that reports. job: TORCHELASTIC_RUN_ID or SLURM_JOB_ID, if there is one. time: seconds since 1970."""
 
     kind: Kind
     text: str

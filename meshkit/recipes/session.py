@@ -108,6 +108,9 @@ class Session:
             if every and isinstance(config, StepFlags) and isinstance(run, Run) and optimizer is not None
             else None
         )
+        self._corrupt: CorruptionError | None = None  # found within the step
+        if self._corruption is not None:
+            self.guard.explained = self._is_corrupt
         self._rollbacks = 0
         self._skips: dict[int, tuple[int, int]] = {}  # of the guard, by the step of a checkpoint
         self._signals = SaveOnSignal()
@@ -260,13 +263,22 @@ class Session:
             device=self.mesh.device,
         )
 
+    def _is_corrupt(self, step: int) -> bool:
+        """Of a step that is not finite: whether a flipped bit made it so. Every rank has the same answer."""
+        assert self._corruption is not None
+        try:
+            self._corruption.check(step, now=True)
+        except CorruptionError as error:
+            self._corrupt = error
+        return self._corrupt is not None
+
     def _go_back(self, error: CorruptionError) -> int:
         """Load the newest checkpoint whose values were compared before it was saved. Returns its step.
 
         Every rank has the error, and its text. Raises: the error itself, where there is none, or after too many.
         """
         assert self._run is not None and self._optimizer is not None and self._corruption is not None
-        self._rollbacks += 1
+        self._rollbacks, self._corrupt = self._rollbacks + 1, None
         newest = [max(filter(self._was_compared, self._checkpoints.steps()), default=0) if self._writes else 0]
         dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
         (step,) = newest
@@ -293,6 +305,8 @@ class Session:
         return isinstance(config, dict) and bool(config.get("corruption_every"))
 
     def _end(self, step: int) -> None:
+        if self._corrupt is not None:
+            raise self._corrupt
         self.scalars["skipped_steps"] = self.guard.skipped
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())

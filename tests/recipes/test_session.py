@@ -310,7 +310,7 @@ def struck(out: str, at: tuple[int, ...], often: bool = False) -> tuple[list[int
             session.stop_clock(tokens=8)
             made.append(step)
     assert [kind for kind, _ in told] == (["corrupt"] * len(at) if mesh.rank == 0 else [])
-    state = [param for param in run.parameters()]
+    state: list[Any] = list(run.parameters())
     state += [each for param in run.parameters() for each in optimizer.state[param].values()]
     return made, said.getvalue(), [local_tensor(each).clone() for each in state]
 
