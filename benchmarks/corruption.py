@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/corruption.py --mesh dp_shard=2
     torchrun --nproc-per-node 2 benchmarks/corruption.py --mesh dp_replicate=2 --tokens 8192 --record
 
-The guard sums words of weights, moments and gradients, and runs a microbatch again in every --replay-every steps; the step computes with each weight for each token. So its share falls with the
-tokens of a rank, and with the ranks that share the weights. Prints one JSON row, of rank 0; --record adds it to
-results/corruption.jsonl.
+The guard sums words of weights, moments and gradients, and runs a microbatch again in every --replay-every steps; the step
+computes with each weight for each token. So its share falls with the tokens of a rank, and with the ranks that share the
+weights. Prints one JSON row, of rank 0; --record adds it to results/corruption.jsonl.
 """
 
 from __future__ import annotations
