@@ -22,7 +22,7 @@ from meshkit.checkpoint._lease import Lease, take
 from meshkit.checkpoint._load import choose_step, config_of, of_memory, open_checked, restore, state_of
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
 from meshkit.checkpoint.in_memory import InMemory, Keeper
-from meshkit.errors import CheckpointError
+from meshkit.errors import CheckpointError, CorruptionError
 from meshkit.step import Run
 
 
@@ -80,7 +80,8 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close(keep_memory=error is not None)
+            # What a corrupt run has in memory is not gone on from.
+            self.close(keep_memory=error is not None and not isinstance(error, CorruptionError))
         except CheckpointError as failed:
             # The error of the with block comes first; that of the last save is a note on it.
             if error is None:

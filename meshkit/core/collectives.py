@@ -21,6 +21,8 @@ moved to the front and made contiguous, which is a copy unless it is there alrea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +34,31 @@ from meshkit.core.double_backward import is_differentiated_again
 from meshkit.core.noting import noted
 from meshkit.errors import PlanError
 
+# Who sees what this rank sends. Global and not a context variable: on CUDA backward runs in autograd's own threads.
+_watchers: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def seeing_what_is_sent(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, `see` is called with the local tensor of each collective of this file before it is sent."""
+    _watchers.append(see)
+    try:
+        yield
+    finally:
+        _watchers.remove(see)
+
+
+def _shown(tensor: Tensor) -> Tensor:
+    for see in _watchers:
+        see(tensor)
+    return tensor
+
 
 def all_reduce(tensor: Tensor, axis: DeviceMesh) -> Tensor:
     """The sum over the axis, outside autograd. Wire: one all-reduce of the tensor."""
     if axis.size() == 1:
         return tensor
-    return _torch.all_reduce_sum(tensor.contiguous(), axis.get_group().group_name)
+    return _torch.all_reduce_sum(_shown(tensor).contiguous(), axis.get_group().group_name)
 
 
 def all_gather(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
@@ -45,7 +66,7 @@ def all_gather(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     if axis.size() == 1:
         return tensor
     # See [Note: collectives work on dim 0]. The result is a view; a caller who needs it contiguous makes the copy.
-    dim_first = tensor.movedim(dim, 0).contiguous()
+    dim_first = _shown(tensor).movedim(dim, 0).contiguous()
     return _torch.all_gather_rows(dim_first, axis.size(), axis.get_group().group_name).movedim(0, dim)
 
 
@@ -58,7 +79,7 @@ def reduce_scatter(tensor: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
             f"sequence=True splits dim {dim % tensor.ndim} of a tensor {tuple(tensor.shape)} over tp={axis.size()}, and "
             f"{tensor.shape[dim]} is not a multiple of {axis.size()}. Pad the sequence, or use sequence=False."
         )
-    dim_first = tensor.movedim(dim, 0).contiguous()
+    dim_first = _shown(tensor).movedim(dim, 0).contiguous()
     local = _torch.reduce_scatter_rows(dim_first, axis.size(), axis.get_group().group_name)
     # Memory of its own: FSDP2 hooks what a module returns, and warns of a view.
     return local.movedim(0, dim).clone(memory_format=torch.contiguous_format)

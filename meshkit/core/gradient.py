@@ -25,3 +25,8 @@ def gradient_of(param: Tensor) -> Tensor | None:
 def set_gradient_reader(param: Tensor, read: Reader | None) -> None:
     """From now on `gradient_of(param)` is what `read()` returns; None: it is `param.grad` again."""
     setattr(param, _KEY, read)
+
+
+def has_gradient_reader(param: Tensor) -> bool:
+    """Whether an optimizer takes the gradient of this parameter during backward."""
+    return getattr(param, _KEY, None) is not None

@@ -21,16 +21,16 @@ from typing import Any, Literal
 
 from meshkit.errors import PlanError
 
-Kind = Literal["stall", "error", "lost", "terminated", "slow", "own"]
+Kind = Literal["stall", "error", "lost", "terminated", "slow", "corrupt", "own"]
 ALERT_S = 5.0  # for a hook to return, and for an address to answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
     """kind: `stall`, a rank waits for another, or ranks differ; `error`, a rank has raised; `lost`, it has lost the others;
-    `terminated`, it was told to end while others were silent; `slow`, the others wait for it in each step; `own`, what your
-    loop says. text: as on the screen. rank: that reports. job: TORCHELASTIC_RUN_ID or SLURM_JOB_ID, if there is one. time:
-    seconds since 1970."""
+    `terminated`, it was told to end while others were silent; `slow`, the others wait for it in each step;
+    `corrupt`, its numbers are wrong or odd; `own`, what your loop says. text: as on the screen.
+    rank: that reports. job: TORCHELASTIC_RUN_ID or SLURM_JOB_ID, if there is one. time: seconds since 1970."""
 
     kind: Kind
     text: str

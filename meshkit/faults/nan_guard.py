@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,15 @@ from meshkit.step import Run
 
 @dataclass
 class NonFiniteGuard:
-    """Skips steps whose gradient norm is not finite, up to `max_skips` in a row, and then stops the run."""
+    """Skips steps whose gradient norm is not finite, up to `max_skips` in a row, and then stops the run.
+
+    explained: asked on every rank before the run stops; True if somebody else has found the cause: the step is skipped.
+    """
 
     max_skips: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    explained: Callable[[int], bool] | None = None
 
     def allows(self, run: Run, norm: Tensor, *, step: int) -> bool:
         """True to take the step, False to skip it. Every rank sees the same norm, so every rank decides the same.
@@ -39,6 +43,8 @@ class NonFiniteGuard:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row <= self.max_skips:
+            return False
+        if self.explained is not None and self.explained(step):
             return False
         # Every rank takes this branch, since all have the same norm: the gather cannot hang.
         finite = [True] * run.mesh.spec.world_size

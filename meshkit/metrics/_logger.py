@@ -78,6 +78,18 @@ class Logger:
         for sink in self._also:
             sink(step, values)
 
+    def go_back(self, step: int) -> None:
+        """The run goes on from an earlier step: lines and points of later ones are dropped, as when it resumes there."""
+        if self._file is not None:
+            path = Path(self._file.name)
+            self._file.close()
+            _drop_lines_after(path, step)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        if self._board is not None:
+            folder = Path(self._board.log_dir)
+            self._board.close()
+            self._board = _open_tensorboard(folder, step)
+
     def image(self, step: int, name: str, image_CHW: Tensor) -> None:
         """Add a picture to TensorBoard, uint8 [3, H, W]; the other places of scalars have none for it."""
         if self._board is not None:

@@ -98,6 +98,8 @@ class StepFlags(LearnFlags):
     """of what --memory-every keeps of each rank: on how many other hosts, which may be lost; none on a single host"""
     corruption_every: CountOrNone = 0
     """silent data corruption: compare weights and optimizer state in every so many steps; 0: never"""
+    replay_every: CountOrNone = 0
+    """with --corruption-every: run one microbatch again in every so many steps; 0: never"""
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
         """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls."""

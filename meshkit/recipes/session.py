@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, InMemory, SaveOnSignal
 from meshkit.core.to_device import HOST, copy_to_host
-from meshkit.errors import MeshkitError, PlanError, StepError
+from meshkit.errors import CorruptionError, MeshkitError, PlanError, StepError
 from meshkit.faults import send_alert, watch_with
 from meshkit.faults.corruption import CorruptionGuard
 from meshkit.faults.nan_guard import NonFiniteGuard
@@ -46,6 +46,8 @@ from meshkit.step import Run
 from .flags import RunFlags, StepFlags
 from .folders import make_folder, refuse_folder
 from .process import collecting_garbage, multiplying_fp32
+
+ROLLBACKS = 3  # of a process: what comes back so often is no cosmic ray
 
 Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
 Line = tuple[int, dict[str, float], dict[str, Callable[[], Tensor]]]
@@ -66,7 +68,8 @@ class Session:
     parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
-    guard: against gradients that are not finite. --corruption-every compares copies here, also before each checkpoint.
+    guard: against gradients that are not finite. --corruption-every compares copies here, also before each checkpoint; where
+    something is wrong the steps go on from the newest checkpoint that was compared, up to three times.
     scalars: the line of this step so far, see `log`. logger: for pictures and texts.
     Every rank calls every method, at the same steps.
     """
@@ -105,10 +108,15 @@ class Session:
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         every = _every(config, "corruption_every", run)
         self._corruption = (
-            CorruptionGuard(run, optimizer, every_steps=every)
-            if every and isinstance(run, Run) and optimizer is not None
+            CorruptionGuard(run, optimizer, every_steps=every, replay_every=config.replay_every)
+            if every and isinstance(config, StepFlags) and isinstance(run, Run) and optimizer is not None
             else None
         )
+        self._corrupt: CorruptionError | None = None  # found within the step
+        if self._corruption is not None:
+            self.guard.explained = self._is_corrupt
+        self._rollbacks = 0
+        self._skips: dict[int, tuple[int, int]] = {}  # of the guard, by the step of a checkpoint
         self._signals = SaveOnSignal()
         self._files = ExitStack()  # open from __enter__ to __exit__
         self._step = 0
@@ -125,6 +133,8 @@ class Session:
         if self._writes:
             self.start = self._step = self._resume()
         if self._checkpoints.resumed_in_memory:
+            if self._corruption is not None:  # nobody has compared it
+                self._corruption.check(self.start, now=True)
             self._save(self.start)  # so that a lost host cannot cost it
         if self.start >= self._total:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
@@ -166,19 +176,17 @@ class Session:
             print0(f"{received}: saved {self._unit} {self._step}; start again to go on")
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the training steps to make, from 1. After each, its line is logged and a due checkpoint saved."""
+        """The numbers of the training steps to make, from 1. After each, its line is logged and a due checkpoint saved.
+
+        Steps after a rollback come again.
+        """
         if self.start >= self._total:
             return
-        mesh = self.mesh
-        self._meter = Meter(
-            total_steps=self._total,
-            start_step=self.start,
-            devices=mesh.spec.world_size,
-            peak_flops_per_s=peak_flops_per_s(mesh.device),
-            device=mesh.device,
-        )
-        stragglers = Stragglers(mesh)
-        for step in range(self.start + 1, self._total + 1):
+        self._meter = self._meter_from(self.start)
+        stragglers = Stragglers(self.mesh)
+        step = self.start
+        while step < self._total:
+            step += 1
             self._begin(step)
             with ExitStack() as self._pause:  # from stop_clock to the next step
                 with ExitStack() as self._measured:  # from here to stop_clock
@@ -199,7 +207,10 @@ class Session:
                         print0(said)
                         if dist.get_rank() == 0:
                             send_alert(said, "slow")
-                self._end(step)
+                try:
+                    self._end(step)
+                except CorruptionError as error:
+                    step = self._go_back(error)
                 self._collect(step)
             self._end_profiled_step()
             if self.stopped:
@@ -255,19 +266,76 @@ class Session:
         if self._scheduler is not None:
             self.scalars["lr"] = float(self._scheduler.get_last_lr()[0])  # of this step; then the recipe moves it on
 
+    def _meter_from(self, step: int) -> Meter:
+        return Meter(
+            total_steps=self._total,
+            start_step=step,
+            devices=self.mesh.spec.world_size,
+            peak_flops_per_s=peak_flops_per_s(self.mesh.device),
+            device=self.mesh.device,
+        )
+
+    def _is_corrupt(self, step: int) -> bool:
+        """Of a step that is not finite: whether a flipped bit made it so. Every rank has the same answer."""
+        assert self._corruption is not None
+        try:
+            self._corruption.check(step, now=True)
+        except CorruptionError as error:
+            self._corrupt = error
+        return self._corrupt is not None
+
+    def _go_back(self, error: CorruptionError) -> int:
+        """Load the newest checkpoint whose values were compared before it was saved. Returns its step.
+
+        Every rank has the error, and its text. Raises: the error itself, where there is none, or after too many.
+        """
+        assert self._run is not None and self._optimizer is not None and self._corruption is not None
+        self._rollbacks, self._corrupt = self._rollbacks + 1, None
+        newest = [max(filter(self._was_compared, self._checkpoints.steps()), default=0) if self._writes else 0]
+        dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
+        (step,) = newest
+        if not step or self._rollbacks > ROLLBACKS:
+            raise error
+        text = f"{error} Going back to {self._unit} {step}, rollback {self._rollbacks} of at most {ROLLBACKS}."
+        print0(text)
+        if dist.get_rank() == 0:
+            send_alert(text, "corrupt")
+        state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
+        self._checkpoints.load(self._run, self._optimizer, step=step, **state)
+        self._optimizer.zero_grad()
+        self._corruption.forget()
+        self.guard.skipped, self.guard.skipped_in_a_row = self._skips.get(step, (0, 0))
+        self.stopped = False
+        self._write_lines(waiting=0)
+        self.logger.go_back(step)
+        self._meter = self._meter_from(step)
+        return step
+
+    def _was_compared(self, step: int) -> bool:
+        """A run without --corruption-every saved what nobody had looked at."""
+        config = self._checkpoints.config(step)
+        return isinstance(config, dict) and bool(config.get("corruption_every"))
+
     def _end(self, step: int) -> None:
+        if self._corrupt is not None:
+            raise self._corrupt
         self.scalars["skipped_steps"] = self.guard.skipped
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())
         saves = self.saves(step)
         if self._corruption is not None:  # also what is saved was compared: from there the run goes on
             self._corruption.check(step, now=saves)
+            if self._corruption.outlier is not None:
+                print0(self._corruption.outlier)
+                if dist.get_rank() == 0:
+                    send_alert(str(self._corruption.outlier), "corrupt")
         self.stopped = bool(self._leaving) and step < self._total
         self._unwritten.append((step, self.scalars, self._arriving))
         # A line is written a step later, when its numbers have come: the host does not wait for the device to log. Before a
         # checkpoint it does: a job that is killed while it saves has its numbers.
         self._write_lines(waiting=0 if saves or self.stopped or step == self._total or not self._arriving else 1)
         if saves:
+            self._skips[step] = self.guard.skipped, self.guard.skipped_in_a_row
             self._save(step)
         if self._memory_every and step % self._memory_every == 0 and not self.stopped:
             state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}

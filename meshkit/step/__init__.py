@@ -11,3 +11,4 @@ from meshkit.step._optimizers import compare_optimizers as compare_optimizers
 from meshkit.step._rows import refuse_microbatches as refuse_microbatches
 from meshkit.step._rows import split_rows as split_rows
 from meshkit.step._run import Run as Run
+from meshkit.step._watch import StepWatch as StepWatch

@@ -39,6 +39,8 @@ def _norm(model: Run | nn.Module | Iterable[Tensor], what: str, facts: Mapping[s
         sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
     if not isinstance(model, Run):
         return _sum_over(sums, axes).sqrt()
+    if model.watcher is not None and sums:
+        model.watcher.measured(torch.stack([*sums.values()]).sum())
     # A stage has gradients of its own. Of those that several ranks have alike, the first of them adds.
     own = [value for sharded, value in sums.items() if _is_first(model.mesh, sharded)]
     total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64, device=model.mesh.device)
@@ -94,12 +96,20 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     model = model if isinstance(model, (Run, nn.Module)) else list(model)
     norm = _norm(model, "clip_grad_norm", {"max_norm": float(max_norm)})
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(model, Run) and model.watcher is not None:
+        with model.watcher.writing():
+            _scale(model, factor)
+    else:
+        _scale(model, factor)
+    return norm
+
+
+def _scale(model: Run | nn.Module | Iterable[Tensor], factor: Tensor) -> None:
     for on_device in _by_device([_local(grad) for grad in _gradients(model)]):
         # One call a dtype: a factor rounded to bf16 would scale fp32 gradients by 0.2 % too much or too little.
         for dtype in dict.fromkeys(grad.dtype for grad in on_device):
             grads = [grad for grad in on_device if grad.dtype == dtype]
             _torch.foreach_mul_(grads, factor.to(grads[0].device, dtype))
-    return norm
 
 
 def _gradients(model: Run | nn.Module | Iterable[Tensor], *, counted: bool = False) -> list[Tensor]:

@@ -41,6 +41,7 @@ from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
+from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
 
 
@@ -67,6 +68,7 @@ class Run:
     old: OldParameters | None = None  # that something beside the model still holds
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
+    watcher: StepWatch | None = None  # of microbatches and gradients
 
     @property
     def strategy(self) -> Strategy:
@@ -155,24 +157,23 @@ class Run:
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         means = torch.zeros_like(total) if watch is None else watch.means
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
+        to_repeat = self.watcher.begin(microbatches) if self.watcher is not None else None
+        repeated: tuple[dict[str, Any], float] | None = None
         if self.pipeline is not None:
             parts = list(self.parts(batch, microbatches, mask))
             with self._explained():
-                total, reports = self.pipeline.backward(parts, loss, tokens)
+                around = self.watcher.around if self.watcher is not None else None
+                total, reports = self.pipeline.backward(parts, loss, tokens, around)
+            repeated = None if to_repeat is None else parts[to_repeat]
         else:
             with shared_scales(self.model) if self.resolved.fp8 else nullcontext():
                 for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
-                    before_microbatch(self.model, zero=self.resolved.zero, last=index == microbatches - 1)
-                    with using_keys(part.get(KEYS)):
-                        with collect() as collected, self._forward():
-                            part_loss = loss(self.model, part)
-                        # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up
-                        # to that of the step's mean, however its tokens are split.
-                        with self._explained():
-                            ((part_loss + collected.total()) * weight / tokens).backward()
-                    total += part_loss.detach() * weight
-                    del part_loss  # and its graph, so that tensors which the loss made for this part end with it
+                    with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
+                        last = index == microbatches - 1
+                        part_loss, collected = self._backward(part, weight, tokens, loss, last=last)
+                    total += part_loss * weight
                     reports.append((collected, weight))
+                    repeated = (part, weight) if index == to_repeat else repeated
         summed, means = self._end(total, means, self._lost(watch, batch))
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
@@ -189,7 +190,44 @@ class Run:
             ranks = self.mesh.tokens.size()
             watch.settle(means, tokens, microbatches=microbatches, ranks=ranks, data_ranks=self.mesh.data_ranks)
             self.watched.add(_codes(loss, count))
+        if self.watcher is not None:
+            self.watcher.reduced()
+            if repeated is not None and watch is None:  # the watch of a new loss runs it in another way
+                with self.watcher.again():
+                    self._repeat(*repeated, tokens, loss)
         return summed / tokens
+
+    def _backward(
+        self, part: dict[str, Any], weight: float, tokens: Tensor, loss: Loss, *, last: bool
+    ) -> tuple[Tensor, Collected]:
+        """Forward and backward of one microbatch: its loss, and what its routers report."""
+        before_microbatch(self.model, zero=self.resolved.zero, last=last)
+        with using_keys(part.get(KEYS)):
+            with collect() as collected, self._forward():
+                part_loss = loss(self.model, part)
+            # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that of the
+            # step's mean, however its tokens are split.
+            with self._explained():
+                ((part_loss + collected.total()) * weight / tokens).backward()
+        # Detached: the graph ends here, and with it what the loss made for this part.
+        return part_loss.detach(), collected
+
+    def _repeat(self, part: dict[str, Any], weight: float, tokens: Tensor, loss: Loss) -> None:
+        """Run a microbatch of this step again; its gradients are added, and whoever asked for it takes them away."""
+        assert self.watcher is not None
+        around = self.watcher.around
+        if self.units is not None:
+            self.units.begin_step()
+        if self.pipeline is not None:
+            with self._explained():
+                self.pipeline.backward([(part, weight)], loss, tokens, around)
+        else:
+            with shared_scales(self.model) if self.resolved.fp8 else nullcontext(), around(0, 0):
+                self._backward(part, weight, tokens, loss, last=True)
+        if self.offload is not None:
+            last_step = self.offload.last_step
+            self.offload.end_step()
+            self.offload.last_step = last_step
 
     def _watch(
         self, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None

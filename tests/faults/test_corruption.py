@@ -1,4 +1,4 @@
-"""A flipped bit of a weight or a moment is named by rank and tensor, on any mesh; and where none flips nothing is."""
+"""A flipped bit of a weight, a moment or a gradient is named by rank and tensor on any mesh; where none flips, nothing is."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ def on_host(**offload: Any) -> mk.MemoryPolicy:
     return mk.MemoryPolicy(optimizer=mk.strategy.OptimizerPolicy(offload=mk.strategy.OptimizerOffload(**offload)))
 
 
-def training(cell: Cell) -> tuple[mk.Run, Any, Callable[[], None]]:
-    """(run, optimizer, one step up to the optimizer's)"""
+def training(cell: Cell) -> tuple[mk.Run, Any, Callable[..., None]]:
+    """(run, optimizer, one step up to the optimizer's, which calls what it is given between backward and clipping)"""
     run = start(cell)
     optimizer = mk.adamw(run, lr=1e-3)
     rows = [own_rows(batch, run.mesh) for batch in batches(cell)]
     turn = iter(range(1 << 30))
 
-    def gradients() -> None:
+    def gradients(reduced: Callable[[], None] = lambda: None) -> None:
         optimizer.zero_grad()
         run.forward_backward(rows[next(turn) % len(rows)], microbatches=cell.microbatches)
+        reduced()
         mk.clip_grad_norm(run, 1.0)
 
     return run, optimizer, gradients
@@ -76,6 +77,18 @@ def state_of(cell: Cell, run: mk.Run, optimizer: Any) -> list[tuple[str, Tensor]
     return [(name, tensor) for name, tensor in held if local_tensor(tensor).numel()]
 
 
+def gradients_of(cell: Cell, run: mk.Run) -> list[tuple[str, Tensor]]:
+    """(name as an error has it, parameter) of what this rank has gradients of."""
+    tied = {"lm_head.weight": "embed_tokens.weight"} if cell.tied else {}
+    params = [(tied.get(name, name), param) for name, param in run.named_parameters()]
+    return [(f"gradient of {name}", param) for name, param in params if local_tensor(param).numel()]
+
+
+def flip_gradient(param: Tensor, at: float, bit: int) -> None:
+    assert param.grad is not None
+    flip(param.grad, at, bit)
+
+
 @dataclass(frozen=True)
 class Flip:
     """name: what this rank flipped, "" on the others. ranks, text: of the error, if there was one within 10 steps."""
@@ -89,7 +102,8 @@ class Flip:
 def flipped(cell: Cell, kind: str, count: int) -> list[Flip]:
     """On every rank: flips drawn alike on all, each made on one of them, and taken back once it was found.
 
-    kind: "rest", between two steps; "update", by the optimizer's step; "gradient", after it was reduced.
+    kind: "rest", between two steps; "update", by the optimizer's step; "reduced", a gradient before it is clipped; "clipped",
+    after that.
     """
     run, optimizer, gradients = training(cell)
     drawn, made = random.Random(f"{cell.mesh} {kind}"), []
@@ -109,20 +123,20 @@ def flipped(cell: Cell, kind: str, count: int) -> list[Flip]:
         )
         when, name, text, ranks = drawn.randint(1, EVERY), "", "", ()  # before step 0 nothing is at rest
         for step in range(10):
-            gradients()
-            if step == when and rank == run.mesh.rank:
+            hit = step == when and rank == run.mesh.rank
+            strike: Callable[[], None] = lambda: None  # noqa: E731
+            if hit:
                 name, tensor = held[int(which * len(held))]
-                if kind == "rest":
-                    flip(tensor, at, bit)
-                elif kind == "update":
-                    after_update.append(partial(flip, tensor, at, bit))
-                else:
-                    name = name.rpartition(" ")[2]
-                    grad = local_tensor(dict(run.named_parameters())[name].grad).reshape(-1)
-                    # The highest bits of the largest: others may be lost when a moment is rounded, and change nothing.
-                    flip(
-                        grad[int(grad.abs().argmax()) :], 7.5 / (8 * grad[int(grad.abs().argmax()) :].numel()), bit % 7
-                    )
+                strike = partial(flip, tensor, at, bit)
+                if kind in ("reduced", "clipped"):
+                    trained = gradients_of(cell, run)
+                    name, param = trained[int(which * len(trained))]
+                    strike = partial(flip_gradient, param, at, bit)
+            gradients(strike if kind == "reduced" else lambda: None)
+            if kind in ("rest", "clipped"):
+                strike()
+            elif kind == "update" and hit:
+                after_update.append(strike)
             optimizer.step()
             try:
                 guard.check(step)
@@ -157,11 +171,18 @@ def test_a_bit_that_flips_between_steps_is_named_by_rank_and_tensor(cell: Cell) 
         assert re.search(rf"{re.escape(made.name)}[ ,].*{words} rank {made.rank}", said.text), (made, said)
 
 
-@pytest.mark.parametrize("cell", [MESHES[5], MESHES[1]], ids=lambda cell: cell.mesh)
-@pytest.mark.parametrize("kind", ["update", "gradient"])
-def test_a_wrong_update_is_another_than_those_of_its_copies(cell: Cell, kind: str) -> None:
-    copies = mk.MeshSpec.parse(cell.mesh).world_size
+@pytest.mark.parametrize("cell", MESHES, ids=lambda cell: cell.mesh)
+@pytest.mark.parametrize("kind", ["reduced", "clipped"])
+def test_a_bit_that_flips_in_a_gradient_before_the_optimizers_step_is_named(cell: Cell, kind: str) -> None:
     for made, said in named(cell, kind, FLIPS):
+        assert said.ranks == (made.rank,), (made, said)
+        assert re.search(rf"{re.escape(made.name)}[ ,].*changed on rank {made.rank}", said.text), (made, said)
+
+
+@pytest.mark.parametrize("cell", [MESHES[5], MESHES[1]], ids=lambda cell: cell.mesh)
+def test_a_wrong_update_is_another_than_those_of_its_copies(cell: Cell) -> None:
+    copies = mk.MeshSpec.parse(cell.mesh).world_size
+    for made, said in named(cell, "update", FLIPS):
         # Of two nobody knows which is right.
         assert said.ranks == ((made.rank,) if copies > 2 else tuple(range(copies))), (made, said)
         assert made.name in said.text, (made, said)

@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from meshkit.core.sharding import local_tensor
 from meshkit.errors import CorruptionError, StepError
 from meshkit.preflight.waits import recording
 from meshkit.recipes import Session, StepFlags
-from tests.world import run_ranks
+from tests.world import RankError, run_ranks
 
 
 def tiny_run(mesh: mk.Mesh) -> tuple[mk.Run, torch.optim.Optimizer]:
@@ -230,10 +231,10 @@ def test_several_runs_and_a_state_go_on_from_the_newest_step_that_all_have(tmp_p
 
 
 def flipped(out: str) -> str:
-    """A run in which a bit flips between steps 3 and 4; it saves every second step, and compares every tenth."""
+    """A run in which a bit flips between steps 3 and 4, before there is a checkpoint; it compares every fourth."""
     mesh = mk.init_mesh("dp_shard=-1")
     run, optimizer = tiny_run(mesh)
-    config = StepFlags(out=Path(out), warmup_steps=0, lr_kind="constant", steps=8, save_every=2, corruption_every=10)
+    config = StepFlags(out=Path(out), warmup_steps=0, lr_kind="constant", steps=8, save_every=20, corruption_every=4)
     with (
         contextlib.redirect_stdout(io.StringIO()),
         Session(run, config, optimizer=optimizer, scheduler=config.lr_schedule(optimizer)) as session,
@@ -251,13 +252,90 @@ def flipped(out: str) -> str:
     return str(raised.value)
 
 
-def test_state_with_a_flipped_bit_is_not_saved(tmp_path: Path) -> None:
+def test_a_flipped_bit_before_the_first_checkpoint_ends_the_run(tmp_path: Path) -> None:
     for said in run_ranks(2, flipped, str(tmp_path)):
-        assert "step 4: silent data corruption since step 2: 0.weight changed on rank 1 while nothing wrote it" in said
-    assert sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
+        assert "step 4: silent data corruption since step 0: 0.weight changed on rank 1 while nothing wrote it" in said
+    assert checkpoints(tmp_path) == []
 
 
-def struck(out: str) -> None:
+class Rows:
+    """A loader whose position is state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        self.at += 1
+        return batch_of(self.at)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    raw = local_tensor(tensor).reshape(-1).view(torch.uint8).numpy()
+    raw[3] ^= 64
+
+
+def struck(out: str, at: tuple[int, ...], often: bool = False) -> tuple[list[int], str, list[torch.Tensor]]:
+    """Nine steps, of which some have a bit flipped in a weight, the first time they are made, or always: (steps made, what
+    was said, weights and moments)."""
+    mesh = mk.init_mesh("dp_shard=-1")
+    run, optimizer = tiny_run(mesh)
+    config = StepFlags(
+        out=Path(out), warmup_steps=3, lr=1e-2, lr_kind="cosine", steps=9, save_every=2, corruption_every=10
+    )
+    scheduler, loader, made, told = config.lr_schedule(optimizer), Rows(), [], list[Any]()
+    torch.manual_seed(7 + mesh.rank)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        mock.patch("meshkit.recipes.session.send_alert", lambda text, kind: told.append((kind, text))),
+        Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session,
+    ):
+        for step in session.steps():
+            noise = 1 + torch.rand(1)  # from the generator, whose state is saved
+            batch = {"x": next(loader)["x"] * noise}
+            loss = run.forward_backward(batch, loss=squares, count=count)
+            norm = mk.clip_grad_norm(run, config.clip)
+            if step in at and (often or step not in made) and mesh.rank == 1:
+                flip_a_bit(next(run.parameters()))
+            if session.guard.allows(run, norm, step=step):
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            session.log(loss=loss, grad_norm=norm)
+            session.stop_clock(tokens=8)
+            made.append(step)
+    assert [kind for kind, _ in told] == (["corrupt"] * len(at) if mesh.rank == 0 else [])
+    state: list[Any] = list(run.parameters())
+    state += [each for param in run.parameters() for each in optimizer.state[param].values()]
+    return made, said.getvalue(), [local_tensor(each).clone() for each in state]
+
+
+def test_a_run_with_a_flipped_bit_goes_back_and_equals_one_without(tmp_path: Path) -> None:
+    calm = run_ranks(2, struck, str(tmp_path / "calm"), ())
+    hit = run_ranks(2, struck, str(tmp_path / "hit"), (4, 7))
+    assert hit[0][0] == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 7, 8, 9]
+    assert "step 4: silent data corruption since step 2: 0.weight changed on rank 1" in hit[0][1]
+    assert "Going back to step 6, rollback 2 of at most 3." in hit[0][1]
+    for (_, _, mine), (_, _, again) in zip(calm, hit, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, again, strict=True))
+    names = ("step", "loss", "lr", "grad_norm", "skipped_steps")
+    whole, gone_back = ([[row[name] for name in names] for row in lines(tmp_path / out)] for out in ("calm", "hit"))
+    assert whole == gone_back
+    assert checkpoints(tmp_path / "hit") == checkpoints(tmp_path / "calm")
+
+
+def test_a_rank_that_is_wrong_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="step 4: silent data corruption since step 2"):
+        run_ranks(2, struck, str(tmp_path), (4,), True)
+    assert checkpoints(tmp_path) == [2]
+
+
+def ended_in_its_fifth(out: str) -> None:
     """A run that keeps each step in memory, saves none, and ends in its fifth."""
     mesh = mk.init_mesh("dp_shard=-1")
     run, optimizer = tiny_run(mesh)
@@ -278,7 +356,7 @@ def struck(out: str) -> None:
 
 
 def test_a_run_goes_on_from_memory_which_is_then_on_disk_too(tmp_path: Path) -> None:
-    run_ranks(2, struck, str(tmp_path))
+    run_ranks(2, ended_in_its_fifth, str(tmp_path))
     assert not [*(tmp_path / "checkpoints").glob("step-*")]
     flags = {"steps": 8, "save_every": 100, "memory_every": 1}
     for told in run_ranks(2, train, str(tmp_path), flags):

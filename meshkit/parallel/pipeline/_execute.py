@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, Stag
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
 
 Loss = Callable[[Any, Any], Tensor]
+Around = Callable[[int, int], AbstractContextManager[None]]
 
 
 @dataclass
@@ -184,6 +185,7 @@ def execute(
     scale: Tensor,
     produced: Produced,
     recording: Recording | None = None,
+    around: Around | None = None,
 ) -> tuple[list[Tensor], list[tuple[Collected, float]]]:
     """Run the forwards and backwards of all microbatches.
 
@@ -191,9 +193,10 @@ def execute(
     both in the order of the table.
     microbatches: (microbatch, weight of its loss). flows: of each microbatch. scale: losses are divided by it before their
     backward. produced: tells which values have a gradient. The two halves of an FB row run one after the other, with the
-    messages of both under way.
+    messages of both under way. around(microbatch, place): entered around each task. place: forwards of all stages, then
+    backwards from the last stage, then the rest of those that are split.
     """
-    step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, produced, recording)
+    step = _Step(schedule, staged, p2p, microbatches, flows, loss, scale, produced, recording, around)
     if recording is not None:
         recording.begin(schedule)
     for index, row in enumerate(schedule.ranks[rank]):
@@ -227,10 +230,11 @@ class _Step:
         scale: Tensor,
         produced: Produced,
         recording: Recording | None,
+        around: Around | None,
     ) -> None:
         self.stages, self.staged, self.p2p, self.microbatches = schedule.stages, staged, p2p, microbatches
         self.flows, self.loss, self.scale, self.produced = flows, loss, scale, produced
-        self.recording = recording
+        self.recording, self.around = recording, around
         self.live: dict[tuple[int, int], _Live] = {}
         self.losses: list[Tensor] = []
         self.reports: list[tuple[Collected, float]] = []
@@ -239,7 +243,8 @@ class _Step:
         need = need_of(task, self.stages)
         received = self.p2p.receive(need) if need is not None else []
         measured = self.recording.measure(task) if self.recording is not None else nullcontext()
-        with measured, using_keys(self.microbatches[task.microbatch][0].get(KEYS)):
+        watched = nullcontext() if self.around is None else self.around(task.microbatch, _place(task, self.stages))
+        with measured, watched, using_keys(self.microbatches[task.microbatch][0].get(KEYS)):
             if task.op == "F":
                 self._forward(task, received)
             elif task.op in ("B", "I"):
@@ -296,3 +301,8 @@ class _Step:
             self.p2p.send(output_of(task), back)
         # The inputs and the graph are freed now, even where W is still to come: what it needs is in `deferred`.
         state.received, state.roots = [], []
+
+
+def _place(task: Task, stages: int) -> int:
+    """Of a task among those of its microbatch, in the order in which values pass the stages."""
+    return task.stage if task.op == "F" else (3 if task.op == "W" else 2) * stages - task.stage

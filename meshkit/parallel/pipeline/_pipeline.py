@@ -25,7 +25,7 @@ from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
 from meshkit.parallel.pipeline._channels import Channels, open_channels, rounds_of
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
-from meshkit.parallel.pipeline._execute import Loss, arguments, execute, forward
+from meshkit.parallel.pipeline._execute import Around, Loss, arguments, execute, forward
 from meshkit.parallel.pipeline._flow import Flow
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._produced import Produced
@@ -94,13 +94,17 @@ class Pipeline:
         return total, reports
 
     def backward(
-        self, microbatches: Sequence[tuple[Any, float]], loss: Loss, scale: Tensor
+        self,
+        microbatches: Sequence[tuple[Any, float]],
+        loss: Loss,
+        scale: Tensor,
+        around: Around | None = None,
     ) -> tuple[Tensor, list[tuple[Collected, float]]]:
         """Add the gradients of all microbatches to the parameters.
 
         microbatches: (microbatch, weight of its loss). Returns the sum of their losses, fp64, which is zero but on the rank
         of the last stage, and for each forward of this rank (report of its routers, weight). The caller sums `produced.odd`
-        over the ranks, for `produced.settle`.
+        over the ranks, for `produced.settle`. around: see `execute`.
         """
         model = self.staged.model
         checked = self._checked(len(microbatches))
@@ -130,6 +134,7 @@ class Pipeline:
             scale,
             self.produced,
             self._recording,
+            around,
         )
         # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)

@@ -1,0 +1,107 @@
+"""Tensors at rest: sums of their words (checksums), by which a flipped bit of what nothing writes is seen on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# [Note: what may be written]
+# A tensor counts as at rest if it is the same object at the same address with the same counter of in-place writes. Writes
+# through `.data` do not count: who makes them, as a load does, calls `forget`.
+
+
+class Key(NamedTuple):
+    """state: of the optimizer, "gradient", or "" for the parameter. region: of the full tensor, (start, stop) by dim."""
+
+    parameter: str
+    state: str
+    region: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return f"{self.state} of {self.parameter}" if self.state else self.parameter
+
+
+Stamp = tuple[int, ...]
+Held = Iterator[tuple[Key, tuple[Tensor, Stamp]]]
+
+
+def stamp(tensor: Tensor, local: Tensor) -> Stamp:
+    """See [Note: what may be written]. local: this rank's shard."""
+    return id(tensor), local.data_ptr(), tensor._version, local._version
+
+
+class AtRest:
+    """Says which tensors have changed while nothing wrote them: `begin`, then `look` or `end`, as often as wanted.
+
+    held: what this rank holds now, with its stamps. The host does not wait for the device.
+    """
+
+    def __init__(self, held: Callable[[], Held], device: torch.device) -> None:
+        self._held, self._device = held, device
+        self._stamps: dict[Key, Stamp] | None = None
+        self._before = torch.zeros(0, dtype=torch.int64, device=device)
+        self._changed: dict[tuple[Key, ...], Tensor] = {}  # bool [tensors]
+
+    @torch.no_grad()
+    def begin(self, *, without: Set[Key] = frozenset()) -> None:
+        """From now on nothing is written. without: not looked at."""
+        resting = {key: each for key, each in self._held() if key not in without}
+        self._stamps = {key: stamp for key, (_, stamp) in resting.items()}
+        self._before = digests((local for local, _ in resting.values()), self._device)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Compare what was not written since `begin`."""
+        if self._stamps is None:
+            return
+        unwritten = {key: local for key, (local, stamp) in self._held() if self._stamps.get(key) == stamp}
+        before = self._before
+        if len(unwritten) < len(self._stamps):
+            before = before[torch.tensor([key in unwritten for key in self._stamps], device=before.device)]
+        changed = digests(unwritten.values(), self._device) != before
+        keys = (*unwritten,)
+        self._changed[keys] = changed | self._changed[keys] if keys in self._changed else changed
+
+    def end(self) -> None:
+        """Compare, and from now on it may be written."""
+        self.look()
+        self._stamps = None
+
+    def count(self) -> Tensor:
+        """How many have changed, int64 []."""
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        return sum((each.sum() for each in self._changed.values()), none)
+
+    def changed(self) -> set[Key]:
+        """Which have. The host waits for the device."""
+        found = (zip(keys, each.tolist(), strict=True) for keys, each in self._changed.items())
+        return {key for each in found for key, is_changed in each if is_changed}
+
+    def found_right(self) -> None:
+        """What was looked at was told, and begins anew."""
+        self._changed.clear()
+
+    def forget(self) -> None:
+        self._stamps = None
+        self._changed.clear()
+
+
+def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """int64 [tensors]"""
+    sums = [digest(local).to(device) for local in tensors]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def digest(local: Tensor) -> Tensor:
+    """The sum of its words modulo 2^64, int64 []: the host does not wait for it."""
+    flat = local.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    size = flat.element_size()
+    if not (flat.numel() * size) % 8 and not (flat.storage_offset() * size) % 8:
+        return flat.view(torch.int64).sum()
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(words[size]).sum(dtype=torch.int64)
