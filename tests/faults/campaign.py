@@ -261,7 +261,7 @@ CALL = r"call (\d+) on ([\w/]+|ranks [\d, -]+) \("
 def _says_call(text: str, rank: int, struck: Mapping[str, Any]) -> bool:
     """Whether the call in which others miss the rank is said: the one that it was in, or was to make next."""
     missing = re.findall(rf"^(ranks? [\d, -]+?) (?:is|are|has|have) (?:missing in|not made) {CALL}", text, re.MULTILINE)
-    waited = re.findall(rf"(?:It waited|, and) in {CALL}[^\n]*?\), with (ranks? [\d, -]+)", text)
+    waited = re.findall(rf"(?:It waited|, and) in {CALL}[^\n]*?\), with (ranks? [\d-]+(?:, [\d-]+)*)", text)
     told = [(who, int(count), axis) for who, count, axis in missing] + [(who, int(n), axis) for n, axis, who in waited]
     told = [(who, count, axis) for who, count, axis in told if rank in _ranks(who)]
     counts: dict[str, set[int]] = defaultdict(set)
