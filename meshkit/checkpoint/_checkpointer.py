@@ -71,6 +71,7 @@ class Checkpointer:
         self._copies = HostCopies()
         self._lease: Lease | None = None  # on rank 0 of the mesh
         self.resumed_in_memory = False
+        self._in_memory: int | None = None  # the newest step that is there
         self._current: int | None = None  # the newest step that this run has loaded or saved
 
     def __enter__(self) -> Checkpointer:
@@ -98,9 +99,11 @@ class Checkpointer:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._memory is not None:
-                self._memory.close(discard=not keep_memory)
-            self.release()
+            try:
+                if self._memory is not None:
+                    self._memory.close(discard=not keep_memory)
+            finally:
+                self.release()
 
     def claim(self, run: Run) -> None:
         """Take the lease on the folder, as `resume` and `save` do: no other job saves there until `release`. Collective.
@@ -235,6 +238,11 @@ class Checkpointer:
         unknown = torch.tensor(not self._memory.has_room(parts), device=run.mesh.device)
         # Whoever is here has waited for its save before: all know now that it is whole everywhere.
         (to_make_room,) = run.mesh.agreement.meet("save_in_memory", unknown, facts={"step": step})
+        if self._in_memory is not None and step <= self._in_memory:
+            raise CheckpointError(
+                f"save_in_memory(step={step}): step {self._in_memory} is there already. Steps increase from save to save."
+            )
+        self._in_memory = step
         if int(to_make_room):
             wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
             self._memory.make_room(parts, run.mesh, self._timeout)
@@ -284,7 +292,7 @@ class Checkpointer:
                 saved = of_memory(kept, group)
                 restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
                 self._memory.begin(group, loaded=kept)
-                self.resumed_in_memory = True
+                self.resumed_in_memory, self._in_memory = True, kept.step
                 self._current = kept.step
                 return kept.step
         if newest is None:
@@ -323,7 +331,7 @@ class Checkpointer:
         restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
         if self._memory is not None:
             self._memory.begin(group)
-        self._current = chosen
+        self._current, self._in_memory = chosen, None
         return chosen
 
     def _held_latest(self) -> int | None:

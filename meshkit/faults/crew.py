@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 
 from meshkit.errors import PlanError
 
+DIGITS = 7
+
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
@@ -35,7 +37,9 @@ class Restarts:
         """`3`, or `3 spares=1 multiple=8`."""
         times, *others = text.split() or ["0"]
         given = dict(word.partition("=")[::2] for word in others)
-        if not {*given} <= {"spares", "multiple"} or not all(each.isdecimal() for each in (times, *given.values())):
+        if not {*given} <= {"spares", "multiple"} or not all(
+            each.isdecimal() and len(each) < DIGITS for each in (times, *given.values())
+        ):
             raise PlanError(f'{text!r} is no number of restarts. Give "3", or "3 spares=1 multiple=8".')
         return cls(times=int(times), **{name: int(value) for name, value in given.items()})
 

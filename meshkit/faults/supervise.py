@@ -59,6 +59,11 @@ def supervise(restarts: Restarts) -> None:
             "run_main(restarts=...) forks, and this process uses a device already. Call it before anything is put on one: "
             "build model and data in main()."
         )
+    if torch.get_num_threads() > 1:
+        raise PlanError(
+            f"run_main(restarts=...) forks, and of OpenMP's {torch.get_num_threads()} threads a fork has one, and waits for "
+            "the others. Set OMP_NUM_THREADS=1 in the launch line."
+        )
     if restarts.spares >= (processes := int(os.environ.get("WORLD_SIZE", "1"))):
         raise PlanError(f"{restarts.spares} spares of {processes} processes leave no rank. Launch more, or keep fewer.")
     supervisor = _Supervisor(restarts, processes)
@@ -108,6 +113,9 @@ class _Supervisor:
 
     def run(self) -> None:
         """Returns in the forked process alone."""
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # else, where the launcher ignores it, nobody learns how a rank ended
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._forward)
@@ -238,6 +246,7 @@ class _Leader:
         self._beats: dict[int, tuple[str, float]] = {}  # of each member, the last beat and when it came
         self._next_look, self._began = 0.0, time.monotonic()
         self._events, self._calls, self._is_final = 0, 0, False
+        self._code = 1  # of the last rank that ended with an error
 
     def turn(self) -> None:
         if self._is_final:
@@ -311,6 +320,7 @@ class _Leader:
             self._end(WRONG_INPUT)
             return None
         status = ends[first]
+        self._code = _exit_code(status)
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
         return f"rank {first} ended {how}"
 
@@ -325,10 +335,10 @@ class _Leader:
         alive = self._call_roll()
         members = next_members(self._crew.members, alive, ranks=self._ranks, multiple=self._restarts.multiple)
         if life > self._restarts.times:
-            self._end(1, f"{reason}: the job ends, it has started anew {self._restarts.times} times")
+            self._end(self._code, f"{reason}: the job ends, it has started anew {self._restarts.times} times")
         elif members is None:
             few = f"{len(alive)} of {self._ranks} processes are left"
-            self._end(1, f"{reason}: the job ends, {few}")
+            self._end(self._code, f"{reason}: the job ends, {few}")
         else:
             change = "" if len(members) == len(self._crew.members) else f" as {len(members)}"
             _say(f"{reason}: all ranks start anew{change}, {life} of {self._restarts.times}.")

@@ -133,8 +133,6 @@ class Session:
         if self._writes:
             self.start = self._step = self._resume()
         if self._checkpoints.resumed_in_memory:
-            if self._corruption is not None:  # nobody has compared it
-                self._corruption.check(self.start, now=True)
             self._save(self.start)  # so that a lost host cannot cost it
         if self.start >= self._total:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
@@ -291,6 +289,7 @@ class Session:
         """
         assert self._run is not None and self._optimizer is not None and self._corruption is not None
         self._rollbacks, self._corrupt = self._rollbacks + 1, None
+        self._checkpoints.wait()  # the newest may not be on disk yet
         newest = [max(filter(self._was_compared, self._checkpoints.steps()), default=0) if self._writes else 0]
         dist.broadcast_object_list(newest, src=self.mesh.ranks[0], group=self.mesh.group)  # others may see files later
         (step,) = newest
@@ -322,9 +321,9 @@ class Session:
         self.scalars["skipped_steps"] = self.guard.skipped
         if self._run is not None and self._run.offload is not None:
             self.scalars.update(self._run.offload.last_step.scalars())
-        saves = self.saves(step)
+        saves, keeps = self.saves(step), bool(self._memory_every) and step % self._memory_every == 0
         if self._corruption is not None:  # also what is saved was compared: from there the run goes on
-            self._corruption.check(step, now=saves)
+            self._corruption.check(step, now=saves or keeps)
             if self._corruption.outlier is not None:
                 print0(self._corruption.outlier)
                 if dist.get_rank() == 0:
@@ -333,11 +332,13 @@ class Session:
         self._unwritten.append((step, self.scalars, self._arriving))
         # A line is written a step later, when its numbers have come: the host does not wait for the device to log. Before a
         # checkpoint it does: a job that is killed while it saves has its numbers.
-        self._write_lines(waiting=0 if saves or self.stopped or step == self._total or not self._arriving else 1)
+        self._write_lines(
+            waiting=0 if saves or keeps or self.stopped or step == self._total or not self._arriving else 1
+        )
         if saves:
             self._skips[step] = self.guard.skipped, self.guard.skipped_in_a_row
             self._save(step)
-        if self._memory_every and step % self._memory_every == 0 and not self.stopped:
+        if keeps and not self.stopped:
             state = {"scheduler": self._scheduler, "loader": self._loader, "config": self._config}
             assert self._run is not None
             self._checkpoints.save_in_memory(step, self._run, self._optimizer, **state)

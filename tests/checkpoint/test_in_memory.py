@@ -185,12 +185,15 @@ def go_on(folder: str, spec: str) -> list[int]:
                 path.unlink()
     dist.barrier()
     steps.append(keeping(folder).resume(training.run, training.optimizer, **training.holders))
+    steps.append(len([*Path(folder, "ram").glob("*/*.data")]))
     return steps
 
 
 def test_what_was_loaded_stays_until_something_newer_is_whole_on_every_rank(tmp_path: Path) -> None:
     pool(2).run(save, str(tmp_path), "dp_shard=2")
-    assert pool(2).run(go_on, str(tmp_path), "dp_shard=2") == [[2, 2], [2, 2]]
+    (host,) = (tmp_path / "ram").iterdir()
+    slots = len([*host.glob("*.data")])
+    assert pool(2).run(go_on, str(tmp_path), "dp_shard=2") == [[2, 2, slots // 2]] * 2  # no more than was loaded
 
 
 def on_disk_too(folder: str, spec: str) -> list[object]:
@@ -229,6 +232,10 @@ def refused(folder: str, what: str) -> str:
     on_hosts(None)
     training.train(1)
     state = (training.run, training.optimizer)
+    if what == "again":
+        checkpointer = keeping(folder)
+        checkpointer.save_in_memory(2, *state)
+        return refusal(lambda: checkpointer.save_in_memory(2, *state))
     if what == "none":
         return refusal(lambda: Checkpointer(folder).save_in_memory(1, *state))
     reserve = os.posix_fallocate
@@ -247,6 +254,10 @@ def test_refusals_are_the_same_on_every_rank(tmp_path: Path) -> None:
     (none,) = {*pool(2).run(refused, str(tmp_path), "none")}
     assert none == (
         "CheckpointError: save_in_memory(): this Checkpointer keeps nothing there. Give it memory=InMemory()."
+    )
+    (again,) = {*pool(2).run(refused, str(tmp_path), "again")}
+    assert again == (
+        "CheckpointError: save_in_memory(step=2): step 2 is there already. Steps increase from save to save."
     )
     (full,) = {*pool(2).run(refused, str(tmp_path), "full")}
     assert full.startswith("CheckpointError: InMemory: ")

@@ -379,3 +379,31 @@ def refused_of_parts(out: str, flag: str) -> str:
 def test_what_looks_after_one_run_is_refused_of_several(tmp_path: Path, flag: str) -> None:
     (said,) = {*run_ranks(2, refused_of_parts, str(tmp_path), flag)}
     assert said == f"--{flag.replace('_', '-')} 1: this recipe trains several runs, and it is of one. Leave it out."
+
+
+def flipped_in_memory(out: str) -> None:
+    """A bit flips after step 4; --memory-every keeps each step, and the guard compares every hundredth."""
+    mesh = mk.init_mesh("dp_replicate=2")
+    run, optimizer = tiny_run(mesh)
+    flags = {"steps": 8, "save_every": 100, "corruption_every": 100, "memory_every": 1}
+    config = StepFlags(out=Path(out), warmup_steps=0, lr_kind="constant", **flags)  # type: ignore[arg-type]
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        pytest.raises(CorruptionError, match="step 5: silent data corruption since step 4"),
+        Session(run, config, optimizer=optimizer, scheduler=config.lr_schedule(optimizer)) as session,
+    ):
+        for step in session.steps():
+            run.forward_backward(batch_of(step), loss=squares, count=count)
+            mk.clip_grad_norm(run, config.clip)
+            if step == 5 and mesh.rank == 1:
+                local_tensor(next(run.parameters())).reshape(-1).view(torch.uint8).numpy()[3] ^= 64
+            optimizer.step()
+            optimizer.zero_grad()
+            session.stop_clock(tokens=8)
+
+
+def test_what_is_kept_in_memory_was_compared_and_nobody_goes_on_from_a_corrupt_run(tmp_path: Path) -> None:
+    run_ranks(2, flipped_in_memory, str(tmp_path))
+    assert checkpoints(tmp_path) == []
+    for told in run_ranks(2, train, str(tmp_path), {"steps": 2, "save_every": 100, "memory_every": 1}):
+        assert told["start"] == 0

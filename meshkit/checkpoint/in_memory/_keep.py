@@ -27,7 +27,18 @@ from meshkit.checkpoint._dcp import Part
 from meshkit.checkpoint._save import HostCopies, collect
 from meshkit.checkpoint._snapshot import Snapshot
 from meshkit.checkpoint.in_memory._restore import Kept, newest
-from meshkit.checkpoint.in_memory._slots import SLOTS, Header, Shard, Slot, lay_out, remove, remove_if_empty, views
+from meshkit.checkpoint.in_memory._slots import (
+    SLOTS,
+    Header,
+    Shard,
+    Slot,
+    find,
+    host_name,
+    lay_out,
+    remove,
+    remove_if_empty,
+    views,
+)
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import CheckpointError
 from meshkit.mesh import Mesh
@@ -124,7 +135,9 @@ class Keeper:
         told = on_rank_0(group, "save_in_memory()", lambda: (origin or self._new_origin(), uuid.uuid4().hex[:16]))
         self._origin, self._life = told
         self._saves, self._slots = 0, [None] * SLOTS
-        remove(self.folder, but="" if loaded is None else loaded.life)
+        whole = [] if loaded is None else find(self.folder, self._origin)
+        kept = {each.path.stem for each in whole if each.header.group == loaded.group} if loaded is not None else set()
+        remove(self.folder, keeping=lambda name, life: name in kept)
 
     def _new_origin(self) -> str:
         origin = uuid.uuid4().hex
@@ -151,10 +164,10 @@ class Keeper:
         if not self._life:
             self.begin(group)
         if self._saves:  # there is something newer than what was loaded, whole on every rank
-            remove(self.folder, but=self._life)
+            remove(self.folder, keeping=lambda name, life: life == self._life)
         rank, number = dist.get_rank(group), self._saves % SLOTS
         shards, size = lay_out(parts)
-        told = gather_results(group, "save_in_memory()", lambda: (socket.gethostname(), size))
+        told = gather_results(group, "save_in_memory()", lambda: (host_name(), size))
         self._rounds = partners([host for host, _ in told], self._policy.copies)
         kept = [sender for row in self._rounds for sender, keeper in enumerate(row) if keeper == rank]
 
@@ -257,15 +270,20 @@ class Keeper:
 
     def close(self, *, discard: bool) -> None:
         """discard: the job needs them no more; else they stay for the next start."""
-        if self._life and discard:
+        try:
             self.wait()
-            remove(self.folder, but=self._life)
-            for slots in self._slots:
-                if slots is not None:  # others of this host may be writing theirs still
-                    for slot in (slots.own, *slots.copies.values()):
-                        slot.remove()
-            remove_if_empty(self.folder)
-        self._thread.shutdown(wait=discard)
+        finally:
+            if self._life and discard:
+                self._discard()
+            self._thread.shutdown(wait=discard)
+
+    def _discard(self) -> None:
+        remove(self.folder, keeping=lambda name, life: life == self._life)
+        for slots in self._slots:
+            if slots is not None:  # others of this host may be writing theirs still
+                for slot in (slots.own, *slots.copies.values()):
+                    slot.remove()
+        remove_if_empty(self.folder)
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch.futures import Future
 from meshkit.checkpoint._dcp import Index
 from meshkit.checkpoint._snapshot import Snapshot, snapshot_of
 from meshkit.checkpoint._values import decode, dtype_of
-from meshkit.checkpoint.in_memory._slots import Found, Header, find, views
+from meshkit.checkpoint.in_memory._slots import Found, Header, find, host_name, views
 
 Chunk = tuple[str, tuple[int, ...]]
 """(key, offset in the full tensor)"""
@@ -57,12 +56,12 @@ class Kept:
         return self.headers[0].step
 
     @property
-    def origin(self) -> str:
-        return self.headers[0].origin
+    def group(self) -> tuple[int, str, int]:
+        return self.headers[0].group
 
     @property
-    def life(self) -> str:
-        return self.headers[0].life
+    def origin(self) -> str:
+        return self.headers[0].origin
 
 
 def newest(folder: Path, origin: str, group: dist.ProcessGroup) -> Kept | None:
@@ -72,9 +71,7 @@ def newest(folder: Path, origin: str, group: dist.ProcessGroup) -> Kept | None:
     """
     found = find(folder, origin)
     told: list[tuple[str, list[tuple[tuple[int, str, int], int]]]] = [("", [])] * dist.get_world_size(group)
-    dist.all_gather_object(
-        told, (socket.gethostname(), [(each.header.group, each.header.rank) for each in found]), group=group
-    )
+    dist.all_gather_object(told, (host_name(), [(each.header.group, each.header.rank) for each in found]), group=group)
     hosts = [host for host, _ in told]
     there: dict[tuple[int, str, int], set[int]] = defaultdict(set)
     for _, slots in told:

@@ -15,7 +15,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,16 @@ def _is_ours(folder: Path) -> bool:
     return folder.stat().st_uid == os.getuid()
 
 
-def remove(folder: Path, *, but: str = "") -> None:
-    """All slots of this host, but those of one life. Other ranks of the host may do the same."""
+def host_name() -> str:
+    """Machines may share a name, and containers a kernel."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def remove(folder: Path, *, keeping: Callable[[str, str], bool]) -> None:
+    """All slots of this host, but those of which (name, life) are to be kept. Other ranks of the host may do the same."""
     for path in sorted(folder.glob("rank-*")) if folder.is_dir() else []:
         named = re.fullmatch(_NAME, path.stem)
-        if named is None or named["life"] != but:
+        if named is None or not keeping(path.stem, named["life"]):
             path.unlink(missing_ok=True)
 
 
