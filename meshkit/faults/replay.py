@@ -18,8 +18,8 @@ from meshkit.core._torch import is_fake, tree_leaves, without_modes
 from meshkit.core.collectives import seeing_what_is_sent
 from meshkit.core.gradient import has_gradient_reader
 from meshkit.core.sharding import local_tensor
+from meshkit.core.word_sum import word_sum
 from meshkit.errors import MeshkitError
-from meshkit.faults.rest import digest
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.step import Run
 
@@ -275,7 +275,7 @@ def _refuse(run: Run) -> None:
 def _digest(tensor: Tensor) -> Tensor:
     # Outside of modes: selective recompute counts the operators of a block.
     with without_modes():
-        return digest(local_tensor(tensor))
+        return word_sum(local_tensor(tensor))
 
 
 def _rng(device: torch.device) -> list[Tensor]:

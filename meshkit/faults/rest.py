@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshkit.core.word_sum import word_sum
+
 # [Note: what may be written]
 # A tensor counts as at rest if it is the same object at the same address with the same counter of in-place writes. Writes
 # through `.data` do not count: who makes them, as a load does, calls `forget`.
@@ -91,17 +93,5 @@ class AtRest:
 
 def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """int64 [tensors]"""
-    sums = [digest(local).to(device) for local in tensors]
+    sums = [word_sum(local).to(device) for local in tensors]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
-
-
-def digest(local: Tensor) -> Tensor:
-    """The sum of its words modulo 2^64, int64 []: the host does not wait for it."""
-    flat = local.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    size = flat.element_size()
-    if not (flat.numel() * size) % 8 and not (flat.storage_offset() * size) % 8:
-        return flat.view(torch.int64).sum()
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.view(words[size]).sum(dtype=torch.int64)
