@@ -193,11 +193,12 @@ def _packed_ranks(ranks: tuple[int, ...]) -> str | list[int]:
 
 
 def _bytes(size: int) -> str:
+    value = float(size)
     for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:.3g} GB"
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
 
 
 class CallFiles:

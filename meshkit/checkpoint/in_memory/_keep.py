@@ -135,8 +135,8 @@ class Keeper:
         told = on_rank_0(group, "save_in_memory()", lambda: (origin or self._new_origin(), uuid.uuid4().hex[:16]))
         self._origin, self._life = told
         self._saves, self._slots = 0, [None] * SLOTS
-        whole = [] if loaded is None else find(self.folder, self._origin)
-        kept = {each.path.stem for each in whole if each.header.group == loaded.group} if loaded is not None else set()
+        there = [] if loaded is None else find(self.folder, self._origin)
+        kept = {each.path.stem for each in there if loaded is not None and each.header.group == loaded.group}
         remove(self.folder, keeping=lambda name, life: name in kept)
 
     def _new_origin(self) -> str:

@@ -52,7 +52,7 @@ _by_work: dict[int, Call] = {}  # not yet waited for
 
 
 def record_calls() -> None:
-    """From now on the calls of this process come into `core.calls.ring`: three microseconds each. Once is enough."""
+    """From now on the calls of this process come into `core.calls.ring`. Once is enough."""
     global _recording
     if _recording:
         return
