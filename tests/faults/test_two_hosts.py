@@ -40,10 +40,9 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(f"no two hosts here: {error} (network namespaces need root and `ip` of iproute2)")
 
 
-def run_on(host: int, hosts: Hosts, folder: str, log: str) -> None:
-    hosts.enter(host)
-    environment = {
-        **os.environ,
+def launched(host: int, hosts: Hosts) -> dict[str, str]:
+    """The variables that a launcher gives the one rank of a host."""
+    return {
         "GLOO_SOCKET_IFNAME": CARD,
         "MASTER_ADDR": hosts.addresses[0],
         "MASTER_PORT": "29500",
@@ -51,6 +50,11 @@ def run_on(host: int, hosts: Hosts, folder: str, log: str) -> None:
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
     }
+
+
+def run_on(host: int, hosts: Hosts, folder: str, log: str) -> None:
+    hosts.enter(host)
+    environment = {**os.environ, **launched(host, hosts)}
     values = flags(Path(folder), block="data", steps=STEPS, pause_s=0.3, timeout_s=TIMEOUT_S)
     _run_script(str(ROOT / SCRIPT), tuple(values), environment, str(ROOT), log)
 
@@ -161,19 +165,11 @@ def kill_all_of(hosts: Hosts, host: int) -> None:
 
 def start_supervised(hosts: Hosts, host: int, out: Path) -> subprocess.Popen[str]:
     """Without torchrun: by the environment that a launcher gives."""
-    environment = {
-        "GLOO_SOCKET_IFNAME": CARD,
-        "MASTER_ADDR": hosts.addresses[0],
-        "MASTER_PORT": "29500",
-        "RANK": str(host),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-    }
     values = command_line(
         {"out": out}, mesh="dp_shard=-1", steps=GROWN + 40, pause_s=0.2, noise=0.0, restarts="9 multiple=1"
     )
     command = [sys.executable, str(ROOT / "tests/faults/restarted.py"), *values]
-    return start_command(hosts.command(host, command), **environment)
+    return start_command(hosts.command(host, command), **launched(host, hosts))
 
 
 GROWN = 20

@@ -230,6 +230,17 @@ def test_several_runs_and_a_state_go_on_from_the_newest_step_that_all_have(tmp_p
     assert made == [3, 4, 5] and value == 20 and sums == [16 * 2.0, 16 * 4.0]
 
 
+def make(step: int, session: Session, run: mk.Run, optimizer: torch.optim.Optimizer, *, flips: bool) -> None:
+    """A step; flips: with a bit of a weight changed before the optimizer's."""
+    run.forward_backward(batch_of(step), loss=squares, count=count)
+    mk.clip_grad_norm(run, 1.0)
+    if flips:
+        flip_a_bit(next(run.parameters()))
+    optimizer.step()
+    optimizer.zero_grad()
+    session.stop_clock(tokens=8)
+
+
 def flipped(out: str) -> str:
     """A run in which a bit flips between steps 3 and 4, before there is a checkpoint; it compares every fourth."""
     mesh = mk.init_mesh("dp_shard=-1")
@@ -241,14 +252,7 @@ def flipped(out: str) -> str:
         pytest.raises(CorruptionError) as raised,
     ):
         for step in session.steps():
-            run.forward_backward(batch_of(step), loss=squares, count=count)
-            mk.clip_grad_norm(run, config.clip)
-            if step == 4 and mesh.rank == 1:
-                raw = local_tensor(next(run.parameters())).reshape(-1).view(torch.uint8).numpy()
-                raw[3] ^= 64
-            optimizer.step()
-            optimizer.zero_grad()
-            session.stop_clock(tokens=8)
+            make(step, session, run, optimizer, flips=step == 4 and mesh.rank == 1)
     return str(raised.value)
 
 
@@ -348,11 +352,7 @@ def ended_in_its_fifth(out: str) -> None:
         for step in session.steps():
             if step == 5:
                 raise RuntimeError("enough")
-            run.forward_backward(batch_of(step), loss=squares, count=count)
-            mk.clip_grad_norm(run, config.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.stop_clock(tokens=8)
+            make(step, session, run, optimizer, flips=False)
 
 
 def test_a_run_goes_on_from_memory_which_is_then_on_disk_too(tmp_path: Path) -> None:
@@ -393,13 +393,7 @@ def flipped_in_memory(out: str) -> None:
         Session(run, config, optimizer=optimizer, scheduler=config.lr_schedule(optimizer)) as session,
     ):
         for step in session.steps():
-            run.forward_backward(batch_of(step), loss=squares, count=count)
-            mk.clip_grad_norm(run, config.clip)
-            if step == 5 and mesh.rank == 1:
-                local_tensor(next(run.parameters())).reshape(-1).view(torch.uint8).numpy()[3] ^= 64
-            optimizer.step()
-            optimizer.zero_grad()
-            session.stop_clock(tokens=8)
+            make(step, session, run, optimizer, flips=step == 5 and mesh.rank == 1)
 
 
 def test_what_is_kept_in_memory_was_compared_and_nobody_goes_on_from_a_corrupt_run(tmp_path: Path) -> None:
