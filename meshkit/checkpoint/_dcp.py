@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -155,8 +155,11 @@ class FileReader(FileSystemReader):
 _WRITERS = {True: "torch.distributed.checkpoint", False: "meshkit"}
 
 
-def _index_of(metadata: Metadata) -> dict[str, Any]:
-    """As JSON: of each tensor its dtype, its shape, and of each chunk [offsets, sizes, file, first byte, bytes]."""
+def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """As JSON: of each tensor its dtype, its shape, and of each chunk [offsets, sizes, file, first byte, bytes].
+
+    places: where each chunk was written. On torch 2.11 the writer puts them into a copy of the metadata alone.
+    """
     return {
         key: {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
@@ -164,7 +167,7 @@ def _index_of(metadata: Metadata) -> dict[str, Any]:
             "chunks": [
                 [list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length]
                 for chunk in entry.chunks
-                for place in (metadata.storage_data[MetadataIndex(key, chunk.offsets)],)
+                for place in (places[MetadataIndex(key, chunk.offsets)],)
             ],
         }
         for key, entry in metadata.state_dict_metadata.items()
@@ -198,8 +201,9 @@ class _Writer(FileSystemWriter):
         """On the first rank of the group, when all have written."""
         with self._telling(None):
             super().finish(metadata, results)
+            places = {result.index: result.storage_data for of_rank in results for result in of_rank}
             with (Path(self.path) / INDEX).open("w") as file:
-                json.dump(_index_of(metadata), file)
+                json.dump(_index_of(metadata, places), file)
                 file.flush()
                 os.fsync(file.fileno())
 
