@@ -34,7 +34,7 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
         ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "this chat takes more than"),
         (
             "{% set ns = namespace(x='aaaa') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-            "takes more than",
+            "takes more than|has not rendered this chat within 1 s",  # of which comes first depends on the machine
         ),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "its macros or values are nested too deeply"),
         ("{{ 1 // 0 }}", "refuses this chat"),
