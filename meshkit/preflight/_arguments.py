@@ -16,6 +16,11 @@ def spec_of(spec: MeshSpec | str | None, strategy: Strategy, world_size: int | N
     if spec is None:
         return strategy.mesh_for(world_size)
     wanted = MeshSpec.parse(spec) if isinstance(spec, str) else spec
+    if isinstance(wanted, Strategy):
+        raise MeshError(
+            "a mesh was expected, and a Strategy came. Give it by name, as in estimate(model, strategy=...), whose mesh is "
+            "taken."
+        )
     if not isinstance(wanted, MeshSpec):
         raise MeshError(f"spec={spec!r}: give a MeshSpec, or a text as 'dp_shard=2 tp=2'.")
     return wanted.resolve(world_size if world_size is not None else wanted.world_size)

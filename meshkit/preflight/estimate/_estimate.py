@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from meshkit.preflight.estimate._kernels import cuda_kernels
 from meshkit.preflight.estimate._result import Estimate
 from meshkit.preflight.estimate._shapes import Shapes
 from meshkit.preflight.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
+from meshkit.program import without_values
 from meshkit.step import Loss, Run, clip_grad_norm, next_token_loss
 from meshkit.strategy import Strategy
 
@@ -106,10 +106,20 @@ def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dic
     chosen = Strategy.of(strategy, choices)
 
     def build(mesh: Mesh) -> Run:
-        # A copy: parallelize works in place, and the caller's model stays as it is for the run, or the next estimate.
-        return parallelize(copy.deepcopy(model), mesh, chosen)
+        return parallelize(_own_copy(model), mesh, chosen)
 
     return build
+
+
+def _own_copy(model: nn.Module) -> nn.Module:
+    """What parallelize may change in place: parameters on meta, and buffers, whose values a forward may read, as they are."""
+    twin = without_values(model)
+    cloned = {id(buffer): buffer.clone() for buffer in twin.buffers()}
+    for module in twin.modules():
+        module._buffers.update(
+            {name: cloned[id(buffer)] for name, buffer in module._buffers.items() if buffer is not None}
+        )
+    return twin
 
 
 @contextmanager

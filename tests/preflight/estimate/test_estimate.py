@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from meshkit.mesh.world import fake_world
 from meshkit.models import (
     LLAMA3_8B,
     LLAMA_PLAN,
+    DeepseekV3Config,
     Llama,
     LlamaConfig,
     Qwen3MoeConfig,
@@ -217,6 +219,66 @@ def test_a_model_whose_step_depends_on_values_is_refused() -> None:
     assert not dist.is_initialized()
 
 
+class Normalised(nn.Module):
+    """With buffers of floats, of whole numbers that it reads, and one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(32, 8), nn.LayerNorm(8), nn.Linear(8, 32)
+        self.register_buffer("scale", torch.rand(8))
+        self.register_buffer("again", self.scale)
+        self.register_buffer("order", torch.arange(8).flip(0))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(input_ids)) * self.scale + self.again
+        return self.head(hidden[..., self.order])
+
+
+def _of_transformers() -> nn.Module:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(TheirConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+
+
+def _with_experts() -> nn.Module:
+    return build_model(
+        Qwen3MoeConfig(
+            **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+            **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        )
+    )
+
+
+def _latent() -> nn.Module:
+    return build_model(
+        DeepseekV3Config(
+            **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"n_group": 2, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 1},
+            **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh"),
+    [(Normalised, "dp_shard=2"), (_of_transformers, "tp=2"), (_with_experts, "tp=2"), (_latent, "dp_shard=2")],
+)
+def test_a_model_with_values_is_that_on_meta_and_keeps_them(build: Callable[[], nn.Module], mesh: str) -> None:
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = mk.estimate(model, mesh, rows=2, seq_len=8)
+    with meta_parameters():
+        empty = build()
+    expected = mk.estimate(empty, mesh, rows=2, seq_len=8)
+    assert found.peak.totals == expected.peak.totals
+    assert found.activations == expected.activations
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
 def test_wrong_questions_are_refused() -> None:
     with pytest.raises(MeshError, match="dp_shard=3 needs a multiple of 3 ranks"):
         small("dp_shard=3", world_size=8)
@@ -224,6 +286,8 @@ def test_wrong_questions_are_refused() -> None:
         small("dp_shard=2", coordinate={"dp_shard": 2})
     with pytest.raises(PlanError, match="makes its own choices, but got zero"):
         mk.estimate(lambda mesh: mk.parallelize(on_meta(), mesh), "dp_shard=2", rows=1, seq_len=8, zero=2)
+    with pytest.raises(MeshError, match=r"estimate\(model, strategy=\.\.\.\), whose mesh is taken"):
+        mk.estimate(on_meta(), mk.Strategy(mesh="dp_shard=2"), rows=1, seq_len=8)  # type: ignore[arg-type]  # see the text
     with pytest.raises(PlanError, match="kernels='tpu' are not known"):
         small("dp_shard=1", kernels="tpu")
 
