@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": (
@@ -41,7 +41,15 @@ class _Records(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's index does")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return _Properties if found is TensorProperties else found
+
+
+class _Properties(TensorProperties):
+    """As any torch writes them: 2.15 adds strides, which 2.11 does not take and no reader asks for."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[:5])
 
 
 def dcp_storage_info(file: str, offset: int, length: int) -> Any:
