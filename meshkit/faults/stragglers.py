@@ -16,7 +16,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError
-from meshkit.faults.links import IN_A_ROW, Link, LinkHistory, Sample, gather_links, samples_since
+from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, Sample, gather_links, samples_since
 from meshkit.faults.watchdog import show_links
 from meshkit.mesh import Mesh
 from meshkit.mesh.ranges import ranges_in_words
@@ -27,13 +27,15 @@ Span = tuple[float, float]
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank. links: the
-    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank."""
+    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank. most_busy_s: as `busy_s`, of
+    the slowest measured step, where that is of the quickest."""
 
     step: int
     busy_s: tuple[float, ...]
     hosts: tuple[str, ...]
     links: tuple[Link, ...] = ()
     step_s: float = 0.0
+    most_busy_s: tuple[float, ...] = ()
 
     @property
     def slowest(self) -> int:
@@ -43,6 +45,15 @@ class Report:
     def over_median(self) -> float:
         """The slowest rank's work over the median of the ranks."""
         return self.busy_s[self.slowest] / statistics.median_low(self.busy_s)
+
+    def has_straggler(self, factor: float) -> bool:
+        """Whether the slowest rank works `factor` times as long as the median, a share of the step longer, and in its
+        quickest step longer than others in their slowest."""
+        works_s, others = self.busy_s[self.slowest], [*self.most_busy_s]
+        if others:
+            del others[self.slowest]
+        longer = works_s - statistics.median_low(self.busy_s) > SHARE * self.step_s
+        return self.over_median > factor and longer and (not others or works_s > statistics.median_low(others))
 
     @property
     def slow_links(self) -> tuple[Link, ...]:
@@ -91,7 +102,7 @@ class Stragglers:
     report: where a rank or a link stands out, the next `steps` steps are measured too, and both must say so. On a CPU work is
     the time of the step minus waits for collectives and messages. On CUDA it is the time of the step minus the time in which
     the device ran collectives and nothing else, from the profiler.
-    factor: how many times the median makes a straggler.
+    factor: how many times the median makes a straggler, if it is 5 % of a step more, too.
     last: the newest report; slow: the same if its slowest rank is a straggler, as in the one before. Same on every rank.
     slow_links: sentences on links whose calls take longer than on others of the axis; `last.matrix()` has all of them. A rank
     that is late makes no link slow, nor a slow link a rank: see `faults.links`. On a CPU alone.
@@ -150,22 +161,23 @@ class Stragglers:
     def _report(self, step: int, *, confirms: bool) -> None:
         # The quickest step of each rank: noise only ever adds time.
         links = gather_links(self._mesh, self._samples)
-        local = (min(self._measured), socket.gethostname(), min(self._walls), links)
+        local = (min(self._measured), max(self._measured), socket.gethostname(), min(self._walls), links)
         self._measured, self._walls, self._samples = [], [], []
-        gathered: list[tuple[float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
+        gathered: list[tuple[float, float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
         dist.all_gather_object(gathered, local, group=self._mesh.group)
-        work_s, step_s = tuple(busy_s for busy_s, *_ in gathered), max(wall_s for _, _, wall_s, _ in gathered)
+        work_s, step_s = tuple(busy_s for busy_s, *_ in gathered), max(wall_s for *_, wall_s, _ in gathered)
         found = [link for *_, of_rank in gathered for link in of_rank]
         before = self.last.slowest if self.last is not None and self._slowest_in_a_row else None
         self.last = Report(
             step=step,
             busy_s=work_s,
-            hosts=tuple(host for _, host, *_ in gathered),
+            hosts=tuple(host for _, _, host, *_ in gathered),
             links=self._history.compared(found, work_s=work_s, step_s=step_s),
             step_s=step_s,
+            most_busy_s=tuple(most_s for _, most_s, *_ in gathered),
         )
         again = before in (None, self.last.slowest)
-        self._slowest_in_a_row = (self._slowest_in_a_row * again + 1) if self.last.over_median > self.factor else 0
+        self._slowest_in_a_row = (self._slowest_in_a_row * again + 1) if self.last.has_straggler(self.factor) else 0
         # Alike on all ranks: they have gathered the same.
         new = self._slowest_in_a_row == 1 or any(link.in_a_row == 1 for link in self.last.links)
         self._again = self._steps if new and not confirms else 0
