@@ -219,6 +219,16 @@ def test_gradients_of_several_dtypes_have_one_norm_and_are_clipped_alike(kinds: 
         torch.testing.assert_close(param.grad, wanted, rtol=2 * eps, atol=0)
 
 
+@pytest.mark.parametrize(("max_norm", "writes"), [(1e3, 0), (1.0, 1)])
+def test_gradients_are_written_only_where_their_norm_is_above_the_largest(max_norm: float, writes: int) -> None:
+    param = nn.Parameter(torch.zeros(5))
+    param.grad = torch.linspace(1, 2, 5)
+    before, version = param.grad.clone(), param.grad._version
+    mk.clip_grad_norm([param], max_norm)
+    assert param.grad._version - version == writes
+    assert torch.equal(param.grad, before) != bool(writes)
+
+
 def uneven_batch() -> None:
     run = mk.parallelize(MLP(), mk.init_mesh("tp=1"))
     run.forward_backward({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(3, 3)})

@@ -54,7 +54,7 @@ class _Table:
 class CorruptionGuard:
     """Compares weights and optimizer state with copies, all that rests with itself, and a microbatch with its second run.
 
-        with CorruptionGuard(run, optimizer, every_steps=10, replay_every=100) as guard:
+        with CorruptionGuard(run, optimizer, every_steps=10, replay_every=400) as guard:
             ...
             optimizer.step()
             guard.check(step)
@@ -70,8 +70,9 @@ class CorruptionGuard:
     `seed`; what each module gives forward and gets backward, what is sent and what gradients parameters get is compared.
     outlier: in the last check, a rank whose share of the squared gradient norm is far from its median. No error: its rows may
     be odd.
-    Cost: in each step two reads of what has fewer than three copies and four of the gradients, one of the others in each
-    check, and of a replay one microbatch; the host waits for the device in checks alone. A replay holds a second gradient.
+    Cost: in each step two reads of what has fewer than three copies, two of the gradients, and two more where they are
+    clipped; one of the others in each check, and of a replay one microbatch; the host waits for the device in checks alone. A
+    replay holds a second gradient.
     Wire: an all-reduce of 24 bytes over the mesh in each check, and a gather of 8 bytes a step; before the first, a gather
     of 8 bytes for each tensor; a replay sends what a microbatch sends.
     Raises: MeshkitError for a replay of compiled blocks, with an optimizer on the host, and on devices whose kernels are not

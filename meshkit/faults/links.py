@@ -8,9 +8,9 @@ sending to its arrival, and since clocks differ, the mean of both ways of a pair
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -22,6 +22,14 @@ from meshkit.mesh.ranges import ranges_in_words
 CALLS = 64  # of one meeting in a step, the first: what a rank tells the others is bounded
 SLOW = 2.0  # times as long as on the other links of the axis
 SHARE = 0.05  # of a step: less is not worth a sentence
+IN_A_ROW = 2  # reports: on a busy machine one may find any link slow
+KEPT = 8  # reports of a link
+
+# [Note: what tells a slow link from a busy machine]
+# A process that waits for a processor makes each of its calls longer. So a link is compared in three ways. With its axis: in
+# its quickest step it must take twice as long as others, and longer than they do in their slowest. With itself: the same of
+# what it took at its best, which counts for longer where its ranks also work slower than they did at their best. And over
+# time: in two reports one after the other, of which the second comes at once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,9 @@ class Sample:
 class Link:
     """The links among some ranks on an axis. wire_s: seconds a step in which the last of them waits, for the wire alone.
     late_s: seconds a step that all of them together wait for ranks that come late. bytes_per_s: of the calls, effective.
-    reference_s: `wire_s` of the other links of the axis, or the least of its own where there is no other."""
+    most_s: `wire_s` of the slowest measured step, where that is of the quickest. reference_s: `wire_s` of the other links of
+    the axis, or the least of its own, by the lower; most_of_reference_s: their slowest step. in_a_row: reports in which it
+    took much longer, up to this one."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -51,7 +61,10 @@ class Link:
     bytes_per_s: float
     wire_s: float
     late_s: float
+    most_s: float = 0.0
     reference_s: float = 0.0
+    most_of_reference_s: float = 0.0
+    in_a_row: int = 0
 
     @property
     def name(self) -> str:
@@ -63,8 +76,14 @@ class Link:
     def over_reference(self) -> float:
         return self.wire_s / self.reference_s if self.reference_s > 0 else 1.0
 
-    def is_slow(self, step_s: float) -> bool:
-        return self.over_reference > SLOW and self.wire_s - self.reference_s > SHARE * step_s
+    @property
+    def is_slow(self) -> bool:
+        return self.in_a_row >= IN_A_ROW
+
+    def stands_out(self, step_s: float) -> bool:
+        """In this report. See [Note: what tells a slow link from a busy machine]."""
+        longer = self.over_reference > SLOW and self.wire_s > self.most_of_reference_s
+        return longer and self.wire_s - self.reference_s > SHARE * step_s
 
     def __str__(self) -> str:
         return (
@@ -126,7 +145,10 @@ def links_of(axis: str, by_rank: Mapping[int, Sequence[Sequence[Sample]]]) -> li
     for step in steps:
         for link in [*_of_collectives(axis, step), *_of_messages(axis, step)]:
             found[link.ranks].append(link)
-    return [min(each, key=lambda link: link.wire_s) for each in found.values()]
+    return [
+        replace(min(each, key=lambda link: link.wire_s), most_s=max(link.wire_s for link in each))
+        for each in found.values()
+    ]
 
 
 def _of_collectives(axis: str, step: Mapping[int, Sequence[Sample]]) -> list[Link]:
@@ -178,20 +200,49 @@ def _link(
     return Link(axis=axis, ranks=ranks, calls=calls, bytes_per_s=rate, wire_s=wire_s, late_s=max(0.0, late_s))
 
 
-def with_references(links: Iterable[Link], least_s: dict[tuple[str, tuple[int, ...]], float]) -> tuple[Link, ...]:
-    """With what each is compared to. least_s: of earlier reports, kept up to date here."""
-    links = sorted(links, key=lambda link: (link.axis, link.ranks))
-    compared = []
-    for link in links:
-        key = link.axis, link.ranks
+@dataclass
+class _Known:
+    """Of a link in reports in which it did not stand out, and how often in a row it did since."""
+
+    least_s: float = float("inf")
+    most_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of each report
+    in_a_row: int = 0
+
+
+class LinkHistory:
+    """What the links of a mesh took in earlier reports, to which those of a new one are compared."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[str, tuple[int, ...]], _Known] = {}
+        self._least_work_s: dict[int, float] = {}
+
+    def compared(self, links: Iterable[Link], *, work_s: Sequence[float], step_s: float) -> tuple[Link, ...]:
+        """With what each is compared to, and whether it stands out. work_s: of each rank, without its waits, in a step."""
+        pace = []  # of each rank: a busy machine slows its work down too
+        for rank, seconds in enumerate(work_s):
+            least_s = self._least_work_s[rank] = min(seconds, self._least_work_s.get(rank, seconds))
+            pace.append(seconds / least_s if least_s > 0 else 1.0)
+        links = sorted(links, key=lambda link: (link.axis, link.ranks))
+        return tuple(self._compared(link, links, min(pace[rank] for rank in link.ranks), step_s) for link in links)
+
+    def _compared(self, link: Link, links: Sequence[Link], pace: float, step_s: float) -> Link:
+        known = self._links.setdefault((link.axis, link.ranks), _Known())
+        references = []  # (seconds, of their slowest step)
         others = [
-            other.wire_s
+            other
             for other in links
             if other.axis == link.axis and other.ranks != link.ranks and len(other.ranks) == len(link.ranks)
         ]
-        own_s = least_s[key] = min(link.wire_s, least_s.get(key, link.wire_s))
-        # What it was at its best, and what the others of the axis are: the lower, or a link that is slow from the start, or
-        # slow with all others, would be usual.
-        reference_s = min([own_s, statistics.median_low(others)] if others else [own_s])
-        compared.append(Link(**{**vars(link), "reference_s": reference_s}))
-    return tuple(compared)
+        if others:
+            wire_s = statistics.median_low(other.wire_s for other in others)
+            references.append((wire_s, max(other.most_s for other in others if other.wire_s <= wire_s)))
+        if known.most_s:
+            references.append((pace * known.least_s, pace * statistics.median_low(known.most_s)))
+        # The lower: or a link that is slow from the start, or slow with all others, would be usual.
+        reference_s, most_s = min(references, default=(link.wire_s, link.wire_s))
+        link = replace(link, reference_s=min(reference_s, link.wire_s), most_of_reference_s=most_s)
+        known.in_a_row = known.in_a_row + 1 if link.stands_out(step_s) else 0
+        if not known.in_a_row:
+            known.least_s = min(known.least_s, link.wire_s)
+            known.most_s.append(link.most_s)
+        return replace(link, in_a_row=known.in_a_row)

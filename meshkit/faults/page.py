@@ -59,10 +59,10 @@ class Page:
         self._written_at = float("-inf")
         self._beats: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it was seen first
         self._looks, self._worked = 0, Counter[int]()
-        self._links: Sequence[tuple[Link, bool]] = ()
+        self._links: Sequence[Link] = ()
 
-    def show_links(self, links: Sequence[tuple[Link, bool]]) -> None:
-        """From now on. With each, whether it is slow."""
+    def show_links(self, links: Sequence[Link]) -> None:
+        """From now on."""
         self._links = links
 
     def is_due(self) -> bool:
@@ -129,13 +129,13 @@ def _row(each: Rank) -> str:
     )
 
 
-def _table_of_links(links: Sequence[tuple[Link, bool]]) -> str:
+def _table_of_links(links: Sequence[Link]) -> str:
     """The matrix by axis; a bar has the length of the time on the wire."""
     if not links:
         return ""
-    longest_s = max(link.wire_s for link, _ in links) or 1.0
-    worst = sorted(links, key=lambda each: (not each[1], each[0].axis, -each[0].wire_s))[:SHOWN]
-    rows = "\n".join(_row_of_link(link, slow, link.wire_s / longest_s) for link, slow in worst)
+    longest_s = max(link.wire_s for link in links) or 1.0
+    worst = sorted(links, key=lambda link: (not link.is_slow, link.axis, -link.wire_s))[:SHOWN]
+    rows = "\n".join(_row_of_link(link, link.wire_s / longest_s) for link in worst)
     return (
         "<h2>Links, by axis</h2>\n<p>Of a step: on the wire, how long the last rank waits; late, how long the others wait "
         'for it.</p>\n<table>\n<tr><th>axis</th><th>ranks</th><th class="n">calls</th><th class="n">MB/s</th>'
@@ -143,8 +143,8 @@ def _table_of_links(links: Sequence[tuple[Link, bool]]) -> str:
     )
 
 
-def _row_of_link(link: Link, slow: bool, share: float) -> str:
-    colour = _COLOURS["failed"] if slow else _COLOURS["waits"]
+def _row_of_link(link: Link, share: float) -> str:
+    colour = _COLOURS["failed"] if link.is_slow else _COLOURS["waits"]
     cells = (
         f"{link.calls}",
         f"{link.bytes_per_s / 1e6:.3g}",

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
 from meshkit.errors import MeshkitError
-from meshkit.faults.links import Link, Sample, gather_links, samples_since, with_references
+from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, Sample, gather_links, samples_since
 from meshkit.faults.watchdog import show_links
 from meshkit.mesh import Mesh
 from meshkit.mesh.ranges import ranges_in_words
@@ -27,13 +27,15 @@ Span = tuple[float, float]
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank. links: the
-    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank."""
+    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank. most_busy_s: as `busy_s`, of
+    the slowest measured step, where that is of the quickest."""
 
     step: int
     busy_s: tuple[float, ...]
     hosts: tuple[str, ...]
     links: tuple[Link, ...] = ()
     step_s: float = 0.0
+    most_busy_s: tuple[float, ...] = ()
 
     @property
     def slowest(self) -> int:
@@ -44,10 +46,19 @@ class Report:
         """The slowest rank's work over the median of the ranks."""
         return self.busy_s[self.slowest] / statistics.median_low(self.busy_s)
 
+    def has_straggler(self, factor: float) -> bool:
+        """Whether the slowest rank works `factor` times as long as the median, a share of the step longer, and in its
+        quickest step longer than others in their slowest."""
+        works_s, others = self.busy_s[self.slowest], [*self.most_busy_s]
+        if others:
+            del others[self.slowest]
+        longer = works_s - statistics.median_low(self.busy_s) > SHARE * self.step_s
+        return self.over_median > factor and longer and (not others or works_s > statistics.median_low(others))
+
     @property
     def slow_links(self) -> tuple[Link, ...]:
         """Links whose calls take much longer than on others of the axis, or than they did; the worst first."""
-        slow = [link for link in self.links if link.is_slow(self.step_s)]
+        slow = [link for link in self.links if link.is_slow]
         return tuple(sorted(slow, key=lambda link: link.reference_s - link.wire_s))
 
     def scalars(self) -> dict[str, float]:
@@ -87,11 +98,12 @@ class Stragglers:
         if stragglers.slow:
             print(stragglers.slow)
 
-    A rank's work is that of its quickest measured step, so a step that was slow by chance names no rank. On a CPU it is the
-    time of the step minus waits for collectives and messages. On CUDA it is the time of the step minus the time in which
+    A rank's work is that of its quickest measured step, so a step that was slow by chance names no rank, and neither does one
+    report: where a rank or a link stands out, the next `steps` steps are measured too, and both must say so. On a CPU work is
+    the time of the step minus waits for collectives and messages. On CUDA it is the time of the step minus the time in which
     the device ran collectives and nothing else, from the profiler.
-    factor: how many times the median makes a straggler.
-    last: the newest report; slow: the same if its slowest rank is a straggler, until the next one. Same on every rank.
+    factor: how many times the median makes a straggler, if it is 5 % of a step more, too.
+    last: the newest report; slow: the same if its slowest rank is a straggler, as in the one before. Same on every rank.
     slow_links: sentences on links whose calls take longer than on others of the axis; `last.matrix()` has all of them. A rank
     that is late makes no link slow, nor a slow link a rank: see `faults.links`. On a CPU alone.
     Every rank of the mesh calls it for every step.
@@ -109,13 +121,15 @@ class Stragglers:
         self._measured: list[float] = []
         self._walls: list[float] = []
         self._samples: list[list[Sample]] = []
-        self._least_s: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._history = LinkHistory()
+        self._again = 0  # steps to measure before the report that confirms the last
+        self._slowest_in_a_row = 0  # reports in which the same rank was a straggler
         self.last: Report | None = None
         _torch.record_calls()
 
     @property
     def slow(self) -> Report | None:
-        return self.last if self.last is not None and self.last.over_median > self.factor else None
+        return self.last if self._slowest_in_a_row >= IN_A_ROW else None
 
     @property
     def slow_links(self) -> tuple[str, ...]:
@@ -125,7 +139,8 @@ class Stragglers:
     def measure(self, step: int) -> Iterator[None]:
         """Around the work of a step: data, forward, backward, optimizer."""
         # Steps 98, 99 and 100 of each 100: the last ones before the report, by the defaults.
-        if self._mesh.spec.world_size == 1 or -step % self._every >= self._steps:
+        confirms, self._again = self._again, max(0, self._again - 1)
+        if self._mesh.spec.world_size == 1 or (-step % self._every >= self._steps and not confirms):
             yield
             return
         on_host = self._mesh.device_type != "cuda"  # there a call's times are the host's, which goes on
@@ -135,24 +150,38 @@ class Stragglers:
         self._measured += busy_s
         self._walls.append(time.monotonic() - began)
         self._samples.append(samples_since(began) if on_host else [])
-        if step % self._every == 0:
-            self._report(step)
+        if confirms == 1:
+            self._report(step, confirms=True)
+        elif step % self._every == 0 and not confirms:
+            if self.last is not None and step - self.last.step < self._steps:  # a report just now: fewer steps are left
+                self._measured, self._walls, self._samples = [], [], []
+            else:
+                self._report(step, confirms=False)
 
-    def _report(self, step: int) -> None:
+    def _report(self, step: int, *, confirms: bool) -> None:
         # The quickest step of each rank: noise only ever adds time.
         links = gather_links(self._mesh, self._samples)
-        local = (min(self._measured), socket.gethostname(), min(self._walls), links)
+        local = (min(self._measured), max(self._measured), socket.gethostname(), min(self._walls), links)
         self._measured, self._walls, self._samples = [], [], []
-        gathered: list[tuple[float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
+        gathered: list[tuple[float, float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
         dist.all_gather_object(gathered, local, group=self._mesh.group)
+        work_s, step_s = tuple(busy_s for busy_s, *_ in gathered), max(wall_s for *_, wall_s, _ in gathered)
+        found = [link for *_, of_rank in gathered for link in of_rank]
+        before = self.last.slowest if self.last is not None and self._slowest_in_a_row else None
         self.last = Report(
             step=step,
-            busy_s=tuple(busy_s for busy_s, *_ in gathered),
-            hosts=tuple(host for _, host, *_ in gathered),
-            links=with_references([link for *_, found in gathered for link in found], self._least_s),
-            step_s=max(wall_s for _, _, wall_s, _ in gathered),
+            busy_s=work_s,
+            hosts=tuple(host for _, _, host, *_ in gathered),
+            links=self._history.compared(found, work_s=work_s, step_s=step_s),
+            step_s=step_s,
+            most_busy_s=tuple(most_s for _, most_s, *_ in gathered),
         )
-        show_links([(link, link.is_slow(self.last.step_s)) for link in self.last.links])
+        again = before in (None, self.last.slowest)
+        self._slowest_in_a_row = (self._slowest_in_a_row * again + 1) if self.last.has_straggler(self.factor) else 0
+        # Alike on all ranks: they have gathered the same.
+        new = self._slowest_in_a_row == 1 or any(link.in_a_row == 1 for link in self.last.links)
+        self._again = self._steps if new and not confirms else 0
+        show_links(self.last.links)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def send_alert(text: str, kind: Kind = "own") -> None:
         watchdog.alert(kind, text)
 
 
-def show_links(links: Sequence[tuple[Link, bool]]) -> None:
+def show_links(links: Sequence[Link]) -> None:
     """On the status page, where there is one. With each, whether it is slow."""
     for watchdog in _watching:
         watchdog.show_links(links)
@@ -116,7 +116,7 @@ class Watchdog:
         """From now on; None leaves it as it is."""
         self._alerts, self._page, self._calls = alerts or self._alerts, page or self._page, calls or self._calls
 
-    def show_links(self, links: Sequence[tuple[Link, bool]]) -> None:
+    def show_links(self, links: Sequence[Link]) -> None:
         if self._page is not None:
             self._page.show_links(links)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
+from meshkit.core.to_device import HOST
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES, Mesh, axes_of
 from meshkit.step._run import Run
 
@@ -96,6 +97,9 @@ def clip_grad_norm(model: Run | nn.Module | Iterable[Tensor], max_norm: float) -
     model = model if isinstance(model, (Run, nn.Module)) else list(model)
     norm = _norm(model, "clip_grad_norm", {"max_norm": float(max_norm)})
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.device == HOST and not _torch.is_fake(factor) and float(factor) == 1.0:
+        # Nothing to write. On a device the host would wait to know.
+        return norm
     if isinstance(model, Run) and model.watcher is not None:
         with model.watcher.writing():
             _scale(model, factor)

@@ -2,7 +2,8 @@
 
     python -m tests.faults.campaign                          100 faults, from where the file of rows ends
     python -m tests.faults.campaign --first 200 --count 50 --out rows.jsonl
-    python -m tests.faults.campaign --show rows.jsonl        the table alone
+    python -m tests.faults.campaign --show rows.jsonl        the table alone; with --record, also a row for each fault in
+                                                             benchmarks/results/faults.jsonl
 
 Row n is the n-th draw, the same in every campaign. A row is written as soon as it is known; those of the file are not run
 again. Runs of two hosts need root, and are counted as not run where there is none.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -32,11 +33,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.rows import environment, spread
 from tests.faults.hosts import CARD, Hosts, two_hosts
 from tests.recipes.launch import ROOT, TORCHRUN, _run_script, command_line, read_losses, start_command
 from tests.world import fork
 
 SCRIPT = ROOT / "tests/faults/drill.py"
+RESULTS = ROOT / "benchmarks/results/faults.jsonl"
 WITHIN_S = 30.0
 START_S = 150.0  # until the fault comes, on a busy machine
 LAUNCHERS = ("torchrun", "srun", "plain")
@@ -51,6 +54,10 @@ MESHES = {
     "pp=2 dp_shard=2": ("data", "pipeline"),
     "dp_shard=4": ("data",),
 }
+SLOW_LINK = (
+    "400kbit",
+    "4mbit",
+)  # between the hosts; the latter where they send gradients: a step takes a second or two
 ASPECTS = ("rank", "host", "call", "cause", "in_time")
 
 
@@ -353,7 +360,7 @@ def _strike_from_outside(job: Job) -> Callable[[], None]:
         if case.fault == "cut":
             hosts.cut()
         else:
-            hosts.slow_down("400kbit")
+            hosts.slow_down(SLOW_LINK[case.mesh.startswith(("dp_shard", "cp"))])
         (job.out / "struck").write_text(str(time.time()))
 
     return strike
@@ -375,6 +382,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
+def summaries(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A result for each fault."""
+    for fault in FAULTS:
+        own = [row for row in rows if row["fault"] == fault and "void" not in row]
+        if own:
+            numbers = [row["number"] for row in own]
+            right = {aspect: sum(row[aspect] for row in own) for aspect in ASPECTS}
+            took_s = spread([row["took_s"] for row in own if row["good"]])
+            yield {
+                "benchmark": "faults",
+                "fault": fault,
+                "launchers": dict(Counter(row["launcher"] for row in own)),
+                "numbers": [min(numbers), max(numbers)],
+                "faults": len(own),
+                "right": right | {"all": sum(row["good"] for row in own)},
+                "took_s": vars(took_s),
+            }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
     out: Path = Path("build/campaign.jsonl")
@@ -383,6 +409,8 @@ class Campaign:
     faults: tuple[str, ...] = FAULTS
     show: tuple[Path, ...] = ()
     """files of rows, of which the table is printed; nothing is run"""
+    record: bool = False
+    """a result for each fault"""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -402,6 +430,10 @@ def main(campaign: Campaign) -> None:
                     file.write(json.dumps(row) + "\n")
     rows = [row for file in campaign.show or (campaign.out,) for row in read_rows(file)]
     console.print(table(rows))
+    if campaign.record:
+        with RESULTS.open("a") as results:
+            for result in summaries(rows):
+                results.write(json.dumps({**result, **environment()}) + "\n")
     console.print(f"{sum('void' in row for row in rows)} draws in which no fault came, or that were not run")
 
 

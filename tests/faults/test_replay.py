@@ -23,10 +23,10 @@ from meshkit.errors import CorruptionError, MeshkitError
 from meshkit.faults import CorruptionGuard
 from tests.depth import DEEP
 from tests.faults.test_corruption import on_host, state_of
-from tests.laws.parity.cases import Cell, Moe, batches, own_rows, start
+from tests.laws.parity.cases import Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
-STRUCK = 24 if DEEP else 2  # wrong numbers of each mesh
+STRUCK = 24 if DEEP else 3  # wrong numbers of each mesh
 
 MESHES = [
     Cell(mesh="dp_shard=2", microbatches=2, recompute="full"),
@@ -72,10 +72,11 @@ class Core:
             and any(local_tensor(p).numel() for p in module.parameters())
         }
         self.handles = ExitStack()
-        # All before those of a guard, which come and go with a step.
+        # All before those of a guard, which come and go with a step, and after FSDP's, which puts the gathered parameter
+        # where its shard was: a hook on the shard gets no gradient.
         run.model.register_forward_pre_hook(lambda *_: [self._enter(*each) for each in self.modules.items()] and None)
         for name, module in self.modules.items():
-            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(partial(self._leave, name))
 
     def aim(self, name: str, kind: str, at: float, microbatch: int) -> None:
@@ -164,7 +165,8 @@ def struck(cell: Cell, kind: str, count: int) -> list[Struck]:
         with CorruptionGuard(run, optimizer, every_steps=10, replay_every=1, seed=turn) as guard:
             optimizer.zero_grad()
             if rank == run.mesh.rank:
-                name = [*core.modules][int(which * len(core.modules))]
+                # The ends of the model are units of their own, and where weights are tied.
+                name = [*core.modules][[-1, 0][turn] if turn < 2 else int(which * len(core.modules))]
                 microbatch = random.Random(f"{turn} 1").randrange(cell.microbatches)
                 core.aim("" if kind == "sent" else name, kind, at, microbatch)
             run.forward_backward(rows, microbatches=cell.microbatches)
@@ -193,13 +195,25 @@ def test_a_number_that_one_rank_computes_wrongly_is_named_by_rank_and_module(cel
         assert len({one.text for one in each}) == 1
         assert made.ranks == (made.rank,), each
         what = "" if kind == "sent" else made.module
+        if kind == "weight" and cell.tied and what == "lm_head":
+            what = "embed_tokens"  # one tensor
         assert f"another number {KINDS[kind]} {what}" in made.text, each
         assert f" on rank {made.rank} when a microbatch ran again" in made.text, each
 
 
-def trained(cell: Cell, replay_every: int, dropout: float = 0.0) -> list[Tensor]:
+def start_adapters(cell: Cell) -> mk.Run:
+    """With dropout, whose masks depend on the step."""
+    model = build(cell)
+    plan = mk.lora.attach(model, plan_of(cell), rank=3, dropout=0.3, seed=4)
+    zero = None if "pp" in cell.mesh else cell.zero
+    return mk.parallelize(
+        model, mesh_for(cell.mesh), plan=plan, memory=memory_of(cell), zero=zero, sequence=cell.sequence
+    )
+
+
+def trained(cell: Cell, replay_every: int, dropout: float = 0.0, adapters: bool = False) -> list[Tensor]:
     """Losses, norms, weights, moments and buffers after three steps."""
-    run = start(cell)
+    run = (start_adapters if adapters else start)(cell)
     optimizer = mk.adamw(run, lr=1e-2)
     rows = [own_rows(batch, run.mesh) for batch in batches(cell)]
     torch.manual_seed(5)
@@ -211,7 +225,7 @@ def trained(cell: Cell, replay_every: int, dropout: float = 0.0) -> list[Tensor]
                 module.register_forward_hook(drop)
     with CorruptionGuard(run, optimizer, every_steps=1, replay_every=replay_every) as guard:
         for step, batch in enumerate(rows, start=1):
-            losses.append(run.forward_backward(batch, microbatches=cell.microbatches))
+            losses.append(run.forward_backward(batch, microbatches=cell.microbatches, step=step))
             losses.append(mk.clip_grad_norm(run, 0.5))
             optimizer.step()
             optimizer.zero_grad()
@@ -220,8 +234,8 @@ def trained(cell: Cell, replay_every: int, dropout: float = 0.0) -> list[Tensor]
             assert guard._replay.has_run is False
         assert guard._replay._steps == 3
     state = [tensor for _, tensor in state_of(cell, run, optimizer)] + [*run.model.buffers()]
-    kept = [local_tensor(each).clone() for each in state if not is_fake(each) and each.device.type != "meta"]
-    return [*losses, *kept, torch.rand(3)]
+    copies = [local_tensor(each).clone() for each in state if not is_fake(each) and each.device.type != "meta"]
+    return [*losses, *copies, torch.rand(3)]
 
 
 CALM = [
@@ -238,10 +252,69 @@ CALM = [
 def test_a_replay_leaves_no_trace_and_finds_nothing_where_nothing_is_wrong(cell: Cell, dropout: float) -> None:
     if dropout and "tp" in cell.mesh:
         pytest.skip("a hook of tp's ranks draws masks of its own on each")
+    leaves_no_trace(cell, dropout)
+
+
+def leaves_no_trace(cell: Cell, *more: Any) -> None:
     ranks = pool(mk.MeshSpec.parse(cell.mesh).world_size)
-    without, with_replays = (ranks.run(trained, cell, every, dropout) for every in (0, 1))
+    without, with_replays = (ranks.run(trained, cell, every, *more) for every in (0, 1))
     for mine, again in zip(without, with_replays, strict=True):
         assert all(torch.equal(*pair) for pair in zip(mine, again, strict=True))
+
+
+def kept(**policy: Any) -> mk.MemoryPolicy:
+    return mk.MemoryPolicy(**policy)
+
+
+FP8 = mk.strategy.Precision(fp8=mk.strategy.Fp8(emulate=True))
+MOVED = mk.strategy.ActivationOffload(min_bytes=1, keep_last=0)
+DISK = mk.strategy.ActivationOffload(to="disk", min_bytes=1, keep_last=0)
+CHUNKS = mk.strategy.ChunkedLoss(tokens=5)
+CHOICES = [
+    Cell(mesh="dp_shard=2", dtype="float32", memory=kept(recompute="full", precision=FP8), hidden_mlp=64),
+    Cell(mesh="dp_shard=2", memory=kept(offload=MOVED), microbatches=2, layers=3),
+    Cell(mesh="tp=2 dp_shard=2", sequence=True, memory=kept(loss=CHUNKS), microbatches=2, vocab=61),
+    Cell(mesh="cp=2", documents=True, context=mk.strategy.ContextPolicy(scheme="ulysses")),
+    Cell(mesh="dp_shard=2 tp=2 etp=2", layers=3, moe=Moe(balance=0.1, shared=24), recompute="full"),
+    Cell(mesh="dp_shard=2 ep=2", layers=3, moe=Moe(balance=0.1), hot=1, microbatches=2),
+]
+MORE_CHOICES = [
+    Cell(mesh="tp=2", sequence=True, dtype="float32", memory=kept(precision=FP8), hidden_mlp=64),
+    Cell(mesh="dp_replicate=2", memory=kept(offload=DISK), microbatches=2, layers=3),
+    Cell(mesh="pp=2", zero=1, memory=kept(recompute="full", offload=MOVED), microbatches=3, layers=4),
+    Cell(mesh="tp=2", sequence=True, memory=kept(recompute="activation", regather=True, mlp_chunks=2)),
+    Cell(mesh="cp=2", context=mk.strategy.ContextPolicy(scheme="all_gather"), recompute="full"),
+    Cell(mesh="cp=2", documents=True, context=mk.strategy.ContextPolicy(scheme="group_cast"), microbatches=2),
+    Cell(mesh="dp_shard=4 ep=2 etp=2", layers=3, moe=Moe(balance=0.1, bias=True, z=0.01), microbatches=2),
+    Cell(mesh="tp=4 etp=2 ep=2", heads=(4, 4), moe=Moe(balance=0.1)),
+    Cell(mesh="pp=2 dp_shard=2 ep=2", layers=4, zero=1, moe=Moe(balance=0.1, bias=True), microbatches=3),
+    Cell(mesh="pp=2", zero=1, layers=4, microbatches=4, schedule="zb-h1"),
+    Cell(mesh="pp=2", zero=1, layers=4, microbatches=4, schedule="interleaved"),
+    Cell(mesh="pp=2 cp=2", zero=1, documents=True, microbatches=2),
+    Cell(mesh="", microbatches=2),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, qwen=True, window=5, microbatches=2),
+]
+
+
+@pytest.mark.parametrize(
+    "cell", CHOICES + (MORE_CHOICES if DEEP else []), ids=lambda cell: f"{cell.mesh} {cell.schedule}"
+)
+def test_a_replay_finds_nothing_under_choices_of_memory_context_and_experts(cell: Cell) -> None:
+    leaves_no_trace(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(mesh="dp_shard=2", microbatches=3),
+        Cell(mesh="tp=2", sequence=True, recompute="full"),
+        Cell(mesh="pp=2", zero=1, microbatches=3, recompute="full"),
+        Cell(mesh="cp=2", documents=True),
+    ],
+    ids=lambda cell: cell.mesh,
+)
+def test_a_replay_draws_the_masks_of_dropout_on_adapters_again(cell: Cell) -> None:
+    leaves_no_trace(cell, 0.0, True)
 
 
 def refusals() -> list[str]:

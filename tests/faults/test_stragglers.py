@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 import meshkit as mk
-from meshkit.faults.stragglers import Span, uncovered_s
+from meshkit.faults.stragglers import Report, Span, uncovered_s
 from meshkit.metrics import Stragglers
 from tests.checkpoint.training import build
 from tests.world import pool
@@ -53,7 +54,7 @@ def held_up(
 def test_the_rank_that_works_longer_is_named_though_all_ranks_take_as_long(spec: str, slow: int, place: str) -> None:
     found = pool(2).run(held_up, spec, slow, place)
     for reports, busy_s, hosts, (wall_s,) in found:
-        assert reports == [4, 8]
+        assert reports == [4, 6, 8]  # the second confirms the first
         assert wall_s >= HELD_S  # by the clock the ranks are alike
         assert busy_s[slow] >= HELD_S
         assert busy_s[slow] > 2 * busy_s[1 - slow], busy_s
@@ -63,6 +64,16 @@ def test_the_rank_that_works_longer_is_named_though_all_ranks_take_as_long(spec:
 def test_ranks_with_the_same_work_name_nobody() -> None:
     found = pool(2).run(held_up, "dp_shard=2", 0, "nowhere", 20)  # a loaded machine may hold one up a little
     assert [hosts[-1] for _, _, hosts, _ in found] == ["", ""]
+
+
+def test_a_rank_is_slow_only_if_a_step_takes_longer_by_it() -> None:
+    """The rest of the step is a slow link, say, and nobody waits for the rank."""
+    report = Report(step=8, busy_s=(0.06, 0.06, 0.06, 0.13), hosts=("a",) * 4, step_s=1.5)
+    assert report.over_median > 2 and not report.has_straggler(2)
+    assert replace(report, step_s=0.3).has_straggler(2)
+    busy = replace(report, step_s=0.3, most_busy_s=(0.2, 0.3, 0.2, 0.2))  # others take as long now and then
+    assert not busy.has_straggler(2)
+    assert replace(busy, most_busy_s=(0.07, 0.3, 0.08, 0.2)).has_straggler(2)
 
 
 def cover(spans: Sequence[Span]) -> set[int]:
