@@ -9,6 +9,7 @@ from ._faults import Faults as Faults
 from ._faults import in_memory as in_memory
 from ._faults import on_storage as on_storage
 from ._goodput import Goodput as Goodput
+from ._goodput import Saved as Saved
 from ._goodput import goodput as goodput
 from ._interval import best_interval_s as best_interval_s
 from ._interval import daly_s as daly_s

@@ -93,6 +93,7 @@ def in_memory(
     network_bytes_per_s: float,
     copies: int = 1,
     host_lost: float = 1.0,
+    beyond_copies: float = 0.0,
     fixed_s: float = 0.0,
     replicas: int = 1,
     interval_s: float | None = None,
@@ -101,7 +102,8 @@ def in_memory(
     """`Checkpointer.save_in_memory`: a rank's share into the RAM disk of its host and, beside training, of `copies` others.
 
     What is on the RAM disk outlives processes; a lost host takes its own along, so without copies this kind survives only
-    the failures that leave the host (1 - host_lost). network_bytes_per_s: of a rank. restart_s: of `run_main(restarts=)`.
+    the failures that leave the host (1 - host_lost), and with them all but the share `beyond_copies`, in which more hosts
+    are lost than there are copies. network_bytes_per_s: of a rank. restart_s: of `run_main(restarts=)`.
     """
     share_bytes = state_bytes * replicas / ranks
     return Checkpoints(
@@ -109,7 +111,7 @@ def in_memory(
         blocking_s=fixed_s + share_bytes / host_bytes_per_s,
         write_s=copies * share_bytes / network_bytes_per_s,
         load_s=share_bytes / min(host_bytes_per_s, network_bytes_per_s if copies else inf),
-        survives=1.0 if copies else 1.0 - host_lost,
+        survives=1.0 - (beyond_copies if copies else host_lost),
         interval_s=interval_s,
         restart_s=restart_s,
     )

@@ -14,6 +14,9 @@ from meshkit.preflight.goodput._jitter import expected_max
 from meshkit.preflight.goodput._renewal import Spent, spent
 from meshkit.preflight.goodput._spares import Alternative, best_spares, shrink, spares
 
+MOST_STEPS = 10**15  # between saves
+LEAST_WORK = 1e-6  # a smaller share of the wall clock is no run
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
@@ -97,8 +100,10 @@ def goodput(
     Raises: PlanError for no checkpoints, a kind that adds nothing, failures that nothing survives, and saves that come before
     the last one is written.
     """
-    if not 0 < step_s < inf or ranks < 1:
-        raise PlanError(f"step_s={step_s:g}, ranks={ranks}: give the seconds of a step and at least one rank.")
+    if not 1e-6 <= step_s < inf or ranks < 1:
+        raise PlanError(
+            f"step_s={step_s:g}, ranks={ranks}: give the seconds of a step, from 1e-6 up, and at least one rank."
+        )
     _refuse(checkpoints)
     factor = 1 + faults.jitter * expected_max(ranks)
     rate = faults.rate_per_s(ranks)
@@ -164,7 +169,13 @@ def _saved(kind: Checkpoints, faults: Faults, rate_per_s: float, step_s: float, 
                 f"next would wait for it. Give an interval of at least {least * step_s:.3g} s, or faster storage."
             )
     else:
-        steps = max((max(least, floor(best)), max(least, floor(best) + 1)), key=lambda steps: cost(steps).work)
+        below = floor(min(best, MOST_STEPS))
+        steps = max((max(least, below), max(least, below + 1)), key=lambda steps: cost(steps).work)
+    if cost(steps).work < LEAST_WORK:
+        raise PlanError(
+            f"no run gets on here: a failure comes every {format_seconds(mtbf_s)}, and {steps:,} steps with a save "
+            f"{kind.name} and a restart take {format_seconds(steps * step_s + kind.blocking_s + kind.write_s + restart_s)}."
+        )
     return Saved(
         checkpoints=kind,
         mtbf_s=mtbf_s,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp
+from itertools import count, islice
+from math import ceil, exp, lgamma, log
 
 from meshkit.errors import PlanError
 from meshkit.preflight.goodput._faults import Faults
@@ -24,21 +26,29 @@ def stalled_share(load: float, spares: int) -> float:
     load: hosts lost in the time of one repair, while the job runs. Erlang's loss formula B(spares + 1, load), which needs
     no assumption on how long single repairs take, only on their mean. Source: Erlang 1917; Sevastyanov 1957.
     """
+    return next(islice(_stalled_shares(load), spares, None))
+
+
+def _stalled_shares(load: float) -> Iterator[float]:
+    """Of 0, 1, 2, ... spares."""
     blocked = 1.0
-    for servers in range(1, spares + 2):
+    for servers in count(1):
         blocked = load * blocked / (servers + load * blocked)
-    return blocked
+        yield blocked
 
 
 def hosts_lost_per_repair(faults: Faults, ranks: int) -> float:
     return faults.rate_per_s(ranks) * faults.host_lost * 3600.0 * faults.repair_h
 
 
-def spares(share: float, faults: Faults, ranks: int, count: int) -> Alternative:
-    """The job with `count` spare hosts; with none it waits for each repair. share: the goodput without waiting."""
-    held = ranks / (ranks + count * faults.devices_per_host)
-    stalled = stalled_share(hosts_lost_per_repair(faults, ranks), count)
-    name = "wait for the repair" if count == 0 else f"{count} hot spare{'s' if count > 1 else ''}"
+def spares(share: float, faults: Faults, ranks: int, hosts: int) -> Alternative:
+    """The job with `hosts` spare hosts; with none it waits for each repair. share: the goodput without waiting."""
+    return _with_spares(share, faults, ranks, hosts, stalled_share(hosts_lost_per_repair(faults, ranks), hosts))
+
+
+def _with_spares(share: float, faults: Faults, ranks: int, hosts: int, stalled: float) -> Alternative:
+    held = ranks / (ranks + hosts * faults.devices_per_host)
+    name = "wait for the repair" if hosts == 0 else f"{hosts} hot spare{'s' if hosts > 1 else ''}"
     return Alternative(
         name=name, share=share * held * (1 - stalled), note=f"waits {stalled:.2%} of the time, {1 - held:.2%} idle"
     )
@@ -46,13 +56,15 @@ def spares(share: float, faults: Faults, ranks: int, count: int) -> Alternative:
 
 def best_spares(share: float, faults: Faults, ranks: int) -> Alternative:
     """The number of spare hosts, from 1 up, with the largest share."""
-    best = spares(share, faults, ranks, 1)
-    for count in range(2, 2 + ranks // faults.devices_per_host):
-        more = spares(share, faults, ranks, count)
-        if more.share <= best.share and stalled_share(hosts_lost_per_repair(faults, ranks), count - 1) < 0.5:
+    best = (0.0, 1, 1.0)
+    for hosts, stalled in enumerate(_stalled_shares(hosts_lost_per_repair(faults, ranks))):
+        useful = (1 - stalled) * ranks / (ranks + hosts * faults.devices_per_host)
+        if hosts and useful > best[0]:
+            best = (useful, hosts, stalled)
+        # While the job mostly waits one spare more may lose a little, and many more win.
+        elif hosts > 1 and (stalled < 0.5 or hosts * faults.devices_per_host > ranks):
             break
-        best = max(best, more, key=lambda alternative: alternative.share)
-    return best
+    return _with_spares(share, faults, ranks, *best[1:])
 
 
 def shrink(share: float, faults: Faults, ranks: int, *, multiple: int, restart_s: float) -> Alternative:
@@ -67,11 +79,10 @@ def shrink(share: float, faults: Faults, ranks: int, *, multiple: int, restart_s
             f"multiple={multiple}: {ranks} ranks are no multiple of it. Give the ranks of one copy of the model."
         )
     load = hosts_lost_per_repair(faults, ranks)
-    left, away, chance = 0.0, 0, exp(-load)
-    while (usable := ranks - away * faults.devices_per_host) > 0:
-        left += chance * (usable // multiple * multiple) / ranks
-        away += 1
-        chance *= load / away
+    left = 0.0
+    for away in range(ceil(ranks / faults.devices_per_host)):
+        chance = exp(away * log(load) - load - lgamma(away + 1)) if load else float(away == 0)
+        left += chance * ((ranks - away * faults.devices_per_host) // multiple * multiple) / ranks
     returns_per_s = faults.rate_per_s(ranks) * faults.host_lost
     return Alternative(
         name=f"shrink by {multiple}",

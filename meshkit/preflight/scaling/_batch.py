@@ -12,7 +12,7 @@ from math import inf
 
 from meshkit.errors import PlanError
 from meshkit.preflight._format import table_lines
-from meshkit.preflight.scaling._curve import StepForecast
+from meshkit.preflight.scaling._curve import StepForecast, format_hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class BatchAdvice:
                     f"{choice.forecast.ranks:,}",
                     f"{choice.steps:,.0f}",
                     f"{choice.tokens:.4g}",
-                    f"{choice.hours:,.4g}",
-                    f"{choice.gpu_hours:,.6g}",
+                    format_hours(choice.hours),
+                    format_hours(choice.gpu_hours),
                     " and ".join(marks),
                 )
             )

@@ -64,8 +64,8 @@ class ScalingCurve:
                 f"{point.tokens_per_s:,.0f}",
                 f"{point.efficiency:.1%}",
                 f"{point.goodput:.1%}",
-                f"{point.hours:,.4g}",
-                f"{point.gpu_hours:,.6g}",
+                format_hours(point.hours),
+                format_hours(point.gpu_hours),
                 point.forecast.strategy,
             )
             for point in self.points
@@ -74,6 +74,10 @@ class ScalingCurve:
         if self.left_out:
             lines.append(f"no strategy fits on {', '.join(map(str, self.left_out))} ranks")
         return "\n".join(lines)
+
+
+def format_hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 1000 else f"{hours:.4g}"
 
 
 def scaling_curve(

@@ -212,7 +212,7 @@ def test_a_spare_is_idle_and_none_waits() -> None:
     told = goodput(step_s=8, ranks=1024, faults=faults, checkpoints=[STORAGE], multiple=256)
     waiting, best, shrunk = told.alternatives
     assert waiting.share < shrunk.share < best.share < told.share
-    counts = {count: spares(told.share, faults, 1024, count).share for count in range(12)}
+    counts = {hosts: spares(told.share, faults, 1024, hosts).share for hosts in range(12)}
     assert best.share == max(counts.values())
 
 
@@ -234,6 +234,7 @@ def test_it_prints_what_it_found() -> None:
         ),
         ([STORAGE, STORAGE], "on storage survive 100% of the failures, and an earlier kind 100%"),
         ([Checkpoints(name="on storage", blocking_s=0, write_s=90, interval_s=60)], "each takes 90 s to be written"),
+        ([Checkpoints(name="on storage", blocking_s=1e7)], "no run gets on here: a failure comes every 1.83 d"),
     ],
 )
 def test_what_cannot_be_is_refused(given_kinds: list[Checkpoints], match: str) -> None:
