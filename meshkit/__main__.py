@@ -1,10 +1,13 @@
-"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts, read the last calls of one.
+"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts, plan its energy and its
+checkpoints, read the last calls of one.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
+python -m meshkit goodput --ranks 1024 --step-s 8 --device-mtbf-h 45000 --state 840GB --storage 20GB
+python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.27 --idle-watts 100 --csv clocks.csv
 python -m meshkit calls runs/sft/calls
 """
 
@@ -34,12 +37,17 @@ from meshkit.faults import read_calls
 from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
 from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
+from meshkit.preflight.energy.command import Energy
+from meshkit.preflight.energy.command import command as energy_command
 from meshkit.preflight.estimate.command import Memory, command
+from meshkit.preflight.goodput.command import GoodputOptions
+from meshkit.preflight.goodput.command import command as goodput_command
 from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
 
 FILE = arg(metavar="FILE")
 DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as many took 49 s
+PLANNED = 1 << 11  # in an energy plan; 1F1B with as many took 14 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +118,14 @@ def draw(options: Draw) -> None:
         print(f"wrote {options.csv}")
 
 
-def find_schedule(options: Draw, times: Times) -> Schedule:
+def find_schedule(options: Draw | Energy, times: Times) -> Schedule:
     """Raises: PlanError for what cannot be drawn, and for what nobody could see in a drawing."""
     name = options.schedule
-    if (cells := options.ranks * options.microbatches * (options.chunks or 1)) > DRAWN:
+    verb, most = ("draw", DRAWN) if isinstance(options, Draw) else ("energy", PLANNED)
+    if (cells := options.ranks * options.microbatches * (options.chunks or 1)) > most:
         raise PlanError(
-            f"draw {name} with {cells:,} microbatches on ranks: of so many none is seen, and they take minutes. Give --ranks "
-            f"times --microbatches (times --chunks) of at most {DRAWN:,}; a schedule repeats itself."
+            f"{verb} {name} with {cells:,} microbatches on ranks: of so many none is seen, and they take minutes. Give "
+            f"--ranks times --microbatches (times --chunks) of at most {most:,}; a schedule repeats itself."
         )
     if name.lower().endswith(".csv"):
         schedule = read_csv(Path(name))
@@ -170,12 +179,24 @@ def main() -> None:
             explain_command(sys.argv[2:])
         else:
             chosen = choose(
-                {"draw": Draw, "estimate": Memory, "explain": Explain, "calls": Calls},
+                {
+                    "draw": Draw,
+                    "estimate": Memory,
+                    "explain": Explain,
+                    "goodput": GoodputOptions,
+                    "energy": Energy,
+                    "calls": Calls,
+                },
                 prog="python -m meshkit",
                 description=__doc__,
             )
             if isinstance(chosen, Calls):
                 print(read_calls(chosen.folder))
+            elif isinstance(chosen, GoodputOptions):
+                goodput_command(chosen)
+            elif isinstance(chosen, Energy):
+                times = parse_times(chosen.times)
+                energy_command(chosen, find_schedule(chosen, times), times)
             else:
                 draw(chosen)
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one

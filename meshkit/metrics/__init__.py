@@ -1,4 +1,4 @@
-"""Metrics of a run: throughput, MFU, peak memory, logger, progress bar, profiler. Importing it needs only torch."""
+"""Metrics of a run: throughput, MFU, peak memory, gradient noise, logger, profiler. Importing it needs only torch."""
 
 from ._logger import load_picture as load_picture
 from ._logger import load_scalars as load_scalars
@@ -13,6 +13,8 @@ from ._meter import Reading as Reading
 from ._meter import peak_memory as peak_memory
 from ._flops import peak_flops_of as peak_flops_of
 from ._flops import peak_flops_per_s as peak_flops_per_s
+from ._noise import GradientNoise as GradientNoise
+from ._noise import NoiseScale as NoiseScale
 from ._profile import profile as profile
 from ._progress import Progress as Progress
 from ._logger import show_samples as show_samples

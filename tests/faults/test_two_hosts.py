@@ -194,7 +194,11 @@ def test_a_lost_host_costs_a_step_and_a_new_one_in_its_place_takes_part_again(ho
         with mock.patch("socket.gethostname", lambda: hosts.names[1]):  # its memory is lost with it
             shutil.rmtree(Keeper(InMemory(folder=out / "ram"), out / "checkpoints").folder)
         wait_until(lambda: len(worlds()) == 2, "a second life")
-        assert worlds()[1][1] in (before, before + 1)
+        assert worlds()[1][1] in (
+            before - 1,
+            before,
+            before + 1,
+        )  # what was done last need not be with the other host yet
         wait_until(lambda: last() >= GROWN, f"step {GROWN}")
         b = start_supervised(hosts, 1, out)
         wait_until(lambda: len(worlds()) == 3, "a third life")

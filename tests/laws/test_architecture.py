@@ -152,7 +152,7 @@ def _chains(tree: ast.AST, roots: set[str]) -> Iterator[str]:
             yield ".".join([value.id, *reversed(parts)])
 
 
-HEAVY = ("jinja2", "rich", "tensorboard", "tokenizers", "transformers", "tyro")
+HEAVY = ("jinja2", "rich", "scipy", "tensorboard", "tokenizers", "transformers", "tyro")
 
 
 def test_importing_meshkit_stays_light() -> None:

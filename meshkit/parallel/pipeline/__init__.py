@@ -7,12 +7,15 @@ from ._csv import write_csv as write_csv
 from ._cut import Cut as Cut
 from ._cut import generator_of as generator_of
 from ._cut import plan_pipeline as plan_pipeline
+from ._dependencies import Dependency as Dependency
+from ._dependencies import dependencies as dependencies
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import cut_stages as cut_stages
 from ._pipeline import pipeline_of as pipeline_of
 from ._pipeline import pipeline_parallel as pipeline_parallel
 from ._record import Measured as Measured
 from ._record import times_of as times_of
+from ._simulate import Event as Event
 from ._simulate import PerStage as PerStage
 from ._simulate import Simulation as Simulation
 from ._simulate import Times as Times
@@ -27,6 +30,7 @@ from ._table import Row as Row
 from ._table import Schedule as Schedule
 from ._table import Task as Task
 from ._table import output_of as output_of
+from .drawing import Paint as Paint
 from .drawing import html as html
 from .drawing import record_trace as record_trace
 from .drawing import svg as svg

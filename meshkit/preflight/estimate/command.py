@@ -100,14 +100,18 @@ def _print_fit(recipe: Recipe, spec: MeshSpec, worst: Estimate, device_bytes: in
         sys.stdout.flush()
 
 
-def parse_bytes(text: str) -> int:
-    """80GiB, 80GB, 512MiB or 1000 as bytes. Raises: PlanError for something else."""
-    units = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+def parse_bytes(text: str, *, flag: str = "--device-memory", least: int = 0) -> int:
+    """80GiB, 80GB, 512MiB or 1000 as bytes. Raises: PlanError for something else, and for fewer than `least`."""
+    units = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    units |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
     is_number = match is not None and match[1].count(".") <= 1 and match[1] != "." and float(match[1]) < 1e30
     if match is None or not is_number or match[2].upper() not in units:
-        raise PlanError(f"--device-memory {text[:40]}: not a number of bytes. Write, for example, 80GiB.")
-    return int(float(match[1]) * units[match[2].upper()])
+        raise PlanError(f"{flag} {text[:40]}: not a number of bytes. Write, for example, 80GiB.")
+    size = int(float(match[1]) * units[match[2].upper()])
+    if size < least:
+        raise PlanError(f"{flag} {text[:40]}: needs at least {least} B.")
+    return size
 
 
 # Advice: flags that would make a run fit, each of them estimated.

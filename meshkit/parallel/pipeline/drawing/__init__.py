@@ -5,6 +5,7 @@ chunk (the first, second, ... stage of the rank). Numbers are in the unit of the
 """
 
 from meshkit.parallel.pipeline._table import table_text as table_text
+from ._svg import Paint as Paint
 from ._svg import html as html
 from ._svg import svg as svg
 from ._text import coloured as coloured

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from math import ceil, floor
 
@@ -32,18 +33,32 @@ STYLE = """
 """
 
 
-def svg(simulation: Simulation, *, px_per_s: float | None = None) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Paint:
+    """Colours of a timeline that say something else than the op, as the clock of each row; cells then say their op, too.
+
+    colour, note: of a row, its fill and what its title adds. legend: (colour, words). title: before the numbers.
+    """
+
+    colour: Callable[[Event], str]
+    note: Callable[[Event], str]
+    legend: tuple[tuple[str, str], ...]
+    title: str
+
+
+def svg(simulation: Simulation, *, px_per_s: float | None = None, paint: Paint | None = None) -> str:
     """The timeline, one rect of class "task" per task, and under it the activations each rank holds.
 
     An FB row is two rects, its forward above its backward. A rect's title, which shows under the pointer, has stage,
-    microbatch and times. px_per_s: the scale; by default the shortest cell has room for its number.
+    microbatch and times. px_per_s: the scale; by default the shortest cell has room for its number. paint: other colours.
     """
     schedule = simulation.schedule
     per_s = px_per_s if px_per_s is not None else _natural_px_per_s(simulation)
-    legend, legend_width = _legend(schedule)
+    legend, legend_width = _legend(schedule, paint)
     plot = simulation.makespan_s * per_s
     heading = heading_of(schedule)
-    numbers = f"makespan {digits(simulation.makespan_s)}, bubble rate {100 * simulation.bubble_rate:.2f} %"
+    numbers = "" if paint is None else f"{paint.title}, "
+    numbers += f"makespan {digits(simulation.makespan_s)}, bubble rate {100 * simulation.bubble_rate:.2f} %"
     # No font can be measured here: 7.4 px is about a character at size 14, as 6.2 and 6.6 are in the legend at size 12.
     width = ceil(max(LEFT + plot + RIGHT, legend_width + 16, 7.4 * len(f"{heading}    {numbers}") + 16))
     top = 62
@@ -67,7 +82,7 @@ def svg(simulation: Simulation, *, px_per_s: float | None = None) -> str:
         parts.append(f'<rect class="idle" x="{LEFT}" y="{y}" width="{plot:.2f}" height="{LANE}" fill="#f0f2f4"/>')
     parts.append(_axis_svg(simulation, per_s, top, axis))
     for rank, events in enumerate(simulation.events):
-        parts += _cells(events, schedule, per_s, top + rank * (LANE + GAP))
+        parts += _cells(events, schedule, per_s, top + rank * (LANE + GAP), paint)
     parts.append(_words(LEFT, memory - 10, "activations held", anchor="start", size=11))
     highest = max(simulation.peak_units, default=0.0)
     for rank in range(schedule.world):
@@ -113,9 +128,10 @@ h1 {{ font-size: 18px }}
 """
 
 
-def _cells(events: Sequence[Event], schedule: Schedule, per_s: float, y: float) -> Iterator[str]:
+def _cells(events: Sequence[Event], schedule: Schedule, per_s: float, y: float, paint: Paint | None) -> Iterator[str]:
     chunks, shades = chunks_of(schedule), shades_of(schedule)
-    for row, start_s, end_s in events:
+    for event in events:
+        row, start_s, end_s = event
         x, width = LEFT + start_s * per_s, (end_s - start_s) * per_s
         inset = 0.5 if width > 4 else 0.0
         height = LANE / len(row.tasks)
@@ -125,13 +141,18 @@ def _cells(events: Sequence[Event], schedule: Schedule, per_s: float, y: float) 
                 f"{row}: {WORDS[task.op]} of microbatch {task.microbatch} through stage {task.stage}, "
                 f"{digits(start_s)} to {digits(end_s)}"
             )
+            fill = shade(task.op, chunks[task.stage], shades)
             # The largest size in which it fits, a digit being about 0.62 as wide as high; else none, and the title says it.
             number = str(task.microbatch)
+            if paint is not None:
+                title += f", {escape(paint.note(event))}"
+                fill = paint.colour(event)
+                number = f"{task.op}{number}"
             size = next((size for size in (11, 9, 7) if 0.62 * size * len(number) <= width and size < height), 0)
             yield (
                 f"<g><title>{title}</title>"
                 f'<rect class="task" x="{x + inset:.2f}" y="{top:.2f}" width="{max(width - 2 * inset, 0):.2f}" '
-                f'height="{height:.2f}" fill="{shade(task.op, chunks[task.stage], shades)}"/>'
+                f'height="{height:.2f}" fill="{fill}"/>'
                 + (
                     f'<text x="{x + width / 2:.2f}" y="{top + height / 2 + 0.36 * size:.2f}" font-size="{size}" '
                     f'text-anchor="middle" fill="#000000">{number}</text>'
@@ -173,7 +194,9 @@ def _axis_svg(simulation: Simulation, per_s: float, top: float, axis: float) -> 
     return "\n".join(parts)
 
 
-def _legend(schedule: Schedule) -> tuple[str, float]:
+def _legend(schedule: Schedule, paint: Paint | None) -> tuple[str, float]:
+    if paint is not None:
+        return _painted_legend(paint.legend)
     shades = shades_of(schedule)
     ops = {task.op for row in schedule.rows() for task in row.tasks}
     parts, x, y = [], 10.0, 34
@@ -189,6 +212,15 @@ def _legend(schedule: Schedule) -> tuple[str, float]:
         order = "light to dark: the rank's first to last stage"
         parts.append(_words(x, y + 11, order, anchor="start"))
         x += 6.6 * len(order)
+    return "\n".join(parts), x
+
+
+def _painted_legend(legend: Sequence[tuple[str, str]]) -> tuple[str, float]:
+    parts, x, y = [], 10.0, 34
+    for colour, words in legend:
+        parts.append(f'<rect class="key" x="{x:.0f}" y="{y}" width="13" height="13" fill="{colour}"/>')
+        parts.append(_words(x + 18, y + 11, words, anchor="start"))
+        x += 36 + 6.2 * len(words)
     return "\n".join(parts), x
 
 
