@@ -6,6 +6,7 @@ at a time, and the memory of the old ones is freed behind them. Last, the run an
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from meshkit.core.gradient import gradient_of
 from meshkit.core.materialize import without_memory
 from meshkit.core.optimizer_state import finish_update
+from meshkit.core.optimizer_step import replaced
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.errors import PlanError, StepError
 from meshkit.mesh import MeshSpec, change_axes
@@ -41,12 +43,14 @@ def move(
     _refuse_together(run, strategy, optimizer, loader)
     with _same_random_numbers(mesh.device):
         # Everything that may refuse.
-        if optimizer is not None:
-            finish_update(optimizer)
-        changed = change_axes(mesh, strategy.mesh) if isinstance(strategy.mesh, MeshSpec) else mesh
+        assert isinstance(strategy.mesh, MeshSpec)
+        changed = change_axes(mesh, strategy.mesh)
+        chosen = dataclasses.replace(strategy, mesh=changed.spec)
         model = like_running(run)
         with without_memory():
-            new = parallelize(model, changed, strategy, example=run.resolved.program.example)
+            new = parallelize(model, changed, chosen, example=run.resolved.program.example)
+        if optimizer is not None:
+            finish_update(optimizer)
         moving = None if optimizer is None else Moving(optimizer, run, new)
         # From here on the old run goes.
         old = run.model
@@ -60,6 +64,7 @@ def move(
     if moving is not None:
         moving.commit()
         compare_anew(moving.optimizer)
+    replaced(dict(run.named_parameters()))
     vars(run).clear()
     vars(run).update(vars(new))
     if loader is not None:

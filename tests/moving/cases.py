@@ -104,7 +104,7 @@ def start(pair: Pair, side: Side, *, other_values: bool = False) -> Job:
         model = model.to(torch.bfloat16)
     if other_values:
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in model.state_dict().values():  # not what is derived, as rotary frequencies
                 tensor.mul_(0.5) if tensor.is_floating_point() else None
     run = mk.parallelize(model, mesh_for(side.mesh), side.strategy(plan))
     optimizer = optimizer_of(pair, run, lr=0.5 if other_values else LR)
