@@ -7,6 +7,7 @@ context and expert parallelism, which know modules by their single-device names.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from meshkit.core.software import versions
 from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
+from meshkit.moving import move as move_run
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
 from meshkit.parallel.expert import expert_parallel, share_counts
@@ -141,5 +143,6 @@ def parallelize(
     look_at_optimizers(model, before)
     compare_optimizers(run)
     run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)
+    run.mover = partial(move_run, parallelize)
     run.state, run.rows = state_of(model, resolved, guards, asked), rows_of(guards)
     return run

@@ -32,16 +32,13 @@ from meshkit.checkpoint._snapshot import (
 from meshkit.checkpoint._state import (
     MODEL,
     dtype_name,
-    finish_update,
     full_model_tensors,
-    optimizer_targets,
-    parameter_names,
     rng_targets,
-    set_optimizer,
     set_rng,
 )
 from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_in_memory
 from meshkit.core.model_state import model_tensors
+from meshkit.core.optimizer_state import finish_update, optimizer_targets, parameter_names, set_optimizer
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
 
@@ -231,7 +228,9 @@ def _targets(
     _refuse_other_model(saved, full_model_tensors(run.model), config)
     targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
-        targets |= optimizer_targets(optimizer, parameter_names(run.model), saved.index, saved.snapshot.facts)
+        names = parameter_names(run.model)
+        wanted = optimizer_targets(optimizer, names, saved.index.tensors, saved.snapshot.facts)
+        targets |= {key: target.make() for key, target in wanted.items()}
     return targets | rng_targets(run.mesh.rank, run.mesh.device, saved.index)
 
 

@@ -22,17 +22,14 @@ from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
 from meshkit.checkpoint._state import (
     MODEL,
-    ParameterFacts,
     dtype_name,
-    finish_update,
-    optimizer_state,
-    parameter_names,
     parameter_of,
     parts_to_write,
     rng_tensors,
 )
 from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
+from meshkit.core.optimizer_state import ParameterFacts, finish_update, optimizer_state, parameter_names
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
 

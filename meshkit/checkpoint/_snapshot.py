@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._dcp import Checksum
-from meshkit.checkpoint._state import ParameterFacts
 from meshkit.checkpoint._values import decode, encode
+from meshkit.core.optimizer_state import ParameterFacts
 from meshkit.errors import CheckpointError
 
 STATE, STATE_TENSORS = "state.json", "state.safetensors"

@@ -31,13 +31,22 @@ def look_at_optimizers(model: nn.Module, before: Before) -> None:
     parameters that this model had `before` and has no more, and if it cannot compute with shards."""
     global _models
     now = dict(model.named_parameters(remove_duplicate=False))
-    for name, old in before.items():
-        param = old()
-        if param is not None and name in now and now[name] is not param:
-            setattr(param, _KEY, name)
+    replaced(
+        {
+            name: param
+            for name, old in before.items()
+            if (param := old()) is not None and name in now and now[name] is not param
+        }
+    )
     if not _models:
         register_optimizer_step_pre_hook(_look)
     _models += 1
+
+
+def replaced(params: Mapping[str, nn.Parameter]) -> None:
+    """From now on an optimizer that holds one of these, by their names, is refused: others are in their place."""
+    for name, param in params.items():
+        setattr(param, _KEY, name)
 
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,9 +56,9 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     kind = type(optimizer).__name__
     if old := [name for param in _params(optimizer) if (name := getattr(param, _KEY, None)) is not None]:
         raise PlanError(
-            f"{kind}: {len(old)} of its parameters, {old[0]!r} first, are those that the model had before it was split, and "
-            "shards are in place of them: a step would change nothing. Make the optimizer after parallelize, of "
-            "run.parameters(), or by mk.adamw(run)."
+            f"{kind}: {len(old)} of its parameters, {old[0]!r} first, are those that the model had before it was split or "
+            "moved, and shards are in place of them: a step would change nothing. Make the optimizer after parallelize, of "
+            "run.parameters(), or by mk.adamw(run), and give it to run.move(optimizer=...)."
         )
     if isinstance(optimizer, torch.optim.Adafactor) and any(isinstance(param, DTensor) for param in _params(optimizer)):
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import lcm
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from meshkit.data._cursor import Cursor, check_rank, rank_rows
 from meshkit.data.bins import build_rows, check_vocabulary, first_fit_decreasing, value_names
 from meshkit.data.examples import Unit, members, unit_length, units_fingerprint
 from meshkit.errors import DataError
+from meshkit.mesh import Mesh
 
 Packing = Literal["rows", "step", "none"]
 
@@ -97,6 +99,11 @@ class ExampleLoader:
         Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
         """
         self._cursor.load_state_dict(state)
+
+    def move(self, mesh: Mesh) -> None:
+        """From the next batch on, the part of this rank on another mesh; the sequence goes on. See `Run.move`."""
+        self._rank, self._ranks = mesh.data_rank, mesh.data_ranks
+        self._pad_multiple = lcm(self._pad_multiple, mesh.row_multiple)
 
 
 def pack_step(

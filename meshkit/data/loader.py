@@ -14,6 +14,7 @@ from meshkit.data.records import Record
 from meshkit.data.text.packing import pack_batch, sample_count
 from meshkit.data.text.tokens import Tokens
 from meshkit.errors import DataError
+from meshkit.mesh import Mesh
 
 
 class Loader:
@@ -88,6 +89,10 @@ class Loader:
         Raises: DataError if it is of other data, or of another seq_len, seed or packing: the sequence is not the same.
         """
         self._cursor.load_state_dict(state)
+
+    def move(self, mesh: Mesh) -> None:
+        """From the next batch on, the part of this rank on another mesh; the sequence goes on. See `Run.move`."""
+        self._rows = rank_rows(self.global_batch, mesh.data_rank, mesh.data_ranks)
 
 
 def evaluation_batches(
@@ -177,3 +182,7 @@ class PromptLoader:
         Raises: DataError if it is of other rows or of another seed.
         """
         self._cursor.load_state_dict(state)
+
+    def move(self, mesh: Mesh) -> None:
+        """From the next step on, the part of this rank on another mesh; the sequence goes on. See `Run.move`."""
+        self._rank, self._ranks = mesh.data_rank, mesh.data_ranks

@@ -1,6 +1,7 @@
 """Who: the axes of a mesh, their sizes, and the ranks of each group."""
 
 from .mesh import Mesh as Mesh
+from .mesh import change_axes as change_axes
 from .mesh import device_of as device_of
 from .mesh import gather_over_data as gather_over_data
 from .mesh import init_mesh as init_mesh

@@ -7,7 +7,7 @@ and one of each rank alone, which axes of size 1 share. An axis of all ranks has
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ SHARD, TOKENS, EXPERTS = ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp"),
 
 Axes = tuple[str, ...]
 ALONE: Axes = ()
+Partition = tuple[tuple[int, ...], ...]
+"""ranks of the world, in groups"""
 
 
 def group_axes(spec: MeshSpec, *axes: str) -> Axes:
@@ -50,28 +52,62 @@ def partition(spec: MeshSpec, ranks: Sequence[int], axes: Axes) -> list[list[int
     return [[ranks[index] for index in group] for group in groups]
 
 
+# [Note: groups outlive a mesh]
+# A run that moves has one mesh after another on the same ranks. A group cannot be destroyed with its mesh: whoever still has
+# a tensor of that mesh has its group, and an NCCL communicator is destroyed by all of its ranks together. So all meshes that
+# come of one another share a pool, and a mesh takes from it the groups that it would make alike: their number is bounded by
+# the different partitions that were ever asked for, however often a run moves to and fro. By the whole partition, not by this
+# rank's part of it: so all ranks decide alike which groups are missing. Two axes of one mesh never share a group: messages
+# are told apart by it.
+
+
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's groups of a mesh. all: of all its ranks."""
+    """This rank's groups of a mesh. all: of all its ranks. pool: of all meshes of these ranks, by their partition."""
 
     spec: MeshSpec
     ranks: tuple[int, ...]
     all: dist.ProcessGroup
     by_axes: dict[Axes, dist.ProcessGroup]
     timeout: timedelta
+    pool: dict[Partition, list[dist.ProcessGroup]] = field(default_factory=dict)
 
     def of(self, *axes: str) -> dist.ProcessGroup:
         return self.by_axes.get(group_axes(self.spec, *axes), self.all)
 
     def make(self, wanted: Iterable[Axes]) -> list[dist.ProcessGroup]:
-        """Make those that are not there; returns them. A collective of all ranks of the mesh, and of no others."""
-        axes = _missing(self.spec, wanted, self.by_axes)
-        made = _torch.split(self.all, [partition(self.spec, self.ranks, key) for key in axes], timeout=self.timeout)
+        """Make those that are not there; returns them. A collective of all ranks of the mesh, and of no others.
+
+        See [Note: groups outlive a mesh].
+        """
+        missing: list[Axes] = []
+        for key in _missing(self.spec, wanted, self.by_axes):
+            used = [group.group_name for group in self.by_axes.values()]
+            pooled = self.pool.get(self._partition(key), [])
+            group = next((group for group in pooled if group.group_name not in used), None)
+            if group is None:
+                missing.append(key)
+            else:
+                self._take(key, group)
+        made = _torch.split(self.all, [self._partition(key) for key in missing], timeout=self.timeout)
         groups = [group for group in made if group is not None]
-        self.by_axes.update(zip(axes, groups, strict=True))
-        for key, group in zip(axes, groups, strict=True):
-            name_group(group.group_name, "_".join(key))
+        for key, group in zip(missing, groups, strict=True):
+            self.pool.setdefault(self._partition(key), []).append(group)
+            self._take(key, group)
         return groups
+
+    def _partition(self, key: Axes) -> Partition:
+        return tuple(map(tuple, partition(self.spec, self.ranks, key)))
+
+    def _take(self, key: Axes, group: dist.ProcessGroup) -> None:
+        self.by_axes[key] = group
+        name_group(group.group_name, "_".join(key))
+
+    def of_spec(self, spec: MeshSpec) -> tuple[MeshGroups, list[dist.ProcessGroup]]:
+        """(the groups of a mesh of the same ranks with other axes, those of them that are new). Collective as `make`."""
+        groups = MeshGroups(spec, self.ranks, self.all, {}, self.timeout, self.pool)
+        name_group(self.all.group_name, "_".join(group_axes(spec, *DENSE_AXES)))
+        return groups, groups.make(made_at_once(spec))
 
 
 def make_groups(spec: MeshSpec, ranks: Sequence[int], timeout: timedelta | None) -> MeshGroups | None:

@@ -230,22 +230,43 @@ def init_mesh(
     if ranks is not None:
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
-    groups = make_groups(resolved, part, timeout)
-    dense = _device_mesh(device_type, resolved, DENSE_AXES, part, groups)
-    shard = _combine(dense, SHARD, groups)
-    data = shard
-    if resolved.dp_replicate > 1 and groups is not None:
-        data = dense["dp_replicate", "dp_shard"]
-        # HSDP takes two axes. The ranks of cp hold the same parameters, so shards go over them too: a flattened axis, which
-        # slicing cannot join with another.
-        if resolved.cp > 1:
-            data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
-    tokens = _combine(dense, TOKENS, groups) if resolved.dp_replicate > 1 else shard
-    mesh = Mesh(spec=resolved, ranks=tuple(part), members=groups, dense=dense, data=data, tokens=tokens)
+    mesh = _mesh_of(resolved, part, make_groups(resolved, part, timeout), device_type)
     use_once([_torch.world()], mesh.device)
     if mesh.here:
         use_once(mesh.groups, mesh.device)
     return mesh
+
+
+def change_axes(mesh: Mesh, spec: MeshSpec) -> Mesh:
+    """A mesh of the same ranks with other axes; `mesh` stays as it is. See [Note: groups outlive a mesh].
+
+    Collective: every rank of the mesh calls it with the same spec, and no others.
+    Wire: for groups that no mesh of these ranks has had, as `init_mesh`; else nothing.
+    Raises: MeshError when the axes do not fit the ranks.
+    """
+    mesh.require_here("change_axes")
+    resolved = spec.resolve(len(mesh.ranks), part=len(mesh.ranks) < dist.get_world_size())
+    if resolved == mesh.spec:
+        return mesh
+    assert mesh.members is not None
+    groups, made = mesh.members.of_spec(resolved)
+    changed = _mesh_of(resolved, mesh.ranks, groups, mesh.device_type)
+    use_once(made, mesh.device)
+    return changed
+
+
+def _mesh_of(spec: MeshSpec, ranks: Sequence[int], groups: MeshGroups | None, device_type: str) -> Mesh:
+    dense = _device_mesh(device_type, spec, DENSE_AXES, ranks, groups)
+    shard = _combine(dense, SHARD, groups)
+    data = shard
+    if spec.dp_replicate > 1 and groups is not None:
+        data = dense["dp_replicate", "dp_shard"]
+        # HSDP takes two axes. The ranks of cp hold the same parameters, so shards go over them too: a flattened axis, which
+        # slicing cannot join with another.
+        if spec.cp > 1:
+            data = _torch.concatenate_meshes([dense["dp_replicate"], shard])
+    tokens = _combine(dense, TOKENS, groups) if spec.dp_replicate > 1 else shard
+    return Mesh(spec=spec, ranks=tuple(ranks), members=groups, dense=dense, data=data, tokens=tokens)
 
 
 def _device_mesh(

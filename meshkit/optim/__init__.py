@@ -1,6 +1,7 @@
 """Optimizers on local shards: AdamW fused, with optimizer state on the host, or in few bits; learning-rate schedules."""
 
 from ._adamw import adamw as adamw
+from ._adamw import adamw_over as adamw_over
 from ._host_copies import place_tensors as place_tensors
 from ._low_bit_state import BLOCKS as BLOCKS
 from ._low_bit_state import LowBitState as LowBitState

@@ -87,7 +87,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> None:
         OptimizerOffload(resident=resident, delayed=delayed)  # refuses what does not go together
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.delayed, self.threads = delayed, threads
+        self.delayed, self.threads, self._streams = delayed, threads, stream
         self._complete = True
         self._retired = False
         self._moving = False  # copies of gradients may be under way
@@ -113,13 +113,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
         ] = []  # (event after the copy, its target, the gradient to add it to), oldest first
         for param, buffers in self._buffers.items():
             self.state[param] = self._state_of(buffers)
-            if not buffers.resident:
-                self._take_over(param, stream)
+        self.take_over()
         for group in self.param_groups:
             if any(narrow(param) for param in group["params"]):
                 group["state_kind"] = "fp32 masters"  # a checkpoint says so
 
     # ------------------------------------------------------------------------------------------ gradients come in
+
+    def take_over(self) -> None:
+        """Receive the gradients of its parameters from backward, in place of whoever has received them."""
+        for param, buffers in self._buffers.items():
+            if not buffers.resident:
+                self._take_over(param)
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """The complete gradient on the host, a DTensor if the parameter is one; None if there is none yet. The host waits."""
@@ -383,7 +388,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             buffers[param] = ParamBuffers(param, tensors, 0 if resident else gradients, resident=resident)
         return buffers
 
-    def _take_over(self, param: Tensor, stream: bool) -> None:
+    def _take_over(self, param: Tensor) -> None:
         """Receive this parameter's gradients from backward; an older optimizer of it is retired."""
         older: tuple[weakref.ref[OffloadedAdamW], Any] | None = getattr(param, _OWNER, None)
         if older is not None:
@@ -401,7 +406,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             optimizer = optimizer_ref()
             return param.grad if optimizer is None else optimizer.gradient(param)
 
-        handle = param.register_post_accumulate_grad_hook(hand_over) if stream else None
+        handle = param.register_post_accumulate_grad_hook(hand_over) if self._streams else None
         setattr(param, _OWNER, (optimizer_ref, handle))
         set_gradient_reader(param, read)
 

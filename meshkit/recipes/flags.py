@@ -114,6 +114,28 @@ class TrainFlags(StepFlags):
 
     global_batch: Count = 16
     """sequences, or rows of packed examples, of one optimizer step, over all ranks"""
+    move_at: CountOrNone = 0
+    """go on with the strategy of --move-to after so many steps, also in a job that is started again there; 0: never"""
+    move_to: Path | None = None
+    """a TOML file with that Strategy; without a mesh the ranks keep theirs"""
+
+    def move_strategy(self) -> Strategy | None:
+        """Of --move-to; None without. Raises: PlanError for one flag without the other, and for what the loop says itself."""
+        if self.move_to is None and not self.move_at:
+            return None
+        if self.move_to is None or not 0 < self.move_at < self.steps:
+            to = "no --move-to" if self.move_to is None else f"--move-to {self.move_to}"
+            raise PlanError(
+                f"--move-at {self.move_at} with {to} and --steps {self.steps}. Give a step from 1 to {self.steps - 1}, and a "
+                "file with the Strategy that follows."
+            )
+        strategy = Strategy.read(self.move_to)
+        if strategy.microbatches not in (None, self.microbatches):
+            raise PlanError(
+                f"--move-to {self.move_to} has microbatches={strategy.microbatches}, and the loop runs "
+                f"--microbatches {self.microbatches} in every step. Leave them out of the file."
+            )
+        return strategy
 
 
 # ------------------------------------------------------------------------------------------------ the model on its mesh

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -41,9 +42,11 @@ from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import Mesh
 from meshkit.metrics import FlopsPerToken, Logger, Meter, Progress, Stragglers, peak_flops_per_s, profile
 from meshkit.parallel.pipeline import record_trace
+from meshkit.resolve import resolve
 from meshkit.step import Run
+from meshkit.strategy import Strategy
 
-from .flags import RunFlags, StepFlags
+from .flags import RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
 from .process import collecting_garbage, multiplying_fp32
 
@@ -113,6 +116,10 @@ class Session:
             else None
         )
         self._corrupt: CorruptionError | None = None  # found within the step
+        self._next_strategy = config.move_strategy() if isinstance(config, TrainFlags) else None
+        if self._next_strategy is not None:
+            self._next_strategy = _resolved(self._next_strategy, run)
+        self._move_at: int = getattr(config, "move_at", 0)
         if self._corruption is not None:
             self.guard.explained = self._is_corrupt
         self._rollbacks = 0
@@ -185,6 +192,9 @@ class Session:
         step = self.start
         while step < self._total:
             step += 1
+            if self._next_strategy is not None and step > self._move_at:
+                self._move(step, self._next_strategy)
+                stragglers = Stragglers(self.mesh)
             self._begin(step)
             with ExitStack() as self._pause:  # from stop_clock to the next step
                 with ExitStack() as self._measured:  # from here to stop_clock
@@ -255,6 +265,25 @@ class Session:
         # The second step: the first one compiles, allocates and opens connections.
         enabled = self._config.profile and self._step == self.start + 2
         return record_trace(run.pipeline, self._config.out / "pipeline.json", enabled=enabled)
+
+    def _move(self, step: int, strategy: Strategy) -> None:
+        """Before this step: the run goes on with another strategy. What looks at its tensors begins anew."""
+        assert self._run is not None and self._optimizer is not None
+        self._next_strategy = None
+        guard, config = self._corruption, self._config
+        if guard is not None:
+            guard.close()
+        began = time.perf_counter()
+        moved = self._run.move(strategy, optimizer=self._optimizer, loader=self._loader)
+        self.mesh = self._run.mesh
+        print0(f"move before {self._unit} {step}, in {time.perf_counter() - began:.1f} s, to {self.mesh.describe()}")
+        print0(str(moved).splitlines()[0])
+        if guard is not None and isinstance(config, StepFlags):
+            every = config.corruption_every
+            self._corruption = CorruptionGuard(
+                self._run, self._optimizer, every_steps=every, replay_every=config.replay_every
+            )
+            self._files.enter_context(self._corruption)
 
     def _begin(self, step: int) -> None:
         self._step, self._leaving, self._clock_stopped = step, None, False
@@ -381,6 +410,21 @@ class Session:
             if run is not None:
                 extra = state if index == 0 else None
                 checkpoints.save(step, run, optimizer, scheduler=scheduler, config=config, extra=extra)
+
+
+def _resolved(strategy: Strategy, run: Run | Mesh) -> Strategy:
+    """The one that the run will move to, with the run's plan.
+
+    Raises: PlanError and MeshError now, for what could not run then.
+    """
+    if not isinstance(run, Run):
+        raise PlanError("--move-to: this recipe trains several runs, and it is of one. Leave it out.")
+    strategy = dataclasses.replace(
+        strategy, mesh=strategy.mesh or run.mesh.spec, plan=strategy.plan or run.strategy.plan
+    )
+    spec = strategy.mesh_for(run.mesh.spec.world_size)
+    resolve(run.resolved.program, strategy, spec, device_type=run.mesh.device.type)
+    return strategy
 
 
 def _every(config: RunFlags, flag: str, run: Run | Mesh) -> int:

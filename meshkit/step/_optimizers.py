@@ -44,6 +44,11 @@ def compare_optimizers(run: Run) -> None:
         _registered = True
 
 
+def compare_anew(optimizer: Optimizer) -> None:
+    """Its parameters are others from now on: what ranks must have alike is found out again at its next step."""
+    _known.pop(optimizer, None)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     what = f"{type(optimizer).__name__}.step"
     if (first := optimizer not in _known) and (run := _run_of(optimizer)) is not None:

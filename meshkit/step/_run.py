@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshkit.core.code import code_of, is_ours
+from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
@@ -45,6 +47,20 @@ from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
 
 
+class Movable(Protocol):
+    """A data loader that can be told its part of the batch on another mesh, as those of meshkit.data."""
+
+    def move(self, mesh: Mesh) -> None: ...
+
+
+class Mover(Protocol):
+    """What `Run.move` does; it is in a room above."""
+
+    def __call__(
+        self, run: Run, strategy: Strategy, *, optimizer: Optimizer | None, loader: Movable | None
+    ) -> ReallocationPlan: ...
+
+
 @dataclass(eq=False)
 class Run:
     """A model on a mesh: `parallelize` makes it, and it runs training steps, evaluation and inference."""
@@ -69,6 +85,7 @@ class Run:
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
     watcher: StepWatch | None = None  # of microbatches and gradients
+    mover: Mover | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -336,6 +353,49 @@ class Run:
         For routers with a bias; see `meshkit.moe.aux_loss.update_bias`. Wire: nothing.
         """
         update_biases(self.model, self.expert_counts, speed=speed)
+
+    def move(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        loader: Movable | None = None,
+        **choices: Any,
+    ) -> ReallocationPlan:
+        """Go on under another strategy on the same ranks, in place, between two steps; returns what was sent, to print.
+
+            run.move(mk.Strategy(mesh="dp_shard=2 tp=2", zero=2), optimizer=optimizer, loader=loader)
+            run.move(mesh="tp=4", optimizer=optimizer, loader=loader)  # all else as it is
+
+        What goes on is bit for bit what saving by `Checkpointer` and loading into a run of the other strategy gives:
+        parameters, persistent buffers, the optimizer's state and options, and each rank's random numbers; besides, which
+        parameters are trained and which modules are in training.
+        strategy: every choice, as `parallelize` takes it; or the run's own, with `choices` in it. A mesh of None is the
+        run's.
+        optimizer: the one of these parameters; None where there is none. It stays the same object with the same groups, so
+        schedules go on, and becomes the kind that the strategy's memory.optimizer selects if it is one of meshkit's.
+        loader: with `move(mesh)`, as those of meshkit.data; any other must be given the new `run.mesh.data_rank` by you.
+        Afterwards `run` is the new run: `run.model`, `run.mesh` and the parameters are other objects, the old ones are empty.
+        Layout: batches of 64 MiB or of one tensor, in the model's order, then the optimizer's; the old shards of a batch are
+        freed when the new ones are there. So a rank holds at most its old or its new state, whichever is larger on the way,
+        and besides one batch, messages of two more, and whatever is allocated at once: new shards of uneven parts, new
+        moments of few bits, and on the host a new optimizer's slabs.
+        Wire: an all-reduce in which ranks agree on the call; what `parallelize` sends, and groups that no earlier mesh had;
+        gathers of what ranks hold; then over the mesh the bytes of the plan, each once to each receiver that has it not yet.
+        Raises: PlanError and MeshError as `parallelize`, and PlanError for gradients that are still there, an optimizer that
+        keeps parameters in attributes of its own or its state in another way than the new strategy, and for changes of the
+        model since `parallelize` that are refused in a step: on every rank, with nothing changed. AgreementError where ranks
+        ask for different strategies.
+        Source: Miao et al. 2022 (Galvatron), for runtime adaptation; Mei et al. 2024 (ReaL), for the plan.
+        """
+        assert self.mover is not None
+        given = {name: choice for name, choice in choices.items() if choice is not None}
+        chosen = Strategy.of(strategy, given)
+        if strategy is None:
+            chosen = replace(self.strategy, **given)
+        if chosen.mesh is None:
+            chosen = replace(chosen, mesh=self.mesh.spec)
+        return self.mover(self, chosen, optimizer=optimizer, loader=loader)
 
     def routing_of_stages(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(`expert_counts`, `auxiliary`) of the routers of all stages, the same on every rank. A collective of all ranks.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from meshkit.algos.reallocate._region import Region, volume
+from meshkit.core.reshard import Layout, Region, TensorRegions, volume
 from meshkit.core.sharding import chunk
 from meshkit.mesh import DENSE_AXES, MeshSpec
 from meshkit.parallel.expert import ExpertLayout, expert_layouts, in_expert_view
@@ -17,31 +16,6 @@ from meshkit.parallel.pipeline import Generator, Schedule, plan_pipeline
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan
 from meshkit.plan.match import match_blocks
-
-
-@dataclass(frozen=True)
-class TensorRegions:
-    """The layout of one tensor. regions: rank of the world -> the part it holds; ranks without a part are absent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    regions: Mapping[int, Region]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Parameters and persistent buffers by single-device name, tied ones once. ranks: those of the world with the model."""
-
-    tensors: Mapping[str, TensorRegions]
-    ranks: tuple[int, ...]
-
-    def bytes_of(self, rank: int) -> int:
-        """Bytes that the rank holds."""
-        return sum(
-            volume(tensor.regions[rank]) * tensor.dtype.itemsize
-            for tensor in self.tensors.values()
-            if rank in tensor.regions
-        )
 
 
 def layout_of(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from meshkit.algos.reallocate._layout import Layout, TensorRegions
-from meshkit.algos.reallocate._plan import DEFAULT_BUCKET_BYTES, ReallocationPlan, Transfer, plan_reallocation
-from meshkit.algos.reallocate._region import Region, volume, within
+from meshkit.core import _torch
 from meshkit.core.model_state import model_tensors
-from meshkit.core.sharding import local_slices, local_tensor
-from meshkit.core.waiting import waiting
+from meshkit.core.reshard import (
+    DEFAULT_BUCKET_BYTES,
+    Exchange,
+    Layout,
+    ReallocationPlan,
+    Region,
+    Shards,
+    TensorRegions,
+    plan_reallocation,
+    region_of,
+    volume,
+)
+from meshkit.core.sharding import local_tensor
 from meshkit.errors import MeshError, PlanError
 from meshkit.step import Run
 
@@ -76,95 +84,17 @@ class Reallocation:
 
     def __init__(self, src: Run | None, dst: Run | None, plan: ReallocationPlan, mix: float) -> None:
         self.src, self.dst, self.plan, self.mix = src, dst, plan, mix
-        rank = dist.get_rank()
-        self._copies = [copy for copy in plan.copies if copy.sender == rank]
-        # A round without this rank has no message for it: it is left out, and needs no barrier.
-        own_rounds = ([t for t in round if rank in (t.sender, t.receiver)] for round in plan.rounds)
-        self._rounds = [transfers for transfers in own_rounds if transfers]
+        device = next((run.mesh.device for run in (src, dst) if run is not None), torch.device("cpu"))
+        self._exchange = Exchange(plan, _torch.world(), device)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """dst <- src. Call it between steps: parameters that are still gathered for a forward are resharded first."""
-        src, dst = _Shards(self.src), _Shards(self.dst)
-        previous: _Round | None = None
-        for transfers in self._rounds:
-            current = _Round(transfers, src, dst)  # packs while the messages of the previous round are on their way
-            if previous is not None:
-                previous.finish(dst, self.mix)
-            previous = current
-        # Copies within the rank overlap with the last round.
-        for copy in self._copies:
-            dst.write(copy, src.read(copy), self.mix)
-        if previous is not None:
-            previous.finish(dst, self.mix)
+        tensors = [model_tensors(run.model) if run is not None else {} for run in (self.src, self.dst)]
+        self._exchange(Shards(tensors[0]), Shards(tensors[1]), self.mix)
         # Copies into detached shards leave the versions of parameters as they are, and an optimizer with masters on the host
         # sees by the version that a parameter was written, and its master is old.
-        torch.autograd.graph.increment_version(list(dst.tensors.values()))
-
-
-class _Shards:
-    """This rank's shards of a run, addressed by regions of the full tensors."""
-
-    def __init__(self, run: Run | None) -> None:
-        self.tensors = model_tensors(run.model) if run is not None else {}
-        self.device = run.mesh.device if run is not None else None
-        self.local = {name: local_tensor(tensor) for name, tensor in self.tensors.items()}
-        self.regions = {name: _region(tensor) for name, tensor in self.tensors.items()}
-
-    def read(self, transfer: Transfer) -> Tensor:
-        # A view: `write` copies into it.
-        return self.local[transfer.name][within(transfer.region, self.regions[transfer.name])]
-
-    def write(self, transfer: Transfer, values: Tensor, mix: float) -> None:
-        target = self.read(transfer)
-        if mix == 1:
-            target.copy_(values)
-        else:
-            # A bf16 destination would round the difference away before it is scaled.
-            wide = torch.promote_types(target.dtype, values.dtype)
-            target.copy_(torch.lerp(target.to(wide), values.to(wide), mix))
-
-
-class _Round:
-    """One round in flight: the messages that this rank sends and receives, one for each pair of ranks."""
-
-    def __init__(self, transfers: Iterable[Transfer], src: _Shards, dst: _Shards) -> None:
-        rank = dist.get_rank()
-        device = src.device or dst.device
-        by_link: dict[tuple[int, int], list[Transfer]] = {}
-        # Wider dtypes first: each value then starts at a multiple of its item size, as a view with its dtype needs.
-        for transfer in sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize):
-            by_link.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
-        self._arriving: list[tuple[Transfer, Tensor]] = []
-        operations = []
-        for (sender, receiver), of_link in by_link.items():
-            # One buffer of bytes for tensors of several dtypes; the pieces are views of it.
-            message = torch.empty(sum(transfer.bytes for transfer in of_link), dtype=torch.uint8, device=device)
-            pieces = message.split([transfer.bytes for transfer in of_link])
-            values = [
-                piece.view(transfer.dtype).view([stop - start for start, stop in transfer.region])
-                for transfer, piece in zip(of_link, pieces, strict=True)
-            ]
-            if sender == rank:
-                for transfer, value in zip(of_link, values, strict=True):
-                    value.copy_(src.read(transfer))
-                operations.append(dist.P2POp(dist.isend, message, receiver))
-            else:
-                self._arriving += zip(of_link, values, strict=True)
-                operations.append(dist.P2POp(dist.irecv, message, sender))
-        # Held until `finish`, for backends whose work does not keep the tensors of its messages alive.
-        self._messages = [operation.tensor for operation in operations]
-        # Batched, and one message for each pair of ranks: NCCL groups them, so that the order of sends and receives on two
-        # ranks cannot make them wait for each other.
-        self._works = dist.batch_isend_irecv(operations)
-
-    def finish(self, dst: _Shards, mix: float) -> None:
-        with waiting("parts of the other layout"):
-            for work in self._works:
-                work.wait()
-        for transfer, values in self._arriving:
-            dst.write(transfer, values, mix)
-        self._works, self._messages, self._arriving = [], [], []
+        torch.autograd.graph.increment_version(list(tensors[1].values()))
 
 
 @dataclass(frozen=True)
@@ -191,12 +121,11 @@ def _shards_of(run: Run | None) -> _RankShards | None:
     tensors = model_tensors(run.model)
     return _RankShards(
         run.mesh.ranks,
-        {name: (tuple(tensor.shape), local_tensor(tensor).dtype, _region(tensor)) for name, tensor in tensors.items()},
+        {
+            name: (tuple(tensor.shape), local_tensor(tensor).dtype, region_of(tensor))
+            for name, tensor in tensors.items()
+        },
     )
-
-
-def _region(tensor: Tensor) -> Region:
-    return tuple((part.start, part.stop) for part in local_slices(tensor))
 
 
 def _join(what: str, by_rank: dict[int, _RankShards | None]) -> Layout:

@@ -64,6 +64,8 @@ from .tensors import record_memory_history as record_memory_history
 from .tensors import register_pytree as register_pytree
 from .tensors import reporting_resizes as reporting_resizes
 from .tensors import storage_key as storage_key
+from .tensors import track_steps as track_steps
+from .tensors import tracks_steps as tracks_steps
 from .tensors import tree_flatten as tree_flatten
 from .tensors import tree_leaves as tree_leaves
 from .tensors import tree_map as tree_map

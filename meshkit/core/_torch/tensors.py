@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,3 +116,27 @@ def record_memory_history(enabled: bool) -> None:
 
 def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def tracks_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a schedule has put its own `step` on the optimizer, by which it sees that one was made.
+
+    Private: _wrapped_by_lr_sched, which torch.optim.lr_scheduler sets. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def track_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedules see the steps of an optimizer that has another class than when they were made.
+
+    Private: as `tracks_steps`, and _opt_called. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    of = weakref.ref(optimizer)  # else the optimizer would hold itself
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        stepped: Any = of()
+        stepped._opt_called = True
+        return type(stepped).step(stepped, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a function's attribute
+    optimizer.step = step  # type: ignore[method-assign]  # as torch does

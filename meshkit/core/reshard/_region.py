@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from torch import Tensor
+
+from meshkit.core.sharding import local_slices
+
 Region = tuple[tuple[int, int], ...]
 """(start, stop) on each dim of the full tensor"""
+
+
+def region_of(tensor: Tensor) -> Region:
+    """What this rank holds of the full tensor."""
+    return tuple((part.start, part.stop) for part in local_slices(tensor))
 
 
 def volume(region: Region) -> int:

@@ -1,4 +1,4 @@
-"""Weight sync, the plan: which rank sends which region to which, decided from two layouts, the same on every rank."""
+"""Resharding, the plan: which rank sends which region to which, decided from two layouts, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
-from meshkit.algos.reallocate._layout import Layout, TensorRegions
-from meshkit.algos.reallocate._region import Region, intersect, split, volume
+from meshkit.core.reshard._layout import Layout, TensorRegions
+from meshkit.core.reshard._region import Region, intersect, split, volume
 from meshkit.errors import PlanError
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReallocationPlan:
-    """The transfers of a weight sync. Print it.
+    """The transfers from one layout of tensors to another. Print it.
 
     rounds: transfers in flight at the same time; in a round no rank sends and receives more than `bucket_bytes` together.
     copies: within a rank, which already has the region.
