@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from meshkit.core.frozen_mapping import FrozenMapping
 from meshkit.errors import ClusterError
 
-KINDS = ("matmul", "attention", "memory")
-"""kernels that are priced apart: matrix products, fused attention, and whatever is bound by the memory"""
+Kernels = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ class Device:
     """One accelerator. Peaks are dense, with the accumulation that training uses.
 
     flops_per_s: by dtype, as {"bfloat16": 989.4e12}. launch_s: between two kernels that the host launches one by one; nothing
-    of it is seen while the device is behind the host. context_bytes: what the driver takes of the memory.
+    of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
+    each launch. context_bytes: what the driver takes of the memory.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Device:
     memory_bytes_per_s: float
     flops_per_s: Mapping[str, float]
     launch_s: float = 4e-6
+    kernels: Kernels = "cuda"
     context_bytes: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     curves: tuple[KernelCurve, ...] = ()
@@ -88,6 +90,8 @@ class Device:
                 raise ClusterError(f"device.{name}={getattr(self, name)!r}: an amount above 0.")
         if not self.launch_s >= 0:
             raise ClusterError(f"device.launch_s={self.launch_s!r}: seconds, at least 0.")
+        if self.kernels not in get_args(Kernels):
+            raise ClusterError(f"device.kernels={self.kernels!r}: choose cuda or cpu.")
         object.__setattr__(self, "flops_per_s", FrozenMapping(self.flops_per_s))
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
             raise ClusterError(
