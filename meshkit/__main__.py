@@ -1,9 +1,10 @@
-"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts, read the last calls of one.
+"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, explain a run, read the last calls of one.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
+python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 python -m meshkit calls runs/sft/calls
 """
@@ -35,6 +36,8 @@ from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap,
 from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.estimate.command import Memory, command
+from meshkit.preflight.forecast.command import Seconds
+from meshkit.preflight.forecast.command import command as forecast_command
 from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
 
@@ -166,11 +169,13 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["estimate"]:
             command(sys.argv[2:])  # what it does not know are flags of the script
+        elif sys.argv[1:2] == ["forecast"]:
+            forecast_command(sys.argv[2:])
         elif sys.argv[1:2] == ["explain"]:
             explain_command(sys.argv[2:])
         else:
             chosen = choose(
-                {"draw": Draw, "estimate": Memory, "explain": Explain, "calls": Calls},
+                {"draw": Draw, "estimate": Memory, "forecast": Seconds, "explain": Explain, "calls": Calls},
                 prog="python -m meshkit",
                 description=__doc__,
             )

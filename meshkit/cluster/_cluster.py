@@ -140,7 +140,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.tiers:
-            raise ClusterError(f"cluster {self.name!r} has no tier. Give one, with the ranks of a node and their bandwidth.")
+            raise ClusterError(
+                f"cluster {self.name!r} has no tier. Give one, with the ranks of a node and their bandwidth."
+            )
         for inner, outer in zip(self.tiers, self.tiers[1:], strict=False):
             if outer.ranks % inner.ranks or outer.ranks <= inner.ranks:
                 raise ClusterError(
@@ -148,7 +150,9 @@ class Cluster:
                     f"{inner.ranks}. Tiers are nested, innermost first, each a multiple of the one before."
                 )
         if self.level not in get_args(Level):
-            raise ClusterError(f"cluster {self.name!r}: level={self.level!r}: choose one of {', '.join(get_args(Level))}.")
+            raise ClusterError(
+                f"cluster {self.name!r}: level={self.level!r}: choose one of {', '.join(get_args(Level))}."
+            )
         names = [tier.name for tier in self.tiers]
         for measured in self.collectives:
             if measured.tier not in names:

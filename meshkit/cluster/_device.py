@@ -34,7 +34,9 @@ class Efficiency:
     def __post_init__(self) -> None:
         for name in ("matmul", "attention", "attention_backward", "memory"):
             if not 0 < getattr(self, name) <= 1:
-                raise ClusterError(f"efficiency.{name}={getattr(self, name)!r}: a share of the peak, above 0 and at most 1.")
+                raise ClusterError(
+                    f"efficiency.{name}={getattr(self, name)!r}: a share of the peak, above 0 and at most 1."
+                )
         for name in ("half_features", "half_depth", "half_head", "half_bytes"):
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"efficiency.{name}={getattr(self, name)!r}: a size, at least 0.")

@@ -64,7 +64,9 @@ def _record(kind: Any, table: Any, where: str) -> Any:
             raise ClusterError(f"{where}: there is no {name!r}. {hint}It may have {', '.join(names)}.")
     for name, each in names.items():
         if name not in table and _default(each) is dataclasses.MISSING:
-            raise ClusterError(f"{where}: {name!r} is missing. Give it; the datasheets of meshkit.cluster are examples.")
+            raise ClusterError(
+                f"{where}: {name!r} is missing. Give it; the datasheets of meshkit.cluster are examples."
+            )
     return kind(**{name: _value(hints[name], value, f"{where}: {name}") for name, value in table.items()})
 
 

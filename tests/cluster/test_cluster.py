@@ -37,7 +37,9 @@ def test_a_misspelt_field_is_told_its_nearest() -> None:
 
 
 def test_a_missing_field_is_named() -> None:
-    text = "\n".join(line for line in Cluster.read("h100").to_toml().splitlines() if not line.startswith("memory_bytes ="))
+    text = "\n".join(
+        line for line in Cluster.read("h100").to_toml().splitlines() if not line.startswith("memory_bytes =")
+    )
     with pytest.raises(ClusterError, match="mine: device: 'memory_bytes' is missing"):
         Cluster.from_toml(text, source="mine")
 
@@ -56,7 +58,10 @@ NODE = Tier(name="node", ranks=4, bytes_per_s=1e9, latency_s=1e-6)
     ("make", "text"),
     [
         (lambda: Cluster(name="c", device=DEVICE, tiers=()), "'c' has no tier"),
-        (lambda: Cluster(name="c", device=DEVICE, tiers=(NODE, replace(NODE, ranks=6))), "'node' of 6 ranks comes after"),
+        (
+            lambda: Cluster(name="c", device=DEVICE, tiers=(NODE, replace(NODE, ranks=6))),
+            "'node' of 6 ranks comes after",
+        ),
         (lambda: replace(NODE, ranks=0), "ranks=0: a whole number"),
         (lambda: replace(NODE, bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: replace(NODE, per="switch"), "per='switch': choose rank or group"),  # type: ignore[arg-type]

@@ -8,15 +8,14 @@ the same time slows each other down: contention, no free overlap. Pipelines are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, log, sqrt
-from typing import Any
 
 from meshkit.cluster import Cluster, Op, collective_s, kernel_s, place_of
 from meshkit.cluster import hop_s as cluster_hop_s
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.pipeline import Schedule, Times, simulate
+from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
 from meshkit.preflight.forecast._profile import Call, Part, StepProfile
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
@@ -33,7 +32,7 @@ class Prices:
         self.cluster, self.spec = cluster, spec
         self._kernels: dict[Op, float] = {}
         self._calls: dict[tuple[str, str, int], float] = {}
-        self._parts: dict[int, PartSeconds] = {}
+        self._parts: dict[tuple[int, tuple[Call, ...]], PartSeconds] = {}
 
     def kernel_s(self, op: Op) -> float:
         if op not in self._kernels:
@@ -50,9 +49,9 @@ class Prices:
     def part(self, part: Part) -> PartSeconds:
         """Equal profiles are priced once."""
         key = id(part.profile), part.calls
-        if key not in self._parts:  # type: ignore[comparison-overlap]
-            self._parts[key] = _part_seconds(part, self)  # type: ignore[index]
-        return self._parts[key]  # type: ignore[index]
+        if key not in self._parts:
+            self._parts[key] = _part_seconds(part, self)
+        return self._parts[key]
 
 
 @dataclass(frozen=True)
@@ -191,26 +190,26 @@ def _data_exposed(
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of a step and their ledger, which sums to them. events: of the pipeline; None without one."""
+    """Seconds of a step and their ledger, which sums to them. simulation: of the pipeline; None without one."""
 
     seconds: float
     ledger: Ledger
-    simulation: Any = None
+    simulation: Simulation | None = None
 
 
 def price(profile: StepProfile, cluster: Cluster) -> Priced:
     """Seconds of one optimizer step on the cluster. Pure: the same profile has a price on every cluster."""
     prices = Prices(cluster, profile.spec)
-    known: dict[int, StageSeconds] = {}
-    stages = []
+    known: dict[int, StageSeconds] = {}  # stages that are alike are one object
+    stages: list[StageSeconds] = []
     for parts in profile.stages:
         if id(parts) not in known:
             known[id(parts)] = stage_seconds(parts, profile.microbatches, prices)
         stages.append(known[id(parts)])
     tail = _sum([_by_axis(profile.once, prices)])
     if profile.schedule is None:
-        ledger = _sum([*(_times(each, profile.microbatches) for each in stages[0].ledgers.values()), stages[0].once, tail])
-        simulation = None
+        computed = [_times(ledger, profile.microbatches) for ledger in stages[0].ledgers.values()]
+        ledger, simulation = _sum([*computed, stages[0].once, tail]), None
     else:
         ledger, simulation = _pipelined(profile.schedule, stages, profile, prices)
         ledger = _sum([ledger, tail])
@@ -226,42 +225,56 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
 
 def _pipelined(
     schedule: Schedule, stages: Sequence[StageSeconds], profile: StepProfile, prices: Prices
-) -> tuple[Ledger, Any]:
+) -> tuple[Ledger, Simulation]:
     """The ledger of the rank that computes longest; what it waits for others is bubble, of which hops are pp's part."""
-    spec, cluster = profile.spec, prices.cluster
-    stride = spec.world_size // spec.pp
-    size = max((max(each) for each in profile.crossing), default=0)
-    hops = {
-        (one, other): cluster_hop_s(cluster, size, one * stride, other * stride)
-        for one in range(spec.pp)
-        for other in {schedule.placement[stage] for stage in range(schedule.stages)}
-        if one != other
-    }
-    seconds = {phase: tuple(stage.seconds(phase) for stage in stages) for phase in (FORWARD, BACKWARD, WEIGHT)}
-    times = Times(
-        f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=lambda one, other: hops[one, other]
-    )
-    simulation = simulate(schedule, times)
+    hops = _hops(schedule, profile, prices.cluster)
+    simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other])
     of_rank = [
-        _sum(_sum([*(_times(each, profile.microbatches) for each in stages[stage].ledgers.values())]) for stage in own)
-        for own in (schedule.stages_of(rank) for rank in range(schedule.world))
+        _sum(
+            _times(ledger, profile.microbatches)
+            for stage in schedule.stages_of(rank)
+            for ledger in stages[stage].ledgers.values()
+        )
+        for rank in range(schedule.world)
     ]
-    busy = [fsum(each.values()) for each in of_rank]
-    longest = max(range(schedule.world), key=busy.__getitem__)
+    longest = max(range(schedule.world), key=lambda rank: fsum(of_rank[rank].values()))
     ledger = of_rank[longest]
-    without = simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT]))
-    ledger["pp"] = ledger.get("pp", 0.0) + simulation.makespan_s - without.makespan_s
-    ledger["bubble"] = without.makespan_s - busy[longest]
+    idle_s = simulation.makespan_s - fsum(ledger.values())
+    most = max((hops[one, longest] for one in range(schedule.world) if (one, longest) in hops), default=0.0)
+    ends = [0.0, *(event.end_s for event in simulation.events[longest])]
+    waits = [event.start_s - end_s for event, end_s in zip(simulation.events[longest], ends, strict=False)]
+    ledger["pp"] = ledger.get("pp", 0.0) + min(idle_s, fsum(min(most, wait) for wait in waits))
+    ledger["bubble"] = idle_s - min(idle_s, fsum(min(most, wait) for wait in waits))
     # All ranks wait for the slowest before and after: the one whose gathers, reductions and optimizer take longest.
-    ends = [_sum(stages[stage].once for stage in schedule.stages_of(rank)) for rank in range(schedule.world)]
-    return _sum([ledger, max(ends, key=lambda each: fsum(each.values()))]), simulation
+    once = [_sum(stages[stage].once for stage in schedule.stages_of(rank)) for rank in range(schedule.world)]
+    return _sum([ledger, max(once, key=lambda each: fsum(each.values()))]), simulation
+
+
+def pipeline_seconds(
+    schedule: Schedule, stages: Sequence[StageSeconds], hop_s: float | Callable[[int, int], float]
+) -> Simulation:
+    """The schedule's own table, with the seconds of each stage. hop_s: of a message, or a function of (from, to)."""
+    seconds = {phase: tuple(stage.seconds(phase) for stage in stages) for phase in (FORWARD, BACKWARD, WEIGHT)}
+    return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
+
+
+def _hops(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
+    """Seconds of a message between two ranks of pp that have stages next to one another."""
+    stride = profile.spec.world_size // profile.spec.pp
+    size = max((max(each) for each in profile.crossing), default=0)
+    pairs = {
+        pair
+        for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)
+        if one != other
+        for pair in ((one, other), (other, one))
+    }
+    return {(one, other): cluster_hop_s(cluster, size, one * stride, other * stride) for one, other in pairs}
 
 
 def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:
     ledger: defaultdict[str, float] = defaultdict(float)
     for call in calls:
-        axis = call.axis if "_" not in call.axis or call.axis.startswith("dp_") else "step"
-        ledger[axis] += prices.call_s(call)
+        ledger["step" if call.phase == "step" else call.axis] += prices.call_s(call)
     return ledger
 
 

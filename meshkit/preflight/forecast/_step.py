@@ -165,9 +165,7 @@ def _table(cut: Cut, ranks: int, microbatches: int) -> Schedule:
     return _table_of(cut.generate, ranks, microbatches)
 
 
-def _crossing(
-    resolved: Resolved, cut: Cut, rows: int, seq_len: int, microbatches: int
-) -> tuple[tuple[int, int], ...]:
+def _crossing(resolved: Resolved, cut: Cut, rows: int, seq_len: int, microbatches: int) -> tuple[tuple[int, int], ...]:
     """Bytes between each stage and the next in one microbatch, (forward, backward)."""
     spec = resolved.spec
     tokens = -(-seq_len // spec.cp) // (spec.tp if resolved.sequence else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -58,5 +57,3 @@ def thin(model: nn.Module, kinds: Mapping[str, str]) -> nn.Module:
         if name not in kept and isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             del holder._modules[key]
     return copied
-
-

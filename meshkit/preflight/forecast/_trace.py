@@ -151,7 +151,7 @@ class OpTrace:
         # A matrix product of which neither factor is a parameter.
         activations = min(numbers, default=0) >= 0
         op = _op_of(func, name, args, kwargs, out, inputs, outputs, phase)
-        if op.kind == "matmul" and phase == "backward" and activations and op.batch == 1:
+        if op.kind == "matmul" and phase == "backward" and activations and "bmm" not in name:
             op = replace(op, phase="weight")
         self._ran.append(_Ran(owner, op, read, wrote))
 
@@ -198,6 +198,8 @@ def _op_of(
     if "attention" in name and (shape := _attention(func, name, args, kwargs, phase)) is not None:
         dtype, flops, work, queries, keys, head, batch = shape
         return Op("attention", dtype, flops, work, queries, keys, head, batch, size, phase)
+    if name == "_grouped_mm":
+        return _grouped(inputs[0], inputs[1], outputs[0], size, phase)
     counted = flop_registry.get(func.overloadpacket)
     if counted is None:
         return Op("memory", "", 0.0, 0.0, 0, 0, 0, 1, size, phase)
@@ -208,6 +210,17 @@ def _op_of(
     depth = round(flops / (2 * rows * columns * batch)) if rows * columns * batch else 0
     dtype = str(matrices[-1].dtype).removeprefix("torch.")
     return Op("matmul", dtype, flops, flops, rows, columns, depth, batch, size, phase)
+
+
+def _grouped(one: Tensor, other: Tensor, out: Tensor, size: float, phase: str) -> Op:
+    """Products of all experts in one kernel: rows [M, K] with weights [E, K, N], or, of gradients of weights, over rows."""
+    dtype = str(one.dtype).removeprefix("torch.")
+    flops = 2.0 * one.shape[0] * one.shape[1] * other.shape[-1]
+    if out.ndim == 3:
+        experts, rows, columns = out.shape
+        return Op("matmul", dtype, flops, flops, rows, columns, one.shape[1] // experts, experts, size, phase)
+    experts, depth, columns = other.shape
+    return Op("matmul", dtype, flops, flops, one.shape[0] // experts, columns, depth, experts, size, phase)
 
 
 def _attention(func: Any, name: str, args: Any, kwargs: Any, phase: str) -> tuple[Any, ...] | None:
@@ -264,5 +277,3 @@ def _merged(ran: list[_Ran], group: list[int], last_read: Mapping[int, int]) -> 
     written = sum(size for number, size in wrote.items() if last_read.get(number, len(ran)) > group[-1])
     first = ran[group[0]]
     return first.owner, replace(first.op, bytes=float(sum(read.values()) + written))
-
-
