@@ -7,6 +7,7 @@ python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "
 python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 python -m meshkit calls runs/sft/calls
+python -m meshkit measure-cluster
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ except ModuleNotFoundError as missing:
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
 from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
@@ -175,12 +177,21 @@ def main() -> None:
             explain_command(sys.argv[2:])
         else:
             chosen = choose(
-                {"draw": Draw, "estimate": Memory, "forecast": Seconds, "explain": Explain, "calls": Calls},
+                {
+                    "draw": Draw,
+                    "estimate": Memory,
+                    "forecast": Seconds,
+                    "explain": Explain,
+                    "calls": Calls,
+                    "measure-cluster": MeasureCluster,
+                },
                 prog="python -m meshkit",
                 description=__doc__,
             )
             if isinstance(chosen, Calls):
                 print(read_calls(chosen.folder))
+            elif isinstance(chosen, MeasureCluster):
+                measure_cluster(chosen)
             else:
                 draw(chosen)
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one

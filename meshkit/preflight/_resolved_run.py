@@ -19,7 +19,13 @@ from meshkit.strategy import Strategy
 
 @contextmanager
 def resolved_run(
-    model: nn.Module | Build, spec: MeshSpec, strategy: Strategy | None, choices: dict[str, Any], *, kernels: Kernels, verb: str
+    model: nn.Module | Build,
+    spec: MeshSpec,
+    strategy: Strategy | None,
+    choices: dict[str, Any],
+    *,
+    kernels: Kernels,
+    verb: str,
 ) -> Iterator[Resolved]:
     """The resolved strategy that `explain` takes. A function that makes its own run makes it in a fake world. verb: for errors."""
     if isinstance(model, nn.Module):

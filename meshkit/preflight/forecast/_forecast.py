@@ -32,6 +32,9 @@ class Profiles:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Program, ModelProfile]] = {}
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def of(
         self,
         resolved: Resolved,
@@ -48,7 +51,17 @@ class Profiles:
             id(resolved.program.model),
             inner_mesh(resolved.spec),
             tuple(resolved.treatments.items()),
-            repr((strategy.plan, strategy.context, strategy.experts, strategy.memory, strategy.compile, mask)),
+            repr(
+                (
+                    strategy.plan,
+                    resolved.plan,
+                    strategy.context,
+                    strategy.experts,
+                    strategy.memory,
+                    strategy.compile,
+                    mask,
+                )
+            ),
             (resolved.sequence, resolved.compute, rows, seq_len, loss, kernels),
         )
         if key not in self._known:
@@ -87,7 +100,13 @@ def forecast(
     count = chosen.microbatches or 1
     step = batch or Batch(sequences=count * sizes.dp_replicate * sizes.dp_shard, seq_len=4096)
     return forecast_resolved(
-        resolved, machine, step, microbatches=count, mask=mask, loss=loss, profiles=profiles or Profiles()
+        resolved,
+        machine,
+        step,
+        microbatches=count,
+        mask=mask,
+        loss=loss,
+        profiles=Profiles() if profiles is None else profiles,
     )
 
 
@@ -109,7 +128,7 @@ def forecast_resolved(
         mask=mask,
         loss=loss,
         kernels=cluster.device.kernels,
-        profiles=profiles or Profiles(),
+        profiles=Profiles() if profiles is None else profiles,
     )
     return forecast_profile(profile, cluster)
 

@@ -89,6 +89,8 @@ def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
     launches = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), 0)
     for phase, count in part.profile.launches.items():
         launches[BACKWARD if phase == "recompute" else phase] += count
+    for call in part.calls:  # the host launches messages too
+        launches[FORWARD if call.phase == FORWARD else BACKWARD] += call.count
     return PartSeconds({name: dict(ledger) for name, ledger in ledgers.items()}, launches)
 
 
