@@ -115,7 +115,5 @@ def regret(cases: Sequence[Case], predicted: Sequence[float], key: Callable[[Cas
     sets: dict[object, list[tuple[float, float]]] = {}
     for case, said in zip(cases, predicted, strict=True):
         sets.setdefault(key(case), []).append((said, case.row.measured_s))
-    lost = [
-        min(each)[1] / min(measured for _, measured in each) - 1 for each in sets.values() if len(each) > 1
-    ]
+    lost = [min(each)[1] / min(measured for _, measured in each) - 1 for each in sets.values() if len(each) > 1]
     return len(lost), fsum(lost) / len(lost) if lost else 0.0

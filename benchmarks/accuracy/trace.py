@@ -17,18 +17,19 @@ KEPT = Path("build/accuracy")
 VERSION = "1"  # of profiles: raised where what is traced changes
 
 
-def profile_of(row: Row, profiles: Profiles) -> StepProfile | str:
-    """The profile, or why there is none."""
+def profile_of(row: Row, profiles: Profiles, *, kept: bool = False) -> StepProfile | str | None:
+    """The profile, or why there is none. kept: None where it is not in the folder."""
     name = hashlib.sha256(f"{VERSION} {sorted(row.fields.items())}".encode()).hexdigest()[:16]
     path = KEPT / f"{name}.pickle"
     if path.is_file():
-        return pickle.loads(path.read_bytes())  # written by this very program
+        found: StepProfile | str = pickle.loads(path.read_bytes())  # written by this very program
+        return found
+    if kept:
+        return None
     try:
         strategy = strategy_of(row)
         resolved = resolve(program_of(row), strategy, strategy.mesh_for(), device_type="cuda")
-        found: StepProfile | str = profile_step(
-            resolved, batch_of(row), microbatches=strategy.microbatches or 1, profiles=profiles
-        )
+        found = profile_step(resolved, batch_of(row), microbatches=strategy.microbatches or 1, profiles=profiles)
     except MeshkitError as error:
         found = f"{type(error).__name__}: {error}"
     KEPT.mkdir(parents=True, exist_ok=True)
