@@ -39,7 +39,8 @@ def table(cases: Sequence[Case]) -> list[str]:
     said, naive = [forecast_s(case, lambda cluster: cluster) for case in cases], [naive_s(case) for case in cases]
     said_gpu, naive_gpu = scaled(cases, said, gpu_of), scaled(cases, naive, gpu_of)
     lines = [
-        "| source | rows | forecast, datasheet alone | signed | one number per GPU | naive | one number per GPU and source | naive "
+        "| source | rows | forecast, datasheet alone | signed | one number per GPU | naive "
+        "| one number per GPU and source | naive "
         "| Spearman | naive | regret, sets |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]

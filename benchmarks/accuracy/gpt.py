@@ -1,7 +1,7 @@
 """GPT as Megatron-LM, DeepSpeed and llm-foundry train it: LayerNorm, one projection to q, k and v, GELU, a tied head.
 
-A module of plain PyTorch that meshkit has never seen. Attention is `fused` (flash) or, as it was before, scores that are written
-to memory. Positions are left out: they cost nothing that shows.
+A module of plain PyTorch that meshkit has never seen. Attention is `fused` (flash) or, as it was before, scores that are
+written to memory. Positions are left out: they cost nothing that shows.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabu
 # Where it ran
 
 
-# Host seconds of a kernel, with the Python around it: fitted, one number for each kind of trainer. A fused kernel of Megatron's
-# stands for several operators of a module that the host walks through; llm-foundry's FSDP runs ahead of the device.
+# Host seconds of a kernel, with the Python around it: fitted, one number for each kind of trainer. A fused kernel of
+# Megatron's stands for several operators of a module that the host walks through.
 LAUNCH_S = {"megatron": 62e-6, "fsdp": 20e-6, "graphs": 5e-6}
 
 

@@ -1,4 +1,4 @@
-"""Tracing the published rows: a profile of each step, kept in a folder, since one takes seconds and is priced in milliseconds."""
+"""Tracing the published rows: a profile of each step, kept in a folder, since tracing takes seconds and pricing none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshkit.preflight.forecast import Profiles, StepProfile, profile_step
 from meshkit.resolve import resolve
 
 KEPT = Path("build/accuracy")
-VERSION = "1"  # of profiles: raised where what is traced changes
+VERSION = "2"  # of profiles: raised where what is traced changes
 
 
 def profile_of(row: Row, profiles: Profiles, *, kept: bool = False) -> StepProfile | str | None:

@@ -1,4 +1,4 @@
-"""Cluster: what a run is on, as data. Devices, nested tiers of links, measured curves; and the seconds of a kernel or message."""
+"""Cluster: what a run is on, as data. Devices, tiers of links, measured curves; and the seconds of a kernel or message."""
 
 from ._cluster import Cluster as Cluster
 from ._cluster import Faults as Faults

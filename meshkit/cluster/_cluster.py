@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from meshkit.cluster._device import Device
 from meshkit.cluster._toml import read_table, table_of, toml_text
@@ -38,8 +38,8 @@ class Tier:
             raise ClusterError(f"tier {self.name!r}: ranks={self.ranks!r}: a whole number of ranks, at least 1.")
         if not self.bytes_per_s > 0 or not self.latency_s >= 0:
             raise ClusterError(
-                f"tier {self.name!r}: bytes_per_s={self.bytes_per_s!r} latency_s={self.latency_s!r}: give a rate above 0 and a "
-                "latency of at least 0."
+                f"tier {self.name!r}: bytes_per_s={self.bytes_per_s!r} latency_s={self.latency_s!r}: give a rate above 0 and "
+                "a latency of at least 0."
             )
         if self.per not in get_args(Per):
             raise ClusterError(f"tier {self.name!r}: per={self.per!r}: choose rank or group.")
@@ -74,8 +74,8 @@ class Measured:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or min(min(point) for point in self.points) <= 0:
             raise ClusterError(
-                f"collective {self.op} on {self.tier}: points={self.points!r}: give [bytes, seconds], all above 0, by growing "
-                "bytes."
+                f"collective {self.op} on {self.tier}: points={self.points!r}: give [bytes, seconds], all above 0, by "
+                "growing bytes."
             )
 
 
@@ -178,8 +178,8 @@ class Cluster:
             path = DATASHEETS / f"{str(name).lower()}.toml"
         if not path.is_file():
             raise ClusterError(
-                f"cluster {str(name)!r}: there is no such file or datasheet. Give a .toml file, as measure-cluster writes it, "
-                f"or one of {', '.join(Cluster.names())}."
+                f"cluster {str(name)!r}: there is no such file or datasheet. Give a .toml file, as measure-cluster writes "
+                f"it, or one of {', '.join(Cluster.names())}."
             )
         return Cluster.from_toml(path.read_text(encoding="utf-8"), source=str(name))
 
@@ -196,13 +196,13 @@ class Cluster:
 
     def changed(self, **fields: float) -> Cluster:
         """With other numbers, each named by its path: `changed(**{"device.launch_s": 5e-6, "faults.jitter": 0.02})`."""
-        changed: Cluster = self
+        changed = self
         for path, value in fields.items():
             changed = _set(changed, path.split("."), value)
         return changed
 
 
-def _set(record: object, path: list[str], value: float) -> object:
+def _set(record: Any, path: list[str], value: float) -> Any:
     name, *rest = path
     if isinstance(record, tuple):
         index = int(name)
@@ -210,4 +210,4 @@ def _set(record: object, path: list[str], value: float) -> object:
     if not hasattr(record, name):
         raise ClusterError(f"{type(record).__name__} has no number {name!r}.")
     new = _set(getattr(record, name), rest, value) if rest else value
-    return replace(record, **{name: new})  # type: ignore[type-var]
+    return replace(record, **{name: new})

@@ -1,4 +1,4 @@
-"""Seconds of a collective on a group of ranks (alpha-beta, ring and tree, all-to-all), by the tiers it crosses, or as measured.
+"""Seconds of a collective on a group of ranks (alpha-beta; ring, tree, all-to-all) by the tiers it crosses, or as measured.
 
 | collective                  | bytes through the slowest link of a rank | hops                     |
 |-----------------------------|------------------------------------------|--------------------------|
@@ -7,9 +7,9 @@
 | all_to_all                  | what leaves the rank, by tier            | n - 1                    |
 | send                        | all                                      | 1                        |
 
-n ranks; a hop between nodes costs the outer tier's latency, one inside of a node the inner's. A ring that leaves a block of the
-tier below does so over the links of all its ranks there, and those of sibling groups go over other links: a block's uplink is
-shared by its ranks evenly. Source: Thakur et al. 2005, section 4; Patarasuk and Yuan 2009 (two-level rings).
+n ranks; a hop between nodes costs the outer tier's latency, one inside of a node the inner's. A ring that leaves a block of
+the tier below does so over the links of all its ranks there, and those of sibling groups go over other links: a block's
+uplink is shared by its ranks evenly. Source: Thakur et al. 2005, section 4; Patarasuk and Yuan 2009 (two-level rings).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A device (GPU, accelerator, CPU) as data: peak FLOP/s per dtype, memory bandwidth, launch cost, and how near kernels come to them."""
+"""A device (GPU, accelerator, CPU) as data: peak FLOP/s, memory bandwidth, launch cost, and how near kernels come to them."""
 
 from __future__ import annotations
 

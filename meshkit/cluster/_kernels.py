@@ -1,4 +1,4 @@
-"""Seconds of a kernel (roofline with shape efficiency): the slower of its FLOPs and its bytes, each at the rate its size reaches."""
+"""Seconds of a kernel (roofline with shape efficiency): the slower of its FLOPs and its bytes, each at its size's rate."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from meshkit.mesh.spec import axes_of
 
 @dataclass(frozen=True)
 class Place:
-    """A group of ranks on nested tiers. ranks: of the group; inside: how many of them one block of each tier holds at most."""
+    """A group of ranks on nested tiers. inside: how many of its `ranks` one block of each tier holds at most."""
 
     ranks: int
     inside: tuple[int, ...]
@@ -33,8 +33,8 @@ def place_of(cluster: Cluster, spec: MeshSpec, axis: str) -> Place:
     """
     if spec.world_size > cluster.ranks:
         raise ClusterError(
-            f"the mesh has {spec.world_size} ranks, but cluster {cluster.name!r} holds {cluster.ranks}. Use a smaller mesh, or "
-            "give its last tier more ranks."
+            f"the mesh has {spec.world_size} ranks, but cluster {cluster.name!r} holds {cluster.ranks}. Use a smaller mesh, "
+            "or give its last tier more ranks."
         )
     return _placed(tuple(tier.ranks for tier in cluster.tiers), members(spec, axis))
 

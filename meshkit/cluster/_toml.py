@@ -1,4 +1,4 @@
-"""Clusters to and from TOML: a record is a table, a tuple of records an array of tables, fields at their default are left out."""
+"""Clusters to and from TOML: a record is a table, a tuple of records an array of tables; defaults are left out."""
 
 from __future__ import annotations
 

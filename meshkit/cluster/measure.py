@@ -1,4 +1,4 @@
-"""Measuring a cluster (calibration, microbenchmarks): kernels of every rank at the same time, then each collective over all ranks.
+"""Measuring a cluster (calibration, microbenchmarks): kernels on every rank at the same time, then each collective.
 
 `python -m meshkit measure-cluster`, alone or under torchrun, runs `measure` and writes its file. On CPU over gloo and on GPUs
 over NCCL alike; a minute.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshkit.cluster._cluster import Cluster, Measured, Overlap, Tier
-from meshkit.cluster._device import Device, Efficiency, KernelCurve
+from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
 from meshkit.core._torch import TorchDispatchMode
 
 LEAST_S = 0.02  # of a measurement: many calls of what is short
@@ -61,6 +61,7 @@ class Bench:
         return self._largest(time.perf_counter() - began)
 
     def _largest(self, value: float) -> float:
+        """On all ranks."""
         if self.group is None:
             return value
         number = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -81,7 +82,7 @@ def measure(
     peaks = {curve.dtype: max(2 * m * n * k / s for m, n, k, s in curve.points) for curve in curves}
     dtype = DTYPES[device.type][0]
     forward, backward = _attention(bench, dtype, peaks[curves[0].dtype])
-    kernels = "cuda" if device.type == "cuda" else "cpu"
+    kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
     found = Device(
         name=torch.cuda.get_device_name(device) if kernels == "cuda" else f"CPU core beside {bench.ranks - 1} others",
         memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if kernels == "cuda" else 2.0**33,

@@ -27,7 +27,10 @@ def resolved_run(
     kernels: Kernels,
     verb: str,
 ) -> Iterator[Resolved]:
-    """The resolved strategy that `explain` takes. A function that makes its own run makes it in a fake world. verb: for errors."""
+    """The resolved strategy that `explain` takes. A function that makes its own run makes it in a fake world.
+
+    verb: for errors.
+    """
     if isinstance(model, nn.Module):
         yield resolve(read_program(model), Strategy.of(strategy, choices), spec, device_type=default_device())
         return

@@ -1,4 +1,4 @@
-"""The pipeline's table behind an explanation: made only when it is drawn or printed, since counting messages needs none of it."""
+"""The pipeline's table behind an explanation: made when it is drawn or printed, since counting messages needs none of it."""
 
 from __future__ import annotations
 

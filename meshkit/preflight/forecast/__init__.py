@@ -1,6 +1,7 @@
 """Forecast: seconds of a step before the run, with a ledger of where they go.
 
-A profile (what is computed and sent, without a device) is traced from the model once; its price on a cluster is a pure function.
+A profile (what is computed and sent, without a device) is traced from the model once; its price on a cluster is a pure
+function.
 """
 
 from ._batch import Batch as Batch

@@ -1,8 +1,9 @@
 """The step model (performance model): seconds of a step out of its profile and a cluster, and a ledger of where they go.
 
-A pure function of both. Streams: kernels of a rank run one after the other; messages of tensor, context and expert parallelism
-block them, except a ring's, which go on beside attention; FSDP gathers one unit ahead and reduces one unit behind. What runs at
-the same time slows each other down: contention, no free overlap. Pipelines are simulated from the schedule's own table.
+A pure function of both. Streams: kernels of a rank run one after the other; messages of tensor, context and expert
+parallelism block them, except a ring's, which go on beside attention; FSDP gathers one unit ahead and reduces one unit
+behind. What runs at the same time slows each other down: contention, no free overlap. Pipelines are simulated from the
+schedule's own table.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _data_exposed(
     """(how often in the step, exposed seconds by axis) of an FSDP stage's gathers and reductions.
 
     In forward unit i is gathered while unit i - 1 computes; in backward, which runs them in reverse, it is gathered while
-    i + 1 computes, and its gradients are reduced while i - 1 does. The first gather and the last reduction have nothing beside.
+    i + 1 computes, and its gradients are reduced while i - 1 does. The first gather and the last reduction are alone.
     """
     counts = sorted({call.count for part in parts for call in part.data if call.phase == phase})
     order = range(len(parts)) if phase == FORWARD else range(len(parts) - 1, -1, -1)

@@ -1,4 +1,4 @@
-"""Profiles (traced operations of a step, without a device): what each distinct block computes, phase by phase, and how often."""
+"""Profiles (traced operations, without a device): what each distinct block computes, phase by phase, and how often."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """blocks: the profile of each block, by name; equal blocks share one. around: of the modules before, between and after the
-    blocks, by name, in the order of their calls; "" is what runs outside of all of them, as the loss. before: those that are
+    """blocks: the profile of each block, by name; equal blocks share one. around: of the modules before, between and after
+    the blocks, by name, in the order of their calls; "" is what runs outside of all of them, as the loss. before: those that are
     called before the first block.
     """
 
@@ -67,8 +67,8 @@ class Part:
     """A block or a module around the blocks, as one rank runs it.
 
     calls: in each microbatch. data: of an FSDP unit, in each step: gathers of its parameters and reductions of its gradients.
-    copied_bytes: read and written beside those, where FSDP copies out of and into their buffers, in the step. trained: elements
-    of its parameters that this rank updates, after sharding. grad_bytes: of its gradients before they are reduced.
+    copied_bytes: read and written beside those, where FSDP copies out of and into their buffers, in the step. trained:
+    elements of its parameters that this rank updates, after sharding. grad_bytes: of its gradients before they are reduced.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Part:
 class StepProfile:
     """One optimizer step without a cluster: what a forecast prices. A pure record; equal runs have equal ones.
 
-    stages: the parts of each pipeline stage, in the order of their calls; one without pp. schedule: the pipeline's table; None
-    without pp. crossing: bytes between a stage and the next, forward and backward. once: what a step sends beside its
+    stages: the parts of each pipeline stage, in the order of their calls; one without pp. schedule: the pipeline's table;
+    None without pp. crossing: bytes between a stage and the next, forward and backward. once: what a step sends beside its
     microbatches. flops: of the step over all ranks, as papers count them, attention's whole square.
     """
 

@@ -79,6 +79,7 @@ def _traced(
         owners = blocks | set(modules_around(run.model, blocks))
         fused = blocks if resolved.strategy.compile else ()
         run.forward_backward(batch, mask=mask, loss=loss, step=0)  # the first step looks at the model as well
+        run.model.zero_grad()  # or gradients would be added to those of the first
         with OpTrace(run.model, owners, fused=fused) as trace:
             run.forward_backward(batch, mask=mask, loss=loss, step=1)
     return trace.profiles(), trace.called

@@ -1,4 +1,4 @@
-"""The profile of a step: what `resolve` cut into stages, `explain` says is sent, and the trace says is computed, put together."""
+"""The profile of a step: stages as `resolve` cut them, messages as `explain` says, operations as they were traced."""
 
 from __future__ import annotations
 

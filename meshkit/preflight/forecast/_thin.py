@@ -48,7 +48,7 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def thin(model: nn.Module, kinds: Mapping[str, str]) -> nn.Module:
-    """A copy in which only the first block of each kind is left, under its name. The whole model where blocks are no lists."""
+    """A copy in which only the first block of each kind is left, under its name; all where blocks are in no list."""
     copied = copy.deepcopy(model)
     kept = set(kinds.values())
     for name in kinds:

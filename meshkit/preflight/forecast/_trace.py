@@ -246,7 +246,7 @@ def _attention(func: Any, name: str, args: Any, kwargs: Any, phase: str) -> tupl
 
 
 def _fuse(ran: list[_Ran], fused: Collection[str]) -> Iterator[tuple[str, Op]]:
-    """(owner, operator) of what ran; operators of the memory in a row, of one owner and phase, become one where that is fused.
+    """(owner, operator) of what ran. Operators of the memory in a row, of one owner and phase, become one where it is fused.
 
     A fused kernel reads what comes from outside of it, and writes what something after it reads.
     """
