@@ -39,6 +39,6 @@ def measure_cluster(options: MeasureCluster) -> None:
         for curve in cluster.collectives:
             size, seconds = curve.points[-1]
             print(
-                f"{curve.op}: {curve.points[0][1] * 1e6:.0f} us at least, {size / seconds / 1e9:.2f} GB/s of {size:,.0f} bytes"
+                f"{curve.op}: {curve.points[0][1] * 1e6:.0f} us at least, {size / seconds / 1e9:.2f} GB/s, {size:,.0f} bytes"
             )
         print(f"wrote {options.out}")

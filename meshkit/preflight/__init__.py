@@ -1,8 +1,9 @@
-"""Preflight: explain, estimate, check, order, waits, page and observe look at a run before it starts, and change nothing."""
+"""Preflight: explain, estimate, forecast, check, order, waits, page and observe look at a run before it starts."""
 
 from meshkit.preflight import check as check
 from meshkit.preflight import estimate as estimate
 from meshkit.preflight import explain as explain
+from meshkit.preflight import forecast as forecast
 from meshkit.preflight import observe as observe
 from meshkit.preflight import order as order
 from meshkit.preflight import page as page

@@ -37,7 +37,7 @@ class Profile:
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """blocks: the profile of each block, by name; equal blocks share one. around: of the modules before, between and after
-    the blocks, by name, in the order of their calls; "" is what runs outside of all of them, as the loss. before: those that are
+    the blocks, in the order of their calls; "" is what runs outside of all of them, as the loss. before: those that are
     called before the first block.
     """
 
