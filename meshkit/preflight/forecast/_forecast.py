@@ -25,15 +25,20 @@ from meshkit.strategy import Strategy
 
 
 class Profiles:
-    """Profiles that were traced already, for many forecasts of the same programs: what differs only in dp, pp, the schedule
-    or the number of microbatches is traced once.
+    """What was read and traced of models already, for many forecasts of the same ones: strategies that differ in dp, pp, the
+    schedule or the number of microbatches trace nothing again. The models may not change meanwhile.
     """
 
     def __init__(self) -> None:
+        self._programs: dict[int, Program] = {}  # by id of the model, which the program keeps alive
         self._known: dict[Hashable, tuple[Program, ModelProfile]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def program_of(self, model: nn.Module) -> Program:
+        """Read once, so that proofs about it are made once."""
+        return self._programs.setdefault(id(model), read_program(model))
 
     def of(
         self,
@@ -71,7 +76,7 @@ class Profiles:
 
 
 def forecast(
-    model: nn.Module | Program,
+    model: nn.Module,
     strategy: Strategy | None = None,
     cluster: Cluster | str = "h100",
     batch: Batch | None = None,
@@ -84,8 +89,7 @@ def forecast(
 ) -> Forecast:
     """Seconds of one optimizer step of `parallelize(model, mesh, strategy)` on the cluster, tokens/s and MFU, with a ledger.
 
-    model: any nn.Module, on meta is enough; or its `Program`, which is then read once for many forecasts. strategy, or its
-    choices by keyword: as `parallelize` takes them. cluster: a `Cluster`, the name of a datasheet, or a file. batch: of the
+    model: any nn.Module, on meta is enough. strategy, or its choices by keyword: as `parallelize` takes them. cluster: a `Cluster`, the name of a datasheet, or a file. batch: of the
     whole job; default one sequence of 4,096 tokens for every microbatch of every data rank. spec: default, the strategy's
     mesh. mask: who sees whom, as `explain` takes it. profiles: kept between calls.
     What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Not priced: offload of
@@ -95,19 +99,11 @@ def forecast(
     chosen = Strategy.of(strategy, choices)
     sizes = spec_of(spec, chosen)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    program = model if isinstance(model, Program) else read_program(model)
-    resolved = resolve(program, chosen, sizes, device_type=machine.device.kernels)
+    kept = Profiles() if profiles is None else profiles
+    resolved = resolve(kept.program_of(model), chosen, sizes, device_type=machine.device.kernels)
     count = chosen.microbatches or 1
     step = batch or Batch(sequences=count * sizes.dp_replicate * sizes.dp_shard, seq_len=4096)
-    return forecast_resolved(
-        resolved,
-        machine,
-        step,
-        microbatches=count,
-        mask=mask,
-        loss=loss,
-        profiles=Profiles() if profiles is None else profiles,
-    )
+    return forecast_resolved(resolved, machine, step, microbatches=count, mask=mask, loss=loss, profiles=kept)
 
 
 def forecast_resolved(

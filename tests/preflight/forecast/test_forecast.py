@@ -84,10 +84,10 @@ def test_messages_of_a_profile_are_those_that_explain_says(mesh: str, choices: d
 
 
 def test_profiles_are_kept_for_strategies_that_compute_the_same() -> None:
-    program, profiles = read_program(on_meta()), Profiles()
+    model, profiles = on_meta(), Profiles()
     told = [
         forecast(
-            program,
+            model,
             mk.Strategy(mesh=mesh, microbatches=4),
             "h100",
             Batch(sequences=rows, seq_len=16),
