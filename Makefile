@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-deep gate gpu zoo check docs clean
+.PHONY: install demo test test-deep gate gpu zoo accuracy check docs clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,10 @@ gpu: install
 # ended, and writes tests/zoo/results.jsonl and docs/zoo.md.
 zoo: install
 	$(BIN)/python -m tests.zoo --resume && $(BIN)/python -m tests.zoo --write-docs
+
+# Forecasts of published runs, into docs/accuracy.md. Profiles of steps are kept in build/accuracy: the first time takes an hour.
+accuracy: install
+	$(BIN)/python -m benchmarks.accuracy
 
 check: install
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 import typing as _typing
 
 from meshkit import checkpoint as checkpoint
+from meshkit import cluster as cluster
 from meshkit import core as core
 from meshkit import errors as errors
 from meshkit import faults as faults
@@ -21,6 +22,7 @@ from meshkit import step as step
 from meshkit import strategy as strategy
 from meshkit._parallelize import parallelize as parallelize
 from meshkit.checkpoint import Checkpointer as Checkpointer
+from meshkit.cluster import Cluster as Cluster
 from meshkit.errors import MeshkitError as MeshkitError
 from meshkit.faults import run_main as run_main
 from meshkit.initialize import init_weights as init_weights
@@ -47,6 +49,8 @@ from meshkit.plan import Plan as Plan
 from meshkit.preflight.check import check as check
 from meshkit.preflight.estimate import estimate as estimate
 from meshkit.preflight.explain import explain as explain
+from meshkit.preflight.forecast import Batch as Batch
+from meshkit.preflight.forecast import forecast as forecast
 from meshkit.preflight.observe import observe as observe
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm
@@ -61,7 +65,9 @@ if _typing.TYPE_CHECKING:
     from meshkit import recipes as recipes
 
 __all__ = [
+    "Batch",
     "Checkpointer",
+    "Cluster",
     "Example",
     "Mask",
     "MemoryPolicy",
@@ -76,6 +82,7 @@ __all__ = [
     "check",
     "checkpoint",
     "clip_grad_norm",
+    "cluster",
     "context",
     "context_parallel",
     "core",
@@ -87,6 +94,7 @@ __all__ = [
     "experts",
     "explain",
     "faults",
+    "forecast",
     "fully_shard",
     "init_mesh",
     "init_weights",

@@ -1,14 +1,16 @@
-"""Command line: draw a pipeline schedule, estimate memory, explain a run before it starts, plan its energy and its
-checkpoints, read the last calls of one.
+"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, explain a run before it starts, plan its
+energy and its checkpoints, measure a cluster, read the last calls of a run.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
+python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 python -m meshkit goodput --ranks 1024 --step-s 8 --device-mtbf-h 45000 --state 840GB --storage 20GB
 python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.27 --idle-watts 100 --csv clocks.csv
 python -m meshkit calls runs/sft/calls
+python -m meshkit measure-cluster
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ except ModuleNotFoundError as missing:
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
 from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
@@ -40,6 +43,8 @@ from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.energy.command import Energy
 from meshkit.preflight.energy.command import command as energy_command
 from meshkit.preflight.estimate.command import Memory, command
+from meshkit.preflight.forecast.command import Seconds
+from meshkit.preflight.forecast.command import command as forecast_command
 from meshkit.preflight.goodput.command import GoodputOptions
 from meshkit.preflight.goodput.command import command as goodput_command
 from meshkit.preflight.page.command import Explain
@@ -175,6 +180,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["estimate"]:
             command(sys.argv[2:])  # what it does not know are flags of the script
+        elif sys.argv[1:2] == ["forecast"]:
+            forecast_command(sys.argv[2:])
         elif sys.argv[1:2] == ["explain"]:
             explain_command(sys.argv[2:])
         else:
@@ -182,10 +189,12 @@ def main() -> None:
                 {
                     "draw": Draw,
                     "estimate": Memory,
+                    "forecast": Seconds,
                     "explain": Explain,
                     "goodput": GoodputOptions,
                     "energy": Energy,
                     "calls": Calls,
+                    "measure-cluster": MeasureCluster,
                 },
                 prog="python -m meshkit",
                 description=__doc__,
@@ -197,6 +206,8 @@ def main() -> None:
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)
+            elif isinstance(chosen, MeasureCluster):
+                measure_cluster(chosen)
             else:
                 draw(chosen)
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one

@@ -18,6 +18,10 @@ class PlanError(MeshkitError):
     """A plan that does not fit the model or the mesh: patterns, shapes, unsupported combinations."""
 
 
+class ClusterError(MeshkitError):
+    """A cluster that no machine could be, or that lacks a number which a forecast needs."""
+
+
 class AgreementError(MeshkitError):
     """Ranks that must do the same with the same, and do not: another call, other choices, other rows."""
 

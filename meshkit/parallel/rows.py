@@ -62,9 +62,14 @@ def refuse_mixed_rows(
     As `look_at_rows`. Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward,
     with its line.
     """
+    key = "rows", example.key, tuple(blocks), frozenset(closed.items()), program.model.training
+    if ranks and key in program.shown:  # `first` is of microbatches alone
+        return True
     looked = look_at_rows(program, example, blocks=blocks, closed=closed, ranks=ranks, first=first)
     if looked.unproved:
         try_rows(program, example)
+    if ranks and looked.read:
+        program.shown[key] = example.objects
     return looked.read
 
 

@@ -85,6 +85,11 @@ class Program:
         return OrderedDict()
 
     @cached_property
+    def shown(self) -> dict[Hashable, object]:
+        """What proofs about the program have shown, by what they were about: strategies that differ elsewhere ask again."""
+        return {}
+
+    @cached_property
     def called_twice(self) -> set[tuple[bool, ...]]:
         """The modes (which modules are in training) in which the model was called twice, and ran the same."""
         return set()

@@ -199,6 +199,13 @@ def _plan_cut(
     if spec.pp == 1:
         return None
     policy = strategy.pipeline
+    read = None
+    if (given := example or program.example or example_of(program.model)) is not None:
+        try:
+            read = program.read(given, closed)
+        except ReadingError:
+            if program.example is not None:
+                raise  # else it takes something else
     cut = plan_pipeline(
         program.model,
         spec.pp,
@@ -207,7 +214,7 @@ def _plan_cut(
         split=policy.stages,
         example=program.example,
         closed=closed,
-        read=program.read(example, closed) if example is not None else None,
+        read=read,
     )
     refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:

@@ -32,6 +32,14 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
 
     Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
     """
+    # A layout follows from these and the model.
+    key = "layout", example.key, layout.size, layout.sequence, repr(sorted(layout.styles.items())), tuple(blocks)
+    if key not in program.shown:
+        _prove_layout(program, layout, example, blocks)
+        program.shown[key] = example.objects
+
+
+def _prove_layout(program: Program, layout: TensorLayout, example: Example, blocks: Sequence[str]) -> None:
     closed = closed_of(layout)
     full = program.read(example, closed)
     alone = {call.module for call in layout.calls}  # a block that communicates by itself does so wherever it stands

@@ -11,4 +11,5 @@ from ._explanation import Explanation as Explanation
 from ._explanation import Message as Message
 from ._explanation import ParamGroup as ParamGroup
 from ._explanation import ParamRow as ParamRow
+from ._explanation import Sent as Sent
 from ._explanation import Traffic as Traffic

@@ -12,12 +12,12 @@ from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_counted
-from meshkit.parallel.pipeline import Checked, Cut, check, simulate
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, TrafficLog
+from meshkit.preflight.explain._pipeline_table import PipelineTable
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
-from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars
-from meshkit.preflight.explain._traffic_experts import add_balance, add_experts, expert_notes
+from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars, add_tied
+from meshkit.preflight.explain._traffic_experts import add_balance, add_experts, add_step_balance, expert_notes
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
@@ -84,44 +84,63 @@ def explain_resolved(
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     log = TrafficLog()
-    # As `Run.parts` makes them: they differ by at most a row, and one without rows runs another row.
+    sizes = _microbatches(rows, microbatches, mask)
     batches = [
-        _local_batch(
-            rank_model,
-            LocalBatch(max(1, len(row_ids)), seq_len, microbatch_mask(mask, row_ids.tolist(), tokens=seq_len)),
+        (
+            indices,
+            _local_batch(
+                rank_model, LocalBatch(max(1, len(row_ids)), seq_len, microbatch_mask(mask, row_ids, tokens=seq_len))
+            ),
         )
-        for row_ids in torch.arange(rows).tensor_split(microbatches)
+        for row_ids, indices in sizes
     ]
-    notes = list(dict.fromkeys(batch.note for batch in batches if batch.note))
-    notes += notes_of(resolved.reading[1].whole, spec.cp)
-    notes += notes_of_counted(resolved.reading[1].counted, spec.cp)
-    for batch in batches:
+    choices = list(dict.fromkeys(batch.note for _, batch in batches if batch.note))
+    choices += notes_of(resolved.reading[1].whole, spec.cp)
+    choices += notes_of_counted(resolved.reading[1].counted, spec.cp)
+    for indices, batch in batches:
+        log.microbatches = indices
         if spec.cp > 1:
             add_context(log, rank_model, batch)
         if resolved.layout is not None:
             add_tensor(log, rank_model, resolved.layout, batch)
         add_experts(log, rank_model, batch)
+        add_balance(log, rank_model, batch)
+        if cut is not None:
+            add_pipeline(log, rank_model, cut, batch)
     # Below what is once a step, or depends on all of its microbatches.
-    add_balance(log, rank_model, batches)
+    log.microbatches = ()
+    add_step_balance(log, rank_model)
     if (choice := resolved.choice_of(stage_rank)) is not None:
-        notes.append(str(choice))
+        choices.append(str(choice))
     if rank_model.experts:
-        notes += expert_notes(rank_model, resolved.strategy.experts)
+        choices += expert_notes(rank_model, resolved.strategy.experts)
     add_data(log, rank_model, microbatches)
-    checked = None if cut is None else check(cut.generate(spec.pp, microbatches))
-    if cut is not None and checked is not None:
-        add_pipeline(log, rank_model, cut, checked, batches)
-        notes.append(_pipeline_note(cut, checked, stage_rank))
+    if cut is not None:
+        add_tied(log, rank_model, cut)
     add_scalars(log, rank_model)
-    table = [rank_model.row(name) for name in rank_model.params]
     return Explanation(
         spec=spec,
-        params=table,
-        messages=log.messages,
-        reasons=log.reasons,
-        notes=notes,
-        schedule=None if checked is None else checked.schedule,
+        params=[rank_model.row(name) for name in rank_model.params],
+        sent=tuple(log.sent),
+        choices=tuple(choices),
+        pipeline=None
+        if cut is None
+        else PipelineTable(cut=cut, ranks=spec.pp, microbatches=microbatches, rank=stage_rank),
     )
+
+
+def _microbatches(
+    rows: int, microbatches: int, mask: Mask | Sequence[Mask] | None
+) -> list[tuple[list[int], tuple[int, ...]]]:
+    """(rows of a microbatch, the microbatches that are like it), as `Run.parts` makes them: they differ by at most a row.
+
+    One without rows runs another row. Where each row has a mask of its own no two microbatches are alike.
+    """
+    alike: dict[int, tuple[list[int], list[int]]] = {}
+    for index, row_ids in enumerate(torch.arange(rows).tensor_split(microbatches)):
+        key = len(row_ids) if mask is None or isinstance(mask, Mask) else index
+        alike.setdefault(key, (row_ids.tolist(), []))[1].append(index)
+    return [(row_ids, tuple(indices)) for row_ids, indices in alike.values()]
 
 
 def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
@@ -144,15 +163,3 @@ def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     )
     layout = choice.layout
     return LocalBatch(rows, layout.lengths[rank_model.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")
-
-
-def _pipeline_note(cut: Cut, checked: Checked, rank: int) -> str:
-    table = checked.schedule
-    blocks = " ".join(str(len(stage)) for stage in cut.stages.blocks)
-    stages = ", ".join(map(str, cut.stages_of(rank)))
-    simulation = simulate(table)
-    return (
-        f"pp={table.world}: {table.name}, stages of {blocks} blocks, this rank has {stages}; at equal times bubble rate "
-        f"{simulation.bubble_rate:.3f}; at most {checked.peak_live[rank]} microbatches live here (rank by rank "
-        f"{' '.join(map(str, checked.peak_live))})"
-    )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight._format import table_lines
+from meshkit.preflight.explain._pipeline_table import PipelineTable
 
 PHASES = ("forward", "recompute", "backward", "step")
 """when something is sent; `step` is once per optimizer step: the loss, counts, the norm of the gradients"""
@@ -26,6 +28,28 @@ class Message:
     axis: str
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send
     size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Messages in their place: what one module sends in one phase of each of some microbatches.
+
+    phase: one of PHASES. module: that sends it, a block or a module inside of one, an FSDP unit; "" is the root. what: it is
+    for. microbatches: in which it is sent; none where that depends on no single one, as of what is gathered once a step.
+    count: calls in each of those microbatches, or in the step.
+    """
+
+    message: Message
+    phase: str
+    module: str
+    what: str
+    microbatches: tuple[int, ...]
+    count: int
+
+    @property
+    def calls(self) -> int:
+        """In the step."""
+        return self.count * max(1, len(self.microbatches))
 
 
 @dataclass(frozen=True)
@@ -59,15 +83,42 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`str()` is the printed form; `messages` counts every collective of one optimizer step on one rank."""
+    """`str()` is the printed form. sent: every collective of one optimizer step on one rank, in the order of the modules.
+    choices: what was chosen, and why. pipeline: with pp, the table of all its ranks, which is made when it is asked for.
+    """
 
     spec: MeshSpec
     params: list[ParamRow]
-    messages: Counter[Message]
-    # (axis, op) -> what it is for, in bytes: `what, phase`, without the phase where it is the step.
-    reasons: dict[tuple[str, str], Counter[str]]
-    notes: list[str] = field(default_factory=list)  # what was chosen, and why
-    schedule: Schedule | None = None  # with pp: the table of all its ranks
+    sent: tuple[Sent, ...]
+    choices: tuple[str, ...] = ()
+    pipeline: PipelineTable | None = None
+
+    @cached_property
+    def messages(self) -> Counter[Message]:
+        """Calls of each kind of message in the step."""
+        messages: Counter[Message] = Counter()
+        for sent in self.sent:
+            messages[sent.message] += sent.calls
+        return messages
+
+    @cached_property
+    def reasons(self) -> dict[tuple[str, str], Counter[str]]:
+        """(axis, op) -> what it is for, in bytes: `what, phase`, without the phase where it is the step."""
+        reasons: dict[tuple[str, str], Counter[str]] = {}
+        for sent in self.sent:
+            why = sent.what if sent.phase == "step" else f"{sent.what}, {sent.phase}"
+            message = sent.message
+            reasons.setdefault((message.axis, message.op), Counter())[why] += message.size * sent.calls
+        return reasons
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return None if self.pipeline is None else self.pipeline.checked.schedule
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What was chosen, and why; of the pipeline last."""
+        return [*self.choices, *([] if self.pipeline is None else [self.pipeline.note])]
 
     @property
     def parameter_bytes(self) -> int:
@@ -147,13 +198,23 @@ def _format_reasons(reasons: Iterable[str]) -> str:
 
 
 class TrafficLog:
-    """Collectives counted so far, and what they are for."""
+    """Collectives counted so far, and what they are for. microbatches: those in which what is added is sent."""
 
     def __init__(self) -> None:
-        self.messages: Counter[Message] = Counter()
-        self.reasons: dict[tuple[str, str], Counter[str]] = {}
+        self.sent: list[Sent] = []
+        self.microbatches: tuple[int, ...] = ()
 
-    def add(self, axis: str, op: str, size: int, why: str, times: int = 1) -> None:
+    def add(self, axis: str, op: str, size: int, why: str, times: int = 1, *, module: str = "") -> None:
+        """why: what it is for and its phase, as "parameters, forward"; without a phase it is once a step."""
         if times and size:
-            self.messages[Message(axis, op, size)] += times
-            self.reasons.setdefault((axis, op), Counter())[why] += size * times
+            what, _, phase = why.partition(", ")
+            self.sent.append(
+                Sent(
+                    message=Message(axis, op, size),
+                    phase=phase or "step",
+                    module=module,
+                    what=what,
+                    microbatches=self.microbatches,
+                    count=times,
+                )
+            )

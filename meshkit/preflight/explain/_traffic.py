@@ -18,7 +18,7 @@ from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
-from meshkit.parallel.pipeline import Checked, Cut
+from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.heads import attention_heads
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
@@ -39,10 +39,10 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         # Attention over ranks is one operator, its messages inside: kept as the one or as the other, it does not run again.
         again = not (recompute.keeps("attention") or recompute.keeps("collective"))
         for (op, size), count in forward.items():
-            log.add("cp", op, size, "attention, forward", count)
-            log.add("cp", op, size, "attention, recompute", count * again)
+            log.add("cp", op, size, "attention, forward", count, module=module)
+            log.add("cp", op, size, "attention, recompute", count * again, module=module)
         for (op, size), count in backward.items():
-            log.add("cp", op, size, "attention, backward", count * rank_model.flow.attends(module))
+            log.add("cp", op, size, "attention, backward", count * rank_model.flow.attends(module), module=module)
 
 
 def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str, Shape, Layout]]:
@@ -81,8 +81,8 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
             continue
         again = not rank_model.treatment(module).recompute.keeps("collective")
         for size, trains in whole.sent(batch.rows, tokens, rank_model.compute):
-            log.add("cp", "all_gather", size, "all tokens of a module, forward")
-            log.add("cp", "all_gather", size, "all tokens of a module, recompute", int(again))
+            log.add("cp", "all_gather", size, "all tokens of a module, forward", module=module)
+            log.add("cp", "all_gather", size, "all tokens of a module, recompute", int(again), module=module)
             # What nothing before it trains has no gradient.
             log.add(
                 "cp",
@@ -90,6 +90,7 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
                 size,
                 "all tokens of a module, backward",
                 int(trains and rank_model.flow.enters(module)),
+                module=module,
             )
 
 
@@ -100,9 +101,9 @@ def _add_sums(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None
             continue
         again = not rank_model.treatment(module).recompute.keeps("collective")
         for size, trains in counted.sent(batch.rows, rank_model.compute):
-            log.add("cp", "all_reduce", size, "sums over the tokens, forward")
-            log.add("cp", "all_reduce", size, "sums over the tokens, recompute", int(again))
-            log.add("cp", "all_reduce", size, "sums over the tokens, backward", int(trains))
+            log.add("cp", "all_reduce", size, "sums over the tokens, forward", module=module)
+            log.add("cp", "all_reduce", size, "sums over the tokens, recompute", int(again), module=module)
+            log.add("cp", "all_reduce", size, "sums over the tokens, backward", int(trains), module=module)
 
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
@@ -128,11 +129,11 @@ def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
             resharded = bool(unit) and owner not in keep_gathered
             flows = rank_model.flow.leaves(owner)
             again = microbatches if flows else int(unit == prefetched)
-            _add_unit(log, rank_model, params, microbatches, again=again * resharded)
+            _add_unit(log, rank_model, unit, params, microbatches, again=again * resharded)
 
 
 def _add_unit(
-    log: TrafficLog, rank_model: RankModel, params: dict[str, LocalParam], microbatches: int, *, again: int
+    log: TrafficLog, rank_model: RankModel, unit: str, params: dict[str, LocalParam], microbatches: int, *, again: int
 ) -> None:
     """One FSDP unit. again: how often backward gathers its parameters, if the ZeRO stage reshards them after forward."""
     # [Note: what a size is]
@@ -148,12 +149,12 @@ def _add_unit(
     gathers = microbatches if zero.reshard_between_microbatches else 1
     reductions = microbatches if zero.reduce_every_microbatch else 1
     if shards > 1:
-        log.add(axis, "all_gather", gathered, "parameters, forward", gathers)
-        log.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward)
-        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions)
+        log.add(axis, "all_gather", gathered, "parameters, forward", gathers, module=unit)
+        log.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward, module=unit)
+        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions, module=unit)
     if rank_model.spec.dp_replicate > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
-        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward")
+        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward", module=unit)
 
 
 def _gathered_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
@@ -182,22 +183,27 @@ def _padded(param: LocalParam, shards: int) -> int:
     return -(-rows // shards) * shards * prod(param.shape[1:])
 
 
-def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, checked: Checked, batches: list[LocalBatch]) -> None:
-    """Pipeline parallelism: hidden states and their gradients that this rank sends, and sums over the ranks of pp."""
-    rank = rank_model.at("pp")
+def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, batch: LocalBatch) -> None:
+    """Pipeline parallelism: hidden states and their gradients that this rank sends in one microbatch.
+
+    Whatever the schedule: each microbatch crosses each cut once in forward and once in backward.
+    """
+    rank, last = rank_model.at("pp"), cut.stages.count - 1
     # With sequence parallelism a stage ends in the middle of the residual stream, where each rank of tp has its tokens only.
     token_shards = rank_model.spec.tp if rank_model.sequence else 1
-    sizes: dict[tuple[int, int], list[list[tuple[int, bool]]]] = {}
-    for message in checked.sends[rank]:
-        batch = batches[message.output.microbatch]  # microbatches differ by a row where they do not divide
-        shape = batch.rows, batch.tokens // token_shards
-        if shape not in sizes:
-            sizes[shape] = cut.message_bytes(rank_model.model, *shape, rank_model.compute)
-        forward = message.output.op == "F"
-        why = "hidden states, forward" if forward else "hidden states, backward"
-        for size, has_gradient in sizes[shape][message.output.stage - (not forward)]:
-            if forward or has_gradient:
-                log.add("pp", "send", size, why)
+    crossing = cut.message_bytes(rank_model.model, batch.rows, batch.tokens // token_shards, rank_model.compute)
+    for stage in cut.stages_of(rank):
+        if stage < last and cut.placement[stage + 1] != rank:
+            for size, _ in crossing[stage]:
+                log.add("pp", "send", size, "hidden states, forward")
+        if stage > 0 and cut.placement[stage - 1] != rank:
+            for size, has_gradient in crossing[stage - 1]:
+                log.add("pp", "send", size, "hidden states, backward", int(has_gradient))
+
+
+def add_tied(log: TrafficLog, rank_model: RankModel, cut: Cut) -> None:
+    """Gradients of parameters that the first and the last stage both hold."""
+    rank = rank_model.at("pp")
     if rank in cut.ends:
         # Each end has summed the gradient of its use over its data ranks: the two shards are alike, and cross once.
         for names in cut.copied:

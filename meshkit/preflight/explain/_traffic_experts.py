@@ -36,13 +36,13 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         if spec.tp > 1 and not rank_model.sequence:
             _add_token_split(log, rank_model, name, batch, chosen, layout.width)
         for (axis, op, size), times in traffic.counts.items():
-            log.add(axis, op, size, "tokens per expert, forward", times)
-            log.add(axis, op, size, "tokens per expert, recompute", times * again)
+            log.add(axis, op, size, "tokens per expert, forward", times, module=name)
+            log.add(axis, op, size, "tokens per expert, recompute", times * again, module=name)
         # Backward of an all-to-all is the opposite one: gradients of outputs go to the experts, those of inputs come back.
         for (axis, op, size), times in traffic.rows.items():
-            log.add(axis, op, size, "tokens to experts, forward", times)
-            log.add(axis, op, size, "tokens to experts, recompute", times * again)
-            log.add(axis, op, size, "tokens to experts, backward", times * flows)
+            log.add(axis, op, size, "tokens to experts, forward", times, module=name)
+            log.add(axis, op, size, "tokens to experts, recompute", times * again, module=name)
+            log.add(axis, op, size, "tokens to experts, backward", times * flows, module=name)
         _add_packed(log, rank_model, name, layout, again)
 
 
@@ -59,9 +59,9 @@ def _add_packed(log: TrafficLog, rank_model: RankModel, name: str, layout: Exper
     )
     trains = any(param.requires_grad for param in module.parameters(recurse=False))
     for forward, backward in moved:
-        log.add("etp", "all_to_all", forward, "gate and up of experts, forward")
-        log.add("etp", "all_to_all", forward, "gate and up of experts, recompute", int(again))
-        log.add("etp", "all_to_all", backward, "gate and up of experts, backward", int(trains))
+        log.add("etp", "all_to_all", forward, "gate and up of experts, forward", module=name)
+        log.add("etp", "all_to_all", forward, "gate and up of experts, recompute", int(again), module=name)
+        log.add("etp", "all_to_all", backward, "gate and up of experts, backward", int(trains), module=name)
 
 
 def _add_token_split(
@@ -72,16 +72,16 @@ def _add_token_split(
     # Parts differ by a row, and an all-gather takes equal ones: all are padded to the longest.
     longest = max(len(even_part(batch.rows * batch.tokens, tp, rank)) for rank in range(tp)) * tp
     size = longest * width * rank_model.compute.itemsize
-    log.add("tp", "all_gather", size, "tokens of experts, forward")
+    log.add("tp", "all_gather", size, "tokens of experts, forward", module=name)
     # Recompute sends again even where collectives are kept: these gathers are no operators whose results could be saved.
     again = rank_model.treatment(name).recompute.runs_block_again and not overlaps(rank_model, name)
     if again and _is_followed(rank_model.model, name):
-        log.add("tp", "all_gather", size, "tokens of experts, recompute")
+        log.add("tp", "all_gather", size, "tokens of experts, recompute", module=name)
     if rank_model.flow.leaves(name):
         # Routers compute in fp32 at least, since close scores decide between experts (Fedus et al. 2022, section 2.4).
         weight = torch.promote_types(rank_model.compute, torch.float32).itemsize
-        log.add("tp", "all_gather", size, "tokens of experts, backward")
-        log.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward")
+        log.add("tp", "all_gather", size, "tokens of experts, backward", module=name)
+        log.add("tp", "all_gather", longest * chosen * weight, "routing weights, backward", module=name)
 
 
 def overlaps(rank_model: RankModel, experts: str) -> bool:
@@ -118,22 +118,23 @@ def _token_axes(rank_model: RankModel) -> list[str]:
     return [axis for axis in (large, "tp" if rank_model.sequence else "") if axis]
 
 
-def add_balance(log: TrafficLog, rank_model: RankModel, batches: list[LocalBatch]) -> None:
-    """All-reduces of tokens per expert: for the auxiliary (load balancing) losses of each forward, and of the step."""
-    routers = _routers(rank_model)
-    for name, router in routers:
+def add_balance(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """All-reduces of tokens per expert, for the auxiliary (load balancing) losses of one microbatch."""
+    for name, router in _routers(rank_model):
         again = rank_model.treatment(name).recompute.runs_block_again
         losses = router.config.losses
         if not losses.balance or losses.per == "global":
             continue
-        for batch in batches:
-            rows = batch.rows if losses.per == "sequence" else 1
-            for axis in ["tp"] * rank_model.sequence if losses.per == "sequence" else _token_axes(rank_model):
-                size = (
-                    rows * router.config.experts * 8
-                )  # a number of 8 bytes for each expert, of each row if rows count
-                log.add(axis, "all_reduce", size, "tokens per expert, forward")
-                log.add(axis, "all_reduce", size, "tokens per expert, recompute", int(again))
+        rows = batch.rows if losses.per == "sequence" else 1
+        for axis in ["tp"] * rank_model.sequence if losses.per == "sequence" else _token_axes(rank_model):
+            size = rows * router.config.experts * 8  # a number of 8 bytes for each expert, of each row if rows count
+            log.add(axis, "all_reduce", size, "tokens per expert, forward", module=name)
+            log.add(axis, "all_reduce", size, "tokens per expert, recompute", int(again), module=name)
+
+
+def add_step_balance(log: TrafficLog, rank_model: RankModel) -> None:
+    """All-reduces of tokens per expert, and of the auxiliary losses, that are once a step."""
+    routers = _routers(rank_model)
     if not routers:
         return
     # All routers in one message: a row each, as wide as the one with most experts.

@@ -30,10 +30,10 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
             _add_chunked_mlp(log, rank_model, call, batch, forward, backward)
             continue
         for op in forward:
-            log.add("tp", op, size, "activations, forward", 1)
-            log.add("tp", op, size, "activations, recompute", int(again))
+            log.add("tp", op, size, "activations, forward", 1, module=call.module)
+            log.add("tp", op, size, "activations, recompute", int(again), module=call.module)
         for op in backward:
-            log.add("tp", op, size, "activations, backward", 1)
+            log.add("tp", op, size, "activations, backward", 1, module=call.module)
         if (
             call.kind == "enter"
             and layout.sequence
@@ -41,14 +41,21 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
             and not again
             and _gathered_again(rank_model, layout, call)
         ):
-            log.add("tp", "all_gather", size, "activations gathered again, backward")
+            log.add("tp", "all_gather", size, "activations gathered again, backward", module=call.module)
     # A whole parameter that computes on a part of the tokens or heads (a norm, a bias, key/value heads that all ranks
     # have) has a part of its gradient on each rank. It is summed in each backward, so chunks of a feed-forward take one each.
     chunks = len(_chunk_tokens(rank_model, batch))
     for name, param in rank_model.params.items():
         if not param.expert and layout.params[name].gradient == "sum" and param.trains:
             size, in_chunks = param.numel * rank_model.compute.itemsize, _is_in_chunked_mlp(rank_model, name)
-            log.add("tp", "all_reduce", size, "gradients of whole parameters, backward", chunks if in_chunks else 1)
+            log.add(
+                "tp",
+                "all_reduce",
+                size,
+                "gradients of whole parameters, backward",
+                chunks if in_chunks else 1,
+                module=name,
+            )
     modules = dict(rank_model.model.named_modules())
     heads = [name for name, style in layout.styles.items() if style.kind == "vocab" and rank_model.runs(name)]
     if any(isinstance(modules[name], nn.Linear) for name in heads):
@@ -58,8 +65,8 @@ def add_tensor(log: TrafficLog, rank_model: RankModel, layout: TensorLayout, bat
         size = tokens if rank_model.memory.loss is None else rank_model.memory.loss.tokens
         for start in range(0, tokens, size):
             chunk = min(size, tokens - start)
-            log.add("tp", "all_reduce", chunk * width, "loss: maximum, forward")
-            log.add("tp", "all_reduce", 2 * chunk * width, "loss: sums, forward")
+            log.add("tp", "all_reduce", chunk * width, "loss: maximum, forward", module=heads[0])
+            log.add("tp", "all_reduce", 2 * chunk * width, "loss: sums, forward", module=heads[0])
 
 
 def _is_in_chunked_mlp(rank_model: RankModel, name: str) -> bool:
@@ -93,10 +100,17 @@ def _add_chunked_mlp(
         # Recompute of a block stops at the last tensor that it saved: the input of the last chunk.
         block_again = full and (followed or index < len(sizes) - 1)
         for op in forward:
-            log.add("tp", op, size, "activations, forward", 1)
-            log.add("tp", op, size, "activations, recompute", block_again + (chunk_again and call.kind != "leave"))
+            log.add("tp", op, size, "activations, forward", 1, module=call.module)
+            log.add(
+                "tp",
+                op,
+                size,
+                "activations, recompute",
+                block_again + (chunk_again and call.kind != "leave"),
+                module=call.module,
+            )
         for op in backward:
-            log.add("tp", op, size, "activations, backward", 1)
+            log.add("tp", op, size, "activations, backward", 1, module=call.module)
 
 
 def _call_ops(call: Call, sequence: bool) -> tuple[list[str], list[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,18 +12,16 @@ from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight._arguments import coordinate_of, refuse_sizes, spec_of
 from meshkit.preflight._format import format_axes
+from meshkit.preflight._resolved_run import resolved_run
 from meshkit.preflight.estimate import (
     Build,
     Estimate,
     Kernels,
     MakeOptimizer,
-    builder_of,
     estimate,
-    fake_mesh,
 )
-from meshkit.preflight.explain import Explanation, default_device, explain_resolved
-from meshkit.program import read_program
-from meshkit.resolve import Resolved, resolve
+from meshkit.preflight.explain import Explanation, explain_resolved
+from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import Strategy
 
@@ -164,7 +160,7 @@ def explain_page(
     chosen = Strategy.of(strategy, choices)
     sizes = spec_of(spec, chosen, world_size)
     refuse_sizes(rows, seq_len, microbatches)
-    with resolved_run(model, sizes, strategy, choices, kernels=kernels) as resolved:
+    with resolved_run(model, sizes, strategy, choices, kernels=kernels, verb="explain_page") as resolved:
         count = (resolved.strategy.microbatches or 1) if microbatches is None else microbatches
         explanations = _explanations(resolved, rows=rows, seq_len=seq_len, microbatches=count)
         full_model = resolved.program.model
@@ -201,19 +197,6 @@ def explain_page(
         ),
         device_bytes=device_bytes,
     )
-
-
-@contextmanager
-def resolved_run(
-    model: nn.Module | Build, spec: MeshSpec, strategy: Strategy | None, choices: dict[str, Any], *, kernels: Kernels
-) -> Iterator[Resolved]:
-    """The resolved strategy that `explain` takes. A function that makes its own run makes it in a fake world."""
-    if isinstance(model, nn.Module):
-        yield resolve(read_program(model), Strategy.of(strategy, choices), spec, device_type=default_device())
-        return
-    build = builder_of(model, strategy, choices, verb="explain_page")
-    with fake_mesh(spec, coordinate_of(spec, 0), kernels=kernels) as mesh:
-        yield build(mesh).resolved
 
 
 def _explanations(resolved: Resolved, **step: Any) -> list[tuple[tuple[int, ...], Explanation]]:

@@ -12,12 +12,13 @@ from tyro.conf import Positional, arg
 
 from meshkit.errors import MeshError
 from meshkit.preflight._arguments import coordinate_of
+from meshkit.preflight._resolved_run import resolved_run
 from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.explain import explain_resolved
 from meshkit.preflight.page._html import save_html
-from meshkit.preflight.page._page import explain_page, resolved_run
+from meshkit.preflight.page._page import explain_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def command(args: list[str]) -> None:
     if not 0 <= options.rank < spec.world_size:
         raise MeshError(f"--rank {options.rank}: the ranks of this world are 0 to {spec.world_size - 1}.")
     step = recipe.step(spec)
-    with resolved_run(recipe.build, spec, None, {}, kernels=options.kernels) as resolved:
+    with resolved_run(recipe.build, spec, None, {}, kernels=options.kernels, verb="explain") as resolved:
         sizes = {name: step[name] for name in ("rows", "seq_len", "microbatches")}
         print(explain_resolved(resolved, coordinate=coordinate_of(spec, options.rank), **sizes))
     if options.html is not None:

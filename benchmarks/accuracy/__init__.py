@@ -1,0 +1,1 @@
+"""How far forecasts are off: published runs, forecast from the models and strategies that their authors state."""

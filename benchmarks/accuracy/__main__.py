@@ -1,0 +1,112 @@
+"""`make accuracy`: forecasts of the published rows, their errors beside a naive predictor's, written to docs/accuracy.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.accuracy.fit import Case, errors, forecast_s, naive_s, regret, scaled
+from benchmarks.accuracy.rows import read_rows
+from benchmarks.accuracy.trace import profile_of
+from meshkit.preflight.forecast import Profiles
+
+PAGE = Path("docs/accuracy.md")
+SOURCES = {
+    "korthikanti22_table5": "Korthikanti et al. 2022, table 5",
+    "mosaicml_llmfoundry_bench": "MosaicML llm-foundry, scripts/train/benchmarking",
+    "zero_bubble_table4": "Qi et al. 2023, table 4",
+    "zero_bubble_zbv_table6": "Qi et al. 2024, table 6",
+    "bloom_chronicles": "BigScience, chronicles of 2022",
+    "vtrain_ground_truth_single": "vTrain's repository, one node",
+    "simumax_b200_v1.2": "SimuMax's repository, B200",
+    "megatron_bridge_perf_25.11": "Megatron Bridge 25.11, dense",
+    "megatron_bridge_perf_25.09": "Megatron Bridge 25.09, dense",
+}
+
+
+def gpu_of(case: Case) -> object:
+    """What has a number of its own: the GPU, and fp8 beside 16 bits."""
+    return case.row.gpu, case.row.fp8
+
+
+def same_training(case: Case) -> object:
+    row = case.row
+    return row.fields["model"], row.fields["n_gpus"], row.fields["global_batch"], row.fields["seq_len"]
+
+
+def table(cases: Sequence[Case]) -> list[str]:
+    said, naive = [forecast_s(case, lambda cluster: cluster) for case in cases], [naive_s(case) for case in cases]
+    said_gpu, naive_gpu = scaled(cases, said, gpu_of), scaled(cases, naive, gpu_of)
+    lines = [
+        "| source | rows | forecast, datasheet alone | signed | one number per GPU | naive "
+        "| one number per GPU and source | naive "
+        "| Spearman | naive | regret, sets |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for source in [*dict.fromkeys(case.row.source for case in cases), None]:
+        chosen = [index for index, case in enumerate(cases) if source in (case.row.source, None)]
+        lines.append(_line(source, cases, chosen, said, said_gpu, naive, naive_gpu))
+    return lines
+
+
+def _line(
+    source: str | None,
+    cases: Sequence[Case],
+    chosen: Sequence[int],
+    said: Sequence[float],
+    said_gpu: Sequence[float],
+    naive: Sequence[float],
+    naive_gpu: Sequence[float],
+) -> str:
+    of = [cases[index] for index in chosen]
+
+    def take(values: Sequence[float]) -> list[float]:
+        return [values[index] for index in chosen]
+
+    def key(case: Case) -> object:
+        return gpu_of(case), case.row.source
+
+    alone, plain = errors(of, take(said)), errors(of, take(naive))
+    sets, lost = regret(of, take(said), same_training)
+    cells = [
+        "all" if source is None else SOURCES[source],
+        str(alone.rows),
+        f"{alone.mean:.1%}",
+        f"{alone.signed:+.1%}",
+        f"{errors(of, take(said_gpu)).mean:.1%}",
+        f"{errors(of, take(naive_gpu)).mean:.1%}",
+        f"{errors(of, scaled(of, take(said), key)).mean:.1%}",
+        f"{errors(of, scaled(of, take(naive), key)).mean:.1%}",
+        f"{alone.spearman:.3f}",
+        f"{plain.spearman:.3f}",
+        f"{lost:.1%}, {sets}" if sets else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """With `kept`, only rows that are traced already."""
+    kept = "kept" in sys.argv[1:]
+    cases, refused, profiles = [], [], Profiles()
+    for row in read_rows():
+        profile = profile_of(row, profiles, kept=kept)
+        if profile is None:
+            continue
+        if isinstance(profile, str):
+            refused.append(f"{SOURCES[row.source]}, {row.label}: {profile.splitlines()[0]}")
+        else:
+            cases.append(Case(row=row, profile=profile))
+    text = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
+    text = (
+        text.replace("TABLE", "\n".join(table(cases)))
+        .replace("ROWS", str(len(cases)))
+        .replace("REFUSED", str(len(refused)))
+    )
+    PAGE.write_text(text, encoding="utf-8")
+    print(text)
+    print("\n".join(refused[:20]))
+
+
+if __name__ == "__main__":
+    main()

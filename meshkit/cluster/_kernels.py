@@ -1,0 +1,72 @@
+"""Seconds of a kernel (roofline with shape efficiency): the slower of its FLOPs and its bytes, each at its size's rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+from meshkit.cluster._device import Device, KernelCurve
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator of a program, without a device.
+
+    kind: matmul, attention or memory. dtype: what it multiplies in, as "bfloat16". flops: as papers count them, attention's
+    whole square. work: those that the kernel executes, of causal attention about half. rows, columns, depth: of a product; of
+    attention the queries, keys and features of a head. batch: of how many equal products it is. bytes: read and written.
+    phase: forward, recompute, backward (of inputs) or weight (backward of weights).
+    """
+
+    kind: str
+    dtype: str
+    flops: float
+    work: float
+    rows: int
+    columns: int
+    depth: int
+    batch: int
+    bytes: float
+    phase: str
+
+
+def kernel_s(device: Device, op: Op) -> float:
+    """Seconds on the device, without the launch."""
+    efficiency = device.efficiency
+    rate = device.memory_bytes_per_s * efficiency.memory
+    memory_s = op.bytes / (rate * op.bytes / (op.bytes + efficiency.half_bytes)) if op.bytes else 0.0
+    if op.kind == "memory" or not op.work:
+        return memory_s
+    peak = device.peak_flops_per_s(op.dtype)
+    if op.kind == "attention":
+        share = efficiency.attention * op.depth / (op.depth + efficiency.half_head)
+        share *= efficiency.attention_backward if op.phase == "backward" else 1.0
+        return max(memory_s, op.work / (peak * share))
+    curve = next((curve for curve in device.curves if curve.dtype == op.dtype), None)
+    if curve is not None:
+        return max(memory_s, op.work / _measured_flops_per_s(curve, op))
+    share = efficiency.matmul
+    for size, half in (
+        (op.rows, efficiency.half_features),
+        (op.columns, efficiency.half_features),
+        (op.depth, efficiency.half_depth),
+    ):
+        share *= size / (size + half)
+    return max(memory_s, op.work / (peak * share))
+
+
+NEAREST = 4  # measured shapes that tell another's rate
+
+
+def _measured_flops_per_s(curve: KernelCurve, op: Op) -> float:
+    """Of the nearest measured shapes, by the distance of the logarithms of their sizes."""
+    sizes = (max(1, op.rows), max(1, op.columns), max(1, op.depth))
+    near = sorted(
+        (
+            sum((log(size) - log(measured)) ** 2 for size, measured in zip(sizes, point[:3], strict=True)),
+            2 * point[0] * point[1] * point[2] / point[3],
+        )
+        for point in curve.points
+    )[:NEAREST]
+    weights = [1 / (distance + 1e-6) for distance, _ in near]
+    return sum(weight * rate for weight, (_, rate) in zip(weights, near, strict=True)) / sum(weights)

@@ -1,0 +1,223 @@
+"""Measuring a cluster (calibration, microbenchmarks): kernels on every rank at the same time, then each collective.
+
+`python -m meshkit measure-cluster`, alone or under torchrun, runs `measure` and writes its file. On CPU over gloo and on GPUs
+over NCCL alike; a minute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshkit.cluster._cluster import Cluster, Measured, Overlap, Tier
+from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
+from meshkit.core._torch import TorchDispatchMode
+
+LEAST_S = 0.02  # of a measurement: many calls of what is short
+REPEATS = 5  # of which the median counts
+SHAPES = {"cpu": ((32, 256, 2048), (64, 256, 1024)), "cuda": ((512, 2048, 8192), (1024, 4096, 8192))}
+DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
+ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 27}  # of a tensor whose kernel is bound by the memory
+MESSAGES = tuple(1 << power for power in (8, 12, 15, 18, 20, 22, 24))  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured on: device, and the ranks of the group that measure together; one without a group."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one call: the median of some repeats, of the slowest rank, all ranks running at the same time."""
+        run()
+        calls = 1
+        while (took := self._timed(run, calls)) < LEAST_S:
+            # Ranks that disagreed would call another number of collectives.
+            calls = max(calls + 1, int(self._largest(calls * min(10.0, 1.3 * LEAST_S / max(took, 1e-7)))))
+        return statistics.median(self._timed(run, calls) for _ in range(REPEATS)) / calls
+
+    def _timed(self, run: Callable[[], object], calls: int) -> float:
+        if self.group is not None:
+            dist.barrier(self.group)
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self._largest(time.perf_counter() - began)
+
+    def _largest(self, value: float) -> float:
+        """On all ranks."""
+        if self.group is None:
+            return value
+        number = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return float(number)
+
+
+def measure(
+    device: torch.device, *, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
+) -> Cluster:
+    """The cluster that these ranks are. group: of all ranks; None measures one rank alone. A collective.
+
+    ranks_per_node: default all of them. Curves of collectives are of all ranks; of fewer or more they are scaled as the
+    model is.
+    """
+    bench = Bench(device=device, group=group)
+    curves = [_products(bench, dtype) for dtype in DTYPES[device.type]]
+    peaks = {curve.dtype: max(2 * m * n * k / s for m, n, k, s in curve.points) for curve in curves}
+    dtype = DTYPES[device.type][0]
+    forward, backward = _attention(bench, dtype, peaks[curves[0].dtype])
+    kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
+    found = Device(
+        name=torch.cuda.get_device_name(device) if kernels == "cuda" else f"CPU core beside {bench.ranks - 1} others",
+        memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if kernels == "cuda" else 2.0**33,
+        memory_bytes_per_s=_memory(bench, dtype),
+        flops_per_s=peaks,
+        launch_s=_launch_s(bench),
+        kernels=kernels,
+        efficiency=Efficiency(matmul=1.0, attention=forward, attention_backward=backward, memory=1.0),
+        curves=tuple(curves),
+    )
+    collectives = _collectives(bench) if group is not None and bench.ranks > 1 else ()
+    largest = max((size / s for each in collectives for size, s in each.points), default=1e9)
+    least = min((s for each in collectives for _, s in each.points), default=1e-5)
+    tier = Tier(name="all", ranks=max(bench.ranks, ranks_per_node or 1), bytes_per_s=largest, latency_s=least)
+    # What runs at the same time on a CPU shares its cores: each of two takes twice as long.
+    overlap = Overlap(compute_slower=2.0, collective_slower=2.0) if kernels == "cpu" else Overlap()
+    return Cluster(
+        name="measured",
+        device=found,
+        tiers=(tier,),
+        collectives=collectives,
+        overlap=overlap,
+        level="measured",
+        source=f"measure-cluster on {bench.ranks} ranks, torch {torch.__version__}",
+    )
+
+
+def _products(bench: Bench, dtype: torch.dtype) -> KernelCurve:
+    rows, features = SHAPES[bench.device.type]
+    points = []
+    for m, n, k in product(rows, features, features):
+        one, other = (torch.randn(size, dtype=dtype, device=bench.device) for size in ((m, k), (k, n)))
+        points.append((float(m), float(n), float(k), bench.seconds(lambda one=one, other=other: one @ other)))  # type: ignore[misc]
+    return KernelCurve(dtype=str(dtype).removeprefix("torch."), points=tuple(points))
+
+
+def _memory(bench: Bench, dtype: torch.dtype) -> float:
+    """Bytes read and written in a second by kernels that are bound by the memory, of the size that training has."""
+    one, other = (torch.randn(ELEMENTS[bench.device.type], dtype=dtype, device=bench.device) for _ in range(2))
+    size = one.numel() * one.element_size()
+    runs: Sequence[tuple[Callable[[], Tensor], int]] = (
+        (lambda: one + other, 3),
+        (lambda: one.clone(), 2),
+        (lambda: F.silu(one), 2),
+    )
+    return statistics.harmonic_mean([tensors * size / bench.seconds(run) for run, tensors in runs])
+
+
+def _attention(bench: Bench, dtype: torch.dtype, peak: float) -> tuple[float, float]:
+    """(share of the peak in forward, backward's share of that)."""
+    rows, heads, tokens, width = (2, 4, 512, 64) if bench.device.type == "cpu" else (4, 16, 4096, 128)
+    q, k, v = (
+        torch.randn(rows, heads, tokens, width, dtype=dtype, device=bench.device, requires_grad=True) for _ in range(3)
+    )
+    work = 4.0 * rows * heads * tokens * tokens * width * (tokens + 1) / (2 * tokens)
+    with torch.no_grad():
+        forward_s = bench.seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    grad = torch.randn(rows, heads, tokens, width, dtype=dtype, device=bench.device)
+    both_s = bench.seconds(
+        lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+    )
+    forward = min(1.0, work / forward_s / peak)
+    return forward, min(1.0, 2.5 * work / max(both_s - forward_s, 1e-9) / peak / forward)
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.kernels += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _launch_s(bench: Bench) -> float:
+    """Host seconds of a kernel in a module's forward and backward, Python and autograd with it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(8)))
+    model.to(bench.device)
+    x = torch.randn(4, 8, device=bench.device)
+    with _Count() as count:
+        model(x).sum().backward()
+    return bench.seconds(lambda: model(x).sum().backward()) / count.kernels
+
+
+def _collectives(bench: Bench) -> tuple[Measured, ...]:
+    n, group, device = bench.ranks, bench.group, bench.device
+    measured = []
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        points = []
+        for size in MESSAGES:
+            elements = max(n, size // 4 // n * n)
+            whole, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
+            other = torch.zeros_like(whole)
+            runs: dict[str, Callable[[], object]] = {
+                "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),  # type: ignore[misc]
+                "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part, group=group),  # type: ignore[misc]
+                "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole, group=group),  # type: ignore[misc]
+                "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole, group=group),  # type: ignore[misc]
+                "send": lambda whole=whole, other=other: _to_the_next(whole, other, group),  # type: ignore[misc]
+            }
+            leaves = elements * 4 * ((n - 1) / n if op == "all_to_all" else 1)
+            points.append((leaves, bench.seconds(runs[op])))
+        growing = [points[0]]
+        for leaves, seconds in points[1:]:
+            if leaves > growing[-1][0]:
+                growing.append((leaves, max(seconds, growing[-1][1])))  # noise is not let fall
+        ranks = 2 if op == "send" else n
+        measured.append(Measured(op=op, tier="all", ranks=ranks, points=tuple(growing)))
+    return tuple(measured)
+
+
+def _to_the_next(whole: Tensor, other: Tensor, group: dist.ProcessGroup | None) -> None:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    sends = [
+        dist.P2POp(dist.isend, whole, (rank + 1) % n, group),
+        dist.P2POp(dist.irecv, other, (rank - 1) % n, group),
+    ]
+    for work in dist.batch_isend_irecv(sends):
+        work.wait()
+
+
+def write_measured(path: Path, device_type: str) -> Cluster:
+    """Measure on the ranks of the launcher, or on this one alone; the first rank writes the file."""
+    from datetime import timedelta
+
+    from meshkit.mesh.world import start_world
+
+    start_world(device_type, timedelta(minutes=5))
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    try:
+        alone = dist.get_world_size() == 1
+        cluster = measure(device, group=None if alone else dist.group.WORLD)
+        if dist.get_rank() == 0:
+            cluster.write(path)
+    finally:
+        dist.destroy_process_group()
+    return cluster

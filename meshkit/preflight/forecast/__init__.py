@@ -1,0 +1,21 @@
+"""Forecast: seconds of a step before the run, with a ledger of where they go.
+
+A profile (what is computed and sent, without a device) is traced from the model once; its price on a cluster is a pure
+function.
+"""
+
+from ._batch import Batch as Batch
+from ._forecast import Profiles as Profiles
+from ._forecast import forecast as forecast
+from ._forecast import forecast_profile as forecast_profile
+from ._forecast import forecast_resolved as forecast_resolved
+from ._forecast import profile_step as profile_step
+from ._price import Priced as Priced
+from ._price import price as price
+from ._profile import Call as Call
+from ._profile import ModelProfile as ModelProfile
+from ._profile import Part as Part
+from ._profile import Profile as Profile
+from ._profile import StepProfile as StepProfile
+from ._profiles import profile_model as profile_model
+from ._result import Forecast as Forecast

@@ -1,0 +1,162 @@
+"""forecast: seconds of a step before the run, from the user's module, a strategy and a cluster. No GPU, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshkit.cluster import Cluster
+from meshkit.mask import Mask
+from meshkit.mesh import MeshSpec
+from meshkit.preflight._arguments import spec_of
+from meshkit.preflight.estimate import Kernels
+from meshkit.preflight.forecast._batch import Batch
+from meshkit.preflight.forecast._price import price
+from meshkit.preflight.forecast._profile import ModelProfile, StepProfile
+from meshkit.preflight.forecast._profiles import inner_mesh, profile_model
+from meshkit.preflight.forecast._result import Forecast
+from meshkit.preflight.forecast._step import step_profile
+from meshkit.program import Program, read_program
+from meshkit.resolve import Resolved, resolve
+from meshkit.step import Loss, next_token_loss
+from meshkit.strategy import Strategy
+
+
+class Profiles:
+    """What was read and traced of models already, for many forecasts of the same ones: strategies that differ in dp, pp, the
+    schedule or the number of microbatches trace nothing again. The models may not change meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._programs: dict[int, Program] = {}  # by id of the model, which the program keeps alive
+        self._known: dict[Hashable, tuple[Program, ModelProfile]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def program_of(self, model: nn.Module) -> Program:
+        """Read once, so that proofs about it are made once."""
+        return self._programs.setdefault(id(model), read_program(model))
+
+    def of(
+        self,
+        resolved: Resolved,
+        *,
+        rows: int,
+        seq_len: int,
+        mask: Mask | Sequence[Mask] | None = None,
+        loss: Loss = next_token_loss,
+        kernels: Kernels = "cuda",
+    ) -> ModelProfile:
+        """What `profile_model` returns."""
+        strategy = resolved.strategy
+        key: Hashable = (
+            id(resolved.program.model),
+            inner_mesh(resolved.spec),
+            tuple(resolved.treatments.items()),
+            repr(
+                (
+                    strategy.plan,
+                    resolved.plan,
+                    strategy.context,
+                    strategy.experts,
+                    strategy.memory,
+                    strategy.compile,
+                    mask,
+                )
+            ),
+            (resolved.sequence, resolved.compute, rows, seq_len, loss, kernels),
+        )
+        if key not in self._known:
+            profile = profile_model(resolved, rows=rows, seq_len=seq_len, mask=mask, loss=loss, kernels=kernels)
+            self._known[key] = resolved.program, profile  # the program too, so that its id stays its own
+        return self._known[key][1]
+
+
+def forecast(
+    model: nn.Module,
+    strategy: Strategy | None = None,
+    cluster: Cluster | str = "h100",
+    batch: Batch | None = None,
+    *,
+    spec: MeshSpec | str | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
+    loss: Loss = next_token_loss,
+    profiles: Profiles | None = None,
+    **choices: Any,
+) -> Forecast:
+    """Seconds of one optimizer step of `parallelize(model, mesh, strategy)` on the cluster, tokens/s and MFU, with a ledger.
+
+    model: any nn.Module, on meta is enough. strategy, or its choices by keyword: as `parallelize` takes them. cluster: a
+    `Cluster`, the name of a datasheet, or a file. batch: of the whole job; default one sequence of 4,096 tokens for every
+    microbatch of every data rank. spec: default, the strategy's mesh. mask: who sees whom, as `explain` takes it. profiles:
+    kept between calls.
+    What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Not priced: offload of
+    activations and of the optimizer, the overlap of FB rows of dualpipe-v, stragglers beyond `faults.jitter`.
+    Raises: as `parallelize` does, with the same texts; ClusterError for a mesh or a dtype that the cluster has not.
+    """
+    chosen = Strategy.of(strategy, choices)
+    sizes = spec_of(spec, chosen)
+    machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    kept = Profiles() if profiles is None else profiles
+    resolved = resolve(kept.program_of(model), chosen, sizes, device_type=machine.device.kernels)
+    count = chosen.microbatches or 1
+    step = batch or Batch(sequences=count * sizes.dp_replicate * sizes.dp_shard, seq_len=4096)
+    return forecast_resolved(resolved, machine, step, microbatches=count, mask=mask, loss=loss, profiles=kept)
+
+
+def forecast_resolved(
+    resolved: Resolved,
+    cluster: Cluster,
+    batch: Batch,
+    *,
+    microbatches: int = 1,
+    mask: Mask | Sequence[Mask] | None = None,
+    loss: Loss = next_token_loss,
+    profiles: Profiles | None = None,
+) -> Forecast:
+    """`forecast` of a strategy that is resolved already."""
+    profile = profile_step(
+        resolved,
+        batch,
+        microbatches=microbatches,
+        mask=mask,
+        loss=loss,
+        kernels=cluster.device.kernels,
+        profiles=Profiles() if profiles is None else profiles,
+    )
+    return forecast_profile(profile, cluster)
+
+
+def profile_step(
+    resolved: Resolved,
+    batch: Batch,
+    *,
+    microbatches: int,
+    mask: Mask | Sequence[Mask] | None = None,
+    loss: Loss = next_token_loss,
+    kernels: Kernels = "cuda",
+    profiles: Profiles,
+) -> StepProfile:
+    """The step without a cluster; `forecast_profile` prices it on any."""
+    rows = batch.rows(resolved.spec)
+    resolved.refuse_tokens(batch.seq_len)
+    computed = profiles.of(
+        resolved, rows=-(-rows // microbatches), seq_len=batch.seq_len, mask=mask, loss=loss, kernels=kernels
+    )
+    return step_profile(
+        resolved,
+        computed,
+        rows=rows,
+        seq_len=batch.seq_len,
+        sequences=batch.sequences,
+        microbatches=microbatches,
+        mask=mask,
+    )
+
+
+def forecast_profile(profile: StepProfile, cluster: Cluster) -> Forecast:
+    """Pure, and milliseconds: what searches and what-ifs about clusters call."""
+    return Forecast(profile=profile, cluster=cluster, priced=price(profile, cluster))

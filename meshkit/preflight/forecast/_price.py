@@ -1,0 +1,297 @@
+"""The step model (performance model): seconds of a step out of its profile and a cluster, and a ledger of where they go.
+
+A pure function of both. Streams: kernels of a rank run one after the other; messages of tensor, context and expert
+parallelism block them, except a ring's, which go on beside attention; FSDP gathers one unit ahead and reduces one unit
+behind. What runs at the same time slows each other down: contention, no free overlap. Pipelines are simulated from the
+schedule's own table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum, log, sqrt
+
+from meshkit.cluster import Cluster, Op, collective_s, kernel_s, place_of
+from meshkit.cluster import hop_s as cluster_hop_s
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
+from meshkit.preflight.forecast._profile import Call, Part, StepProfile
+
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+ADAM_BYTES = 28  # of an element in fp32: parameter, gradient and two moments are read, and all but the gradient written
+NORM_BYTES = 12  # clipping reads a gradient for its norm, then reads and writes it
+ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
+RING = ("send",)  # of cp: goes on while attention computes with what has come
+Ledger = dict[str, float]
+
+
+class Prices:
+    """Seconds of kernels and messages on one cluster and mesh, each asked for once."""
+
+    def __init__(self, cluster: Cluster, spec: MeshSpec) -> None:
+        self.cluster, self.spec = cluster, spec
+        self._kernels: dict[Op, float] = {}
+        self._calls: dict[tuple[str, str, int], float] = {}
+        self._parts: dict[tuple[int, tuple[Call, ...]], PartSeconds] = {}
+
+    def kernel_s(self, op: Op) -> float:
+        if op not in self._kernels:
+            self._kernels[op] = kernel_s(self.cluster.device, op)
+        return self._kernels[op]
+
+    def call_s(self, call: Call) -> float:
+        key = call.axis, call.op, call.size
+        if key not in self._calls:
+            place = place_of(self.cluster, self.spec, call.axis)
+            self._calls[key] = collective_s(self.cluster, call.op, call.size, place)
+        return self._calls[key] * call.count
+
+    def part(self, part: Part) -> PartSeconds:
+        """Equal profiles are priced once."""
+        key = id(part.profile), part.calls
+        if key not in self._parts:
+            self._parts[key] = _part_seconds(part, self)
+        return self._parts[key]
+
+
+@dataclass(frozen=True)
+class PartSeconds:
+    """Of one microbatch, for each of forward, backward and weight: a ledger of seconds, and the kernels launched.
+
+    What is recomputed is under its own name in backward's ledger.
+    """
+
+    ledgers: Mapping[str, Ledger]
+    launches: Mapping[str, int]
+
+    def seconds(self, phase: str) -> float:
+        return fsum(self.ledgers[phase].values())
+
+
+def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
+    ledgers: dict[str, defaultdict[str, float]] = {name: defaultdict(float) for name in (FORWARD, BACKWARD, WEIGHT)}
+    attention: defaultdict[str, float] = defaultdict(float)
+    for op, count in part.profile.ops:
+        seconds = prices.kernel_s(op) * count
+        kind = "recompute" if op.phase == "recompute" else "other kernels" if op.kind == "memory" else op.kind
+        ledgers[BACKWARD if op.phase == "recompute" else op.phase][kind] += seconds
+        if op.kind == "attention":
+            attention[op.phase] += seconds
+    slower = prices.cluster.overlap
+    for phase in dict.fromkeys(call.phase for call in part.calls):
+        ledger = ledgers[FORWARD if phase == FORWARD else BACKWARD]
+        of_phase = [call for call in part.calls if call.phase == phase]
+        for axis in dict.fromkeys(call.axis for call in of_phase):
+            beside = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and _is_beside(call))
+            alone = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and not _is_beside(call))
+            shown = exposed_s(attention[phase], beside, slower.compute_slower, slower.collective_slower)
+            ledger[axis] += alone + shown
+    launches = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), 0)
+    for phase, count in part.profile.launches.items():
+        launches[BACKWARD if phase == "recompute" else phase] += count
+    for call in part.calls:  # the host launches messages too
+        launches[FORWARD if call.phase == FORWARD else BACKWARD] += call.count
+    return PartSeconds({name: dict(ledger) for name, ledger in ledgers.items()}, launches)
+
+
+def _is_beside(call: Call) -> bool:
+    return call.axis == "cp" and call.op in RING
+
+
+def exposed_s(compute_s: float, message_s: float, compute_slower: float, message_slower: float) -> float:
+    """By how much longer computing takes with a message beside it: both are slowed down until the first of them ends."""
+    if not compute_s or not message_s:
+        return message_s
+    if message_s * message_slower <= compute_s * compute_slower:
+        # The message ends first; meanwhile less was computed.
+        together = message_s * message_slower
+        return together * (1 - 1 / compute_slower)
+    together = compute_s * compute_slower
+    return together + message_s - together / message_slower - compute_s
+
+
+# A stage of the pipeline, or the whole model without one
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one microbatch: ledgers of forward, backward (of inputs, with recompute) and weight. once: of the step."""
+
+    ledgers: Mapping[str, Ledger]
+    once: Ledger
+
+    def seconds(self, phase: str) -> float:
+        return fsum(self.ledgers[phase].values())
+
+
+def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> StageSeconds:
+    """Gathers and reductions of every microbatch are in its ledgers, those of once a step, and the optimizer, in `once`."""
+    cluster = prices.cluster
+    priced = [prices.part(part) for part in parts]
+    ledgers = {phase: _sum(each.ledgers[phase] for each in priced) for phase in (FORWARD, BACKWARD, WEIGHT)}
+    for phase, ledger in ledgers.items():
+        launches = sum(each.launches[phase] for each in priced)
+        ledger["launch"] = _launch_s(cluster, launches, fsum(ledger.values()))
+    once: defaultdict[str, float] = defaultdict(float)
+    forward = [each.seconds(FORWARD) for each in priced]
+    backward = [each.seconds(BACKWARD) + each.seconds(WEIGHT) for each in priced]
+    for phase, computed in ((FORWARD, forward), (BACKWARD, backward)):
+        for times, exposed in _data_exposed(parts, phase, computed, microbatches, prices):
+            for axis, seconds in exposed.items():
+                if times == microbatches > 1:
+                    ledgers[phase][axis] = ledgers[phase].get(axis, 0.0) + seconds
+                else:
+                    once[axis] += seconds
+    rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
+    copied = fsum(part.copied_bytes for part in parts)
+    added = fsum(3 * part.grad_bytes for part in parts) * (microbatches - 1)
+    once["other kernels"] += (copied + added) / rate
+    once["optimizer"] += sum(part.trained for part in parts) * (ADAM_BYTES + NORM_BYTES) / rate
+    return StageSeconds(ledgers, dict(once))
+
+
+def _launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
+    """What is seen of launches: all where the host computes itself, else what the device waits for the host."""
+    host_s = launches * cluster.device.launch_s
+    if cluster.device.kernels == "cpu" or not host_s:
+        return host_s
+    # The slower of the two, and where they are alike more than either: the host is not ahead of each kernel.
+    return float((host_s**ALIKE + busy_s**ALIKE) ** (1 / ALIKE)) - busy_s
+
+
+def _data_exposed(
+    parts: Sequence[Part], phase: str, computed: Sequence[float], microbatches: int, prices: Prices
+) -> Iterable[tuple[int, Ledger]]:
+    """(how often in the step, exposed seconds by axis) of an FSDP stage's gathers and reductions.
+
+    In forward unit i is gathered while unit i - 1 computes; in backward, which runs them in reverse, it is gathered while
+    i + 1 computes, and its gradients are reduced while i - 1 does. The first gather and the last reduction are alone.
+    """
+    counts = sorted({call.count for part in parts for call in part.data if call.phase == phase})
+    order = range(len(parts)) if phase == FORWARD else range(len(parts) - 1, -1, -1)
+    slower = prices.cluster.overlap
+    for times in counts:
+        waiting: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(len(parts) + 1)]
+        for place, index in enumerate(order):
+            for call in parts[index].data:
+                if call.phase != phase or call.count != times:
+                    continue
+                seconds = prices.call_s(call) / times
+                # `place` counts what has computed: beside which of them it runs; the last entry is after all.
+                beside = place - 1 if call.op == "all_gather" else place + 1
+                waiting[beside if 0 <= beside < len(parts) else -1][call.axis] += seconds
+        exposed: defaultdict[str, float] = defaultdict(float)
+        for place, messages in enumerate(waiting):
+            compute_s = computed[order[place]] if place < len(parts) else 0.0
+            total = fsum(messages.values())
+            shown = exposed_s(compute_s, total, slower.compute_slower, slower.collective_slower)
+            for axis, seconds in messages.items():
+                exposed[axis] += shown * seconds / total
+        yield times, dict(exposed)
+
+
+# The step
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Seconds of a step and their ledger, which sums to them. simulation: of the pipeline; None without one."""
+
+    seconds: float
+    ledger: Ledger
+    simulation: Simulation | None = None
+
+
+def price(profile: StepProfile, cluster: Cluster) -> Priced:
+    """Seconds of one optimizer step on the cluster. Pure: the same profile has a price on every cluster."""
+    prices = Prices(cluster, profile.spec)
+    known: dict[int, StageSeconds] = {}  # stages that are alike are one object
+    stages: list[StageSeconds] = []
+    for parts in profile.stages:
+        if id(parts) not in known:
+            known[id(parts)] = stage_seconds(parts, profile.microbatches, prices)
+        stages.append(known[id(parts)])
+    tail = _sum([_by_axis(profile.once, prices)])
+    if profile.schedule is None:
+        computed = [_times(ledger, profile.microbatches) for ledger in stages[0].ledgers.values()]
+        ledger, simulation = _sum([*computed, stages[0].once, tail]), None
+    else:
+        ledger, simulation = _pipelined(profile.schedule, stages, profile, prices)
+        ledger = _sum([ledger, tail])
+    if cluster.host.step_s:
+        ledger["host"] = cluster.host.step_s
+    ranks = profile.spec.world_size
+    if cluster.faults.jitter and ranks > 1:
+        # The expected slowest of n ranks, for large n: Gumbel 1958.
+        ledger["jitter"] = fsum(ledger.values()) * cluster.faults.jitter * sqrt(2 * log(ranks))
+    ledger = {name: seconds for name, seconds in ledger.items() if seconds}
+    return Priced(fsum(ledger.values()), ledger, simulation)
+
+
+def _pipelined(
+    schedule: Schedule, stages: Sequence[StageSeconds], profile: StepProfile, prices: Prices
+) -> tuple[Ledger, Simulation]:
+    """The ledger of the rank that computes longest; what it waits for others is bubble, of which hops are pp's part."""
+    hops = _hops(schedule, profile, prices.cluster)
+    simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other])
+    of_rank = [
+        _sum(
+            _times(ledger, profile.microbatches)
+            for stage in schedule.stages_of(rank)
+            for ledger in stages[stage].ledgers.values()
+        )
+        for rank in range(schedule.world)
+    ]
+    longest = max(range(schedule.world), key=lambda rank: fsum(of_rank[rank].values()))
+    ledger = of_rank[longest]
+    idle_s = simulation.makespan_s - fsum(ledger.values())
+    most = max((hops[one, longest] for one in range(schedule.world) if (one, longest) in hops), default=0.0)
+    ends = [0.0, *(event.end_s for event in simulation.events[longest])]
+    waits = [event.start_s - end_s for event, end_s in zip(simulation.events[longest], ends, strict=False)]
+    ledger["pp"] = ledger.get("pp", 0.0) + min(idle_s, fsum(min(most, wait) for wait in waits))
+    ledger["bubble"] = idle_s - min(idle_s, fsum(min(most, wait) for wait in waits))
+    # All ranks wait for the slowest before and after: the one whose gathers, reductions and optimizer take longest.
+    once = [_sum(stages[stage].once for stage in schedule.stages_of(rank)) for rank in range(schedule.world)]
+    return _sum([ledger, max(once, key=lambda each: fsum(each.values()))]), simulation
+
+
+def pipeline_seconds(
+    schedule: Schedule, stages: Sequence[StageSeconds], hop_s: float | Callable[[int, int], float]
+) -> Simulation:
+    """The schedule's own table, with the seconds of each stage. hop_s: of a message, or a function of (from, to)."""
+    seconds = {phase: tuple(stage.seconds(phase) for stage in stages) for phase in (FORWARD, BACKWARD, WEIGHT)}
+    return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
+
+
+def _hops(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
+    """Seconds of a message between two ranks of pp that have stages next to one another."""
+    stride = profile.spec.world_size // profile.spec.pp
+    size = max((max(each) for each in profile.crossing), default=0)
+    pairs = {
+        pair
+        for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)
+        if one != other
+        for pair in ((one, other), (other, one))
+    }
+    return {(one, other): cluster_hop_s(cluster, size, one * stride, other * stride) for one, other in pairs}
+
+
+def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:
+    ledger: defaultdict[str, float] = defaultdict(float)
+    for call in calls:
+        ledger["step" if call.phase == "step" else call.axis] += prices.call_s(call)
+    return ledger
+
+
+def _times(ledger: Ledger, count: int) -> Ledger:
+    return {name: seconds * count for name, seconds in ledger.items()}
+
+
+def _sum(ledgers: Iterable[Mapping[str, float]]) -> Ledger:
+    total: defaultdict[str, float] = defaultdict(float)
+    for ledger in ledgers:
+        for name, seconds in ledger.items():
+            total[name] += seconds
+    return dict(total)

@@ -1,0 +1,122 @@
+"""Profiling a model: run a step of its thin copy in a fake world on fake tensors, and note what every part computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
+
+import torch
+from torch import nn
+
+from meshkit._parallelize import parallelize
+from meshkit.errors import MeshkitError
+from meshkit.mask import Mask
+from meshkit.mesh import MeshSpec
+from meshkit.preflight._arguments import full_coordinate
+from meshkit.preflight.estimate import Kernels, fake_mesh
+from meshkit.preflight.forecast._profile import ModelProfile, Profile
+from meshkit.preflight.forecast._thin import kinds_of_blocks, thin
+from meshkit.preflight.forecast._trace import OpTrace
+from meshkit.resolve import Resolved
+from meshkit.step import Loss, next_token_loss
+from meshkit.strategy import BlockOverride, OptimizerPolicy, PipelinePolicy, Strategy
+
+NOTHING = Profile(ops=(), launches={})
+
+
+def profile_model(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    mask: Mask | Sequence[Mask] | None = None,
+    loss: Loss = next_token_loss,
+    kernels: Kernels = "cuda",
+) -> ModelProfile:
+    """What one rank computes for one microbatch of [rows, seq_len], before cp splits it.
+
+    Each distinct block is traced once, by a step of a copy that has no other. It runs on the axes that split an operator: cp,
+    tp, ep and etp; pipeline stages, ZeRO and replicas compute the same operators on other ranks.
+    Raises: as `parallelize` and `estimate` do.
+    """
+    model = resolved.program.model
+    kinds = kinds_of_blocks(model, resolved.blocks, resolved.treatments)
+    try:
+        traced = _traced(thin(model, kinds), resolved, set(kinds.values()), rows, seq_len, mask, loss, kernels)
+    except (MeshkitError, LookupError, RuntimeError):
+        # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
+        kinds = {name: name for name in kinds}
+        traced = _traced(thin(model, kinds), resolved, set(kinds), rows, seq_len, mask, loss, kernels)
+    profiles, called = traced
+    around = [name for name in dict.fromkeys(called) if name not in kinds]
+    first = next((at for at, name in enumerate(called) if name in kinds), 0)
+    return ModelProfile(
+        blocks={name: profiles.get(kind, NOTHING) for name, kind in kinds.items()},
+        around={name: profiles[name] for name in (*around, "") if name in profiles},
+        before=tuple(dict.fromkeys(called[:first])),
+    )
+
+
+def _traced(
+    model: nn.Module,
+    resolved: Resolved,
+    blocks: set[str],
+    rows: int,
+    seq_len: int,
+    mask: Mask | Sequence[Mask] | None,
+    loss: Loss,
+    kernels: Kernels,
+) -> tuple[dict[str, Profile], list[str]]:
+    spec = inner_mesh(resolved.spec)
+    strategy = _inner_strategy(resolved, spec, blocks)
+    if resolved.memory.precision is not None and strategy.memory.precision is None:
+        model.to(resolved.compute)
+    # The fullest rank of dp_shard, of which here are only as many as hold all experts.
+    batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
+        run = parallelize(model, mesh, strategy, example=resolved.program.example)
+        owners = blocks | set(modules_around(run.model, blocks))
+        fused = blocks if resolved.strategy.compile else ()
+        run.forward_backward(batch, mask=mask, loss=loss, step=0)  # the first step looks at the model as well
+        run.model.zero_grad()  # or gradients would be added to those of the first
+        with OpTrace(run.model, owners, fused=fused) as trace:
+            run.forward_backward(batch, mask=mask, loss=loss, step=1)
+    return trace.profiles(), trace.called
+
+
+def inner_mesh(spec: MeshSpec) -> MeshSpec:
+    """The least mesh on which a rank computes what it does on this one, for one stage and one replica."""
+    experts, dense = spec.ep * spec.etp, spec.cp * spec.tp
+    return MeshSpec(dp_shard=experts // gcd(experts, dense), cp=spec.cp, tp=spec.tp, ep=spec.ep, etp=spec.etp)
+
+
+def _inner_strategy(resolved: Resolved, spec: MeshSpec, blocks: set[str]) -> Strategy:
+    """The choices that change what a rank computes; each block is treated as it was resolved."""
+    strategy, memory = resolved.strategy, resolved.memory
+    precision = memory.precision if memory.precision is not None and memory.precision.fp8 is not None else None
+    return replace(
+        strategy,
+        mesh=spec,
+        memory=replace(memory, recompute="none", offload=None, optimizer=OptimizerPolicy(), precision=precision),
+        zero=None,
+        pipeline=PipelinePolicy(),
+        microbatches=None,
+        compile=False,
+        overrides={
+            name: BlockOverride(recompute=resolved.treatments[name].recompute)
+            for name in resolved.blocks
+            if name in blocks and resolved.treatments[name].recompute.mode != "none"
+        },
+    )
+
+
+def modules_around(model: nn.Module, blocks: set[str]) -> list[str]:
+    """The outermost modules that are no block, in none, and hold none."""
+    around: list[str] = []
+    for name, _ in model.named_modules():
+        holds = any(f"{block}.".startswith(f"{name}.") or not name for block in blocks)
+        inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *around))
+        if name and not holds and not inside:
+            around.append(name)
+    return around

@@ -1,0 +1,83 @@
+"""Forecast: the result of `forecast`, and its printed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshkit.cluster import Cluster
+from meshkit.preflight._format import format_axes, table_lines
+from meshkit.preflight.forecast._price import Ledger, Priced, price
+from meshkit.preflight.forecast._profile import StepProfile
+
+BAR = 30
+LEVELS = {
+    "datasheet": "from a datasheet; docs/accuracy.md has the errors on published runs",
+    "measured": "from measure-cluster on this machine; docs/accuracy.md has the errors on runs there",
+    "traced": "from the trace of a run",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Seconds of one optimizer step, and where they go. `str()` is the printed form. measured_s: of a real step, by `beside`.
+
+    profile: the step without a cluster, which `on` prices on another. cluster: on which this is.
+    """
+
+    profile: StepProfile
+    cluster: Cluster
+    priced: Priced
+    measured_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.priced.seconds
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the seconds go to; they sum to `seconds`. An axis is what is seen of its messages, beside no computing."""
+        return self.priced.ledger
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole job."""
+        return self.profile.tokens / self.seconds
+
+    @property
+    def ranks(self) -> int:
+        return self.profile.spec.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: recompute is not counted, and attention's whole square is."""
+        peak = self.cluster.device.peak_flops_per_s(self.profile.dtype)
+        return self.profile.flops / (self.seconds * peak * self.ranks)
+
+    def on(self, cluster: Cluster) -> Forecast:
+        """The same step on another cluster; nothing is traced again."""
+        return Forecast(profile=self.profile, cluster=cluster, priced=price(self.profile, cluster))
+
+    def beside(self, measured_s: float) -> Forecast:
+        """The forecast beside the seconds of a real step."""
+        return replace(self, measured_s=measured_s)
+
+    def __str__(self) -> str:
+        spec = self.profile.spec
+        axes = format_axes({**spec.sizes(), "ep": spec.ep, "etp": spec.etp}, omit=1) or "one device"
+        longest = max(self.ledger.values())
+        rows = [
+            (name, f"{seconds * 1e3:,.2f} ms", f"{seconds / self.seconds:.1%}", "█" * round(BAR * seconds / longest))
+            for name, seconds in sorted(self.ledger.items(), key=lambda item: -item[1])
+        ]
+        lines = [
+            f"{self.ranks} ranks, {axes}, {self.profile.microbatches} microbatches, on {self.cluster.device.name}",
+            f"step {self.seconds:.4g} s, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}",
+            "",
+            *table_lines(rows, right=(1, 2)),
+            "",
+            f"{self.cluster.level}: {LEVELS[self.cluster.level]}",
+        ]
+        if self.measured_s is not None:
+            off = self.seconds / self.measured_s - 1
+            lines.append(f"measured {self.measured_s:.4g} s: the forecast is {off:+.1%} off")
+        return "\n".join(lines)

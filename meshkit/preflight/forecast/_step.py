@@ -1,0 +1,173 @@
+"""The profile of a step: stages as `resolve` cut them, messages as `explain` says, operations as they were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from meshkit.mask import Mask
+from meshkit.parallel.data import Zero
+from meshkit.parallel.pipeline import Cut, Schedule
+from meshkit.preflight.explain import Explanation, Sent, explain_resolved
+from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
+from meshkit.resolve import Resolved
+
+OUTSIDE = ""
+
+
+def step_profile(
+    resolved: Resolved,
+    computed: ModelProfile,
+    *,
+    rows: int,
+    seq_len: int,
+    sequences: int,
+    microbatches: int,
+    mask: Mask | Sequence[Mask] | None = None,
+) -> StepProfile:
+    """rows, seq_len: of the rank that has most, in a step; sequences: of all ranks. computed: of one of its microbatches.
+
+    Ranks of pp that run the same kinds of blocks are explained once.
+    """
+    spec, cut = resolved.spec, resolved.cut
+    stages: list[tuple[Part, ...]] = [()] * (1 if cut is None else cut.stages.count)
+    once: dict[Call, None] = {}
+    known: dict[Hashable, dict[int, tuple[Part, ...]]] = {}
+    for rank in range(spec.pp):
+        of_rank = [0] if cut is None else cut.stages_of(rank)
+        names = {stage: _names(stage, cut, computed) for stage in of_rank}
+        alike = tuple(tuple(_kind(computed, name) for name in names[stage]) for stage in of_rank)
+        if alike not in known:
+            said = explain_resolved(
+                resolved, rows=rows, seq_len=seq_len, microbatches=microbatches, mask=mask, coordinate={"pp": rank}
+            )
+            known[alike] = _parts(resolved, said, computed, names)
+            once |= dict.fromkeys(_once(said))
+        for stage, parts in zip(of_rank, known[alike].values(), strict=True):
+            stages[stage] = parts
+    return StepProfile(
+        spec=spec,
+        microbatches=microbatches,
+        tokens=sequences * seq_len,
+        flops=computed.flops * microbatches * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp,
+        dtype=str(resolved.compute).removeprefix("torch."),
+        stages=tuple(stages),
+        schedule=None if cut is None else _table(cut, spec.pp, microbatches),
+        crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
+        once=tuple(once),
+    )
+
+
+def _names(stage: int, cut: Cut | None, computed: ModelProfile) -> list[str]:
+    """The parts of a stage in the order of their calls. What runs outside of all modules belongs to the last stage."""
+    blocks, around = list(computed.blocks), [name for name in computed.around if name]
+    if cut is None:
+        first = [name for name in around if name in computed.before]
+        return [*first, *blocks, *(name for name in around if name not in first), OUTSIDE]
+    own = set(cut.stages.modules_of(stage))
+    last = stage == cut.stages.count - 1
+
+    def of_stage(name: str) -> bool:
+        found = cut.stages.stage_of(name)
+        return found == stage or (found is None and stage == 0)
+
+    head = [name for name in around if of_stage(name) and stage == 0 and name not in cut.stages.tail]
+    tail = [name for name in around if of_stage(name) and name not in head]
+    return [*head, *(name for name in blocks if name in own), *tail, *([OUTSIDE] if last else [])]
+
+
+def _kind(computed: ModelProfile, name: str) -> Hashable:
+    profile = computed.blocks.get(name)
+    return name if profile is None else id(profile)
+
+
+def _parts(
+    resolved: Resolved, said: Explanation, computed: ModelProfile, names: Mapping[int, Sequence[str]]
+) -> dict[int, tuple[Part, ...]]:
+    every = [name for stage in names.values() for name in stage]
+    calls: dict[str, list[Call]] = {name: [] for name in every}
+    data: dict[str, list[Call]] = {name: [] for name in every}
+    for sent in said.sent:
+        owner = _owner(sent.module, every)
+        if sent.phase == "step" or sent.what == "hidden states" or _is_tied(sent):
+            continue
+        if sent.microbatches:
+            if 0 in sent.microbatches:
+                calls[owner].append(_call(sent))
+        else:
+            data[owner].append(_call(sent))
+    shards = _sizes(resolved, said, every)
+    profiles = {**computed.blocks, **computed.around}
+    return {
+        stage: tuple(
+            Part(
+                name=name,
+                profile=profiles.get(name, Profile(ops=(), launches={})),
+                calls=tuple(calls[name]),
+                data=tuple(data[name]),
+                copied_bytes=_copied_bytes(data[name]),
+                trained=shards[name][0],
+                grad_bytes=shards[name][1],
+            )
+            for name in of_stage
+        )
+        for stage, of_stage in names.items()
+    }
+
+
+def _owner(module: str, names: Sequence[str]) -> str:
+    """The part that holds the module; what no part holds belongs to the last, or first, of this rank."""
+    inside = next((name for name in names if name and f"{module}.".startswith(f"{name}.")), None)
+    return inside if inside is not None else OUTSIDE if OUTSIDE in names else names[0]
+
+
+def _call(sent: Sent) -> Call:
+    message = sent.message
+    return Call(message.axis, message.op, message.size, sent.phase, sent.count)
+
+
+def _is_tied(sent: Sent) -> bool:
+    return sent.message.axis == "pp" and not sent.microbatches
+
+
+def _once(said: Explanation) -> Iterable[Call]:
+    return (_call(sent) for sent in said.sent if sent.phase == "step" or _is_tied(sent))
+
+
+def _copied_bytes(data: Sequence[Call]) -> float:
+    """FSDP copies gathered parameters out of its buffer, and gradients, in the dtype of the sum, into one."""
+    return float(sum(2 * call.size * call.count for call in data if call.op in ("all_gather", "reduce_scatter")))
+
+
+def _sizes(resolved: Resolved, said: Explanation, names: Sequence[str]) -> dict[str, tuple[int, float]]:
+    """Of each part (elements that this rank updates, bytes of its gradients that microbatches add up)."""
+    accumulates = not Zero(resolved.zero).reduce_every_microbatch
+    trained = resolved.program.trained
+    sizes = dict.fromkeys(names, (0, 0.0))
+    shards = resolved.spec.dp_shard * resolved.spec.cp
+    for row in said.params:
+        if row.name not in trained:
+            continue
+        owner = _owner(row.name, names)
+        elements, grad_bytes = sizes[owner]
+        held = row.rank_bytes // row.dtype.itemsize
+        local = held * shards if accumulates else held
+        sizes[owner] = elements + held, grad_bytes + local * row.dtype.itemsize
+    return sizes
+
+
+@lru_cache(maxsize=64)
+def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule:
+    return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
+
+
+def _table(cut: Cut, ranks: int, microbatches: int) -> Schedule:
+    return _table_of(cut.generate, ranks, microbatches)
+
+
+def _crossing(resolved: Resolved, cut: Cut, rows: int, seq_len: int, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """Bytes between each stage and the next in one microbatch, (forward, backward)."""
+    spec = resolved.spec
+    tokens = -(-seq_len // spec.cp) // (spec.tp if resolved.sequence else 1)
+    found = cut.message_bytes(resolved.program.model, max(1, -(-rows // microbatches)), tokens, resolved.compute)
+    return tuple((sum(size for size, _ in each), sum(size for size, goes_back in each if goes_back)) for each in found)

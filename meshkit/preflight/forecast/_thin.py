@@ -1,0 +1,59 @@
+"""Thin models: a model with one block of each kind, so that equal blocks are traced once (deduplication of layers)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def kinds_of_blocks(model: nn.Module, blocks: Sequence[str], treated: Mapping[str, Hashable]) -> dict[str, str]:
+    """Block -> the first block that is like it: the same modules, parameters, settings and treatment.
+
+    A setting that differs between all blocks, as the index of a layer, makes none of them another kind.
+    """
+    modules = {name: model.get_submodule(name) for name in blocks}
+    settings = {name: _settings(module) for name, module in modules.items()}
+    values: dict[tuple[str, str], set[Any]] = {}
+    for each in settings.values():
+        for key, value in each.items():
+            values.setdefault(key, set()).add(value)
+    numbered = {key for key, seen in values.items() if len(seen) == len(blocks) > 1}
+    first: dict[Hashable, str] = {}
+    return {
+        name: first.setdefault(
+            (
+                str(module),
+                tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters()),
+                tuple(sorted((key, repr(value)) for key, value in settings[name].items() if key not in numbered)),
+                treated.get(name),
+            ),
+            name,
+        )
+        for name, module in modules.items()
+    }
+
+
+def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
+    return {
+        (path, key): value
+        for path, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, PLAIN) and key != "training"
+    }
+
+
+def thin(model: nn.Module, kinds: Mapping[str, str]) -> nn.Module:
+    """A copy in which only the first block of each kind is left, under its name; all where blocks are in no list."""
+    copied = copy.deepcopy(model)
+    kept = set(kinds.values())
+    for name in kinds:
+        parent, _, key = name.rpartition(".")
+        holder = copied.get_submodule(parent)
+        if name not in kept and isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            del holder._modules[key]
+    return copied

@@ -1,0 +1,53 @@
+"""`python -m meshkit forecast`: seconds of a training script's step from its flags, on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg
+
+from meshkit.cluster import Cluster
+from meshkit.preflight._resolved_run import resolved_run
+from meshkit.preflight.estimate.recipe import Recipe, load_script
+from meshkit.preflight.forecast._batch import Batch
+from meshkit.preflight.forecast._forecast import forecast_resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Say how long a step of a training script will take, before it runs: seconds, tokens/s, MFU, and where they go.
+
+    The script's own flags follow, as in its launch: --mesh "dp_shard=8 tp=8" --model llama3-8b. No GPU, no data, one process.
+    """
+
+    script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
+    cluster: str = "h100"
+    """a datasheet that comes with meshkit (a100, b200, cpu, h100, h200, mi300x), or a file, as measure-cluster writes it"""
+    world: int | None = None
+    """ranks of the run; default: the product of the mesh's axes"""
+    also: tuple[str, ...] = ()
+    """further clusters to print seconds for; nothing is traced again"""
+
+
+def command(args: list[str]) -> None:
+    """args: what follows `forecast`."""
+    options, rest = tyro.cli(Seconds, args=args, prog="python -m meshkit forecast", return_unknown_args=True)
+    cluster = Cluster.read(options.cluster)
+    recipe = Recipe.read(load_script(options.script, verb="forecast"), rest, script=options.script)
+    spec = recipe.spec(options.world)
+    step = recipe.step(spec)
+    with resolved_run(recipe.build, spec, None, {}, kernels=cluster.device.kernels, verb="forecast") as resolved:
+        pass  # what is resolved outlives the world in which it was
+    told = forecast_resolved(
+        resolved,
+        cluster,
+        Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
+        microbatches=step["microbatches"],
+        loss=step["loss"],
+    )
+    print(told)
+    for name in options.also:
+        print(f"on {name}: {told.on(Cluster.read(name)).seconds:.4g} s")

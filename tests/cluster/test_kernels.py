@@ -1,0 +1,45 @@
+"""Seconds of kernels: the roofline by hand, and measured shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshkit.cluster import Device, Efficiency, KernelCurve, Op, kernel_s
+
+PLAIN = Efficiency(matmul=1.0, attention=0.5, attention_backward=0.5, memory=1.0, half_features=0, half_depth=0)
+DEVICE = Device(name="d", memory_bytes=1, memory_bytes_per_s=1e9, flops_per_s={"bfloat16": 1e12}, efficiency=PLAIN)
+
+
+def product(m: int, n: int, k: int, size: float = 0.0) -> Op:
+    return Op("matmul", "bfloat16", 2.0 * m * n * k, 2.0 * m * n * k, m, n, k, 1, size, "forward")
+
+
+def test_the_slower_of_flops_and_bytes() -> None:
+    assert kernel_s(DEVICE, product(100, 100, 100)) == pytest.approx(2e6 / 1e12)
+    assert kernel_s(DEVICE, product(100, 100, 100, 1e6)) == pytest.approx(1e-3)
+
+
+def test_small_dims_reach_less() -> None:
+    device = replace(DEVICE, efficiency=replace(PLAIN, half_features=100, half_depth=300))
+    assert kernel_s(device, product(100, 100, 100)) == pytest.approx(2e6 / 1e12 * 2 * 2 * 4)
+
+
+def test_attention_has_a_share_of_its_own_and_executes_its_work() -> None:
+    op = Op("attention", "bfloat16", 4e9, 2e9, 10, 10, 64, 1, 0.0, "forward")
+    assert kernel_s(DEVICE, op) == pytest.approx(2e9 / 0.5e12)
+    assert kernel_s(DEVICE, replace(op, phase="backward")) == pytest.approx(2e9 / 0.25e12)
+
+
+def test_a_small_kernel_of_the_memory_gets_a_part_of_the_bandwidth() -> None:
+    device = replace(DEVICE, efficiency=replace(PLAIN, half_bytes=1e6))
+    assert kernel_s(device, Op("memory", "bfloat16", 0, 0, 0, 0, 0, 1, 1e6, "forward")) == pytest.approx(2e-3)
+
+
+def test_a_measured_shape_has_its_measured_seconds() -> None:
+    curve = KernelCurve(dtype="bfloat16", points=((100, 100, 100, 1e-5), (1000, 1000, 1000, 1e-2)))
+    device = replace(DEVICE, curves=(curve,))
+    assert kernel_s(device, product(100, 100, 100)) == pytest.approx(1e-5, rel=1e-3)
+    between = kernel_s(device, product(300, 300, 300))
+    assert 2 * 300**3 / (2 * 100**3 / 1e-5) * 0.3 < between < 2 * 300**3 / (2 * 1000**3 / 1e-2) * 3
