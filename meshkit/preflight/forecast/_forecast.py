@@ -89,7 +89,8 @@ def forecast(
 ) -> Forecast:
     """Seconds of one optimizer step of `parallelize(model, mesh, strategy)` on the cluster, tokens/s and MFU, with a ledger.
 
-    model: any nn.Module, on meta is enough. strategy, or its choices by keyword: as `parallelize` takes them. cluster: a `Cluster`, the name of a datasheet, or a file. batch: of the
+    model: any nn.Module, on meta is enough. strategy, or its choices by keyword: as `parallelize` takes them. cluster: a
+    `Cluster`, the name of a datasheet, or a file. batch: of the
     whole job; default one sequence of 4,096 tokens for every microbatch of every data rank. spec: default, the strategy's
     mesh. mask: who sees whom, as `explain` takes it. profiles: kept between calls.
     What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Not priced: offload of
