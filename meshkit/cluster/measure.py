@@ -151,7 +151,7 @@ def _attention(bench: Bench, dtype: torch.dtype, peak: float) -> tuple[float, fl
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = 0
+        self.kernels: int = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.kernels += not func.is_view
@@ -165,7 +165,8 @@ def _launch_s(bench: Bench) -> float:
     x = torch.randn(4, 8, device=bench.device)
     with _Count() as count:
         model(x).sum().backward()
-    return bench.seconds(lambda: model(x).sum().backward()) / count.kernels
+    kernels: int = count.kernels
+    return bench.seconds(lambda: model(x).sum().backward()) / kernels
 
 
 def _collectives(bench: Bench) -> tuple[Measured, ...]:

@@ -61,7 +61,7 @@ def test_an_optimizer_that_was_made_before_the_split_is_refused_at_its_first_ste
             "SGD: 16 of its parameters, 'enter.weight' first, are those that the model had before it was split"
             in str(said)
         )
-        assert "Make the optimizer after parallelize, of run.parameters(), or by mk.adamw(run)." in str(said)
+        assert "Make the optimizer after parallelize, of run.parameters(), or by mk.adamw(run)" in str(said)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
