@@ -61,7 +61,7 @@ BLOCKS = {
     "loader": Block("dp_shard=2", "/meshkit/data/", nan=False),
     "rollout": Block("dp_shard=2", "/meshkit/algos/rollout/", nan=False),
     "dataflow": Block("dp_shard=2", "/meshkit/algos/dataflow/", nan=False),
-    "reallocate": Block("dp_shard=2", "/meshkit/algos/reallocate/", nan=False),
+    "reallocate": Block("dp_shard=2", "/meshkit/core/reshard/", nan=False),
 }
 
 

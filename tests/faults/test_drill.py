@@ -22,7 +22,7 @@ TIMEOUT_S = 10 if DEEP else 5  # of collectives, where a rank stays away
 AFTER_S = 30.0  # from the fault to the end, and TIMEOUT_S more where a rank stays away; alone it takes a few seconds
 FAULTS = ("kill", "raise", "stay", "nan")
 PARTS = {"data": "parallel.data", "tensor": "parallel.tensor|core.collectives", "loader": "data"}
-PARTS |= dict.fromkeys(("rollout", "dataflow", "reallocate"), "algos")
+PARTS |= {"rollout": "algos", "dataflow": "algos", "reallocate": "algos|core.reshard"}
 
 CELLS = [(block, fault) for block in BLOCKS for fault in FAULTS if fault != "nan" or BLOCKS[block].nan]
 # Each block once and each fault about as often; the others when deep.
