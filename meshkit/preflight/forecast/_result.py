@@ -64,13 +64,14 @@ class Forecast:
     def __str__(self) -> str:
         spec = self.profile.spec
         axes = format_axes({**spec.sizes(), "ep": spec.ep, "etp": spec.etp}, omit=1) or "one device"
+        parts = "1 microbatch" if self.profile.microbatches == 1 else f"{self.profile.microbatches} microbatches"
         longest = max(self.ledger.values())
         rows = [
             (name, f"{seconds * 1e3:,.2f} ms", f"{seconds / self.seconds:.1%}", "█" * round(BAR * seconds / longest))
             for name, seconds in sorted(self.ledger.items(), key=lambda item: -item[1])
         ]
         lines = [
-            f"{self.ranks} ranks, {axes}, {self.profile.microbatches} microbatches, on {self.cluster.device.name}",
+            f"{self.ranks} ranks, {axes}, {parts}, on {self.cluster.device.name}",
             f"step {self.seconds:.4g} s, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}",
             "",
             *table_lines(rows, right=(1, 2)),

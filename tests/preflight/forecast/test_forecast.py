@@ -109,7 +109,7 @@ def test_another_cluster_needs_no_other_trace() -> None:
 def test_the_printed_form_has_the_ledger_and_its_level() -> None:
     text = str(forecast(on_meta(), mesh="dp_shard=2 tp=2", batch=Batch(sequences=2, seq_len=16)).beside(1.0))
     for words in (
-        "4 ranks, dp_shard=2 tp=2, 1 microbatches, on H100 SXM 80GB",
+        "4 ranks, dp_shard=2 tp=2, 1 microbatch, on H100 SXM 80GB",
         "MFU",
         "matmul",
         "tp",
