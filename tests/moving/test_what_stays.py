@@ -16,7 +16,9 @@ from meshkit.checkpoint import Checkpointer
 from meshkit.core.model_state import model_tensors
 from meshkit.core.sharding import local_tensor
 from tests.checkpoint.training import Training, build
-from tests.moving.cases import differences, facts
+from tests.laws.parity.cases import own_rows
+from tests.moving.cases import batch_of, differences, facts
+from tests.tiny import tiny_config
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # only the order of summation differs
@@ -174,3 +176,26 @@ def test_a_run_on_a_part_of_the_world_moves_alone() -> None:
     results = pool(4).run(on_a_part)
     for losses in results:
         assert losses == pytest.approx(results[0], abs=TOL_FP64)
+
+
+def few_bits(moves: bool) -> list[float]:
+    """Adapters on a base of four bits (QLoRA)."""
+    torch.manual_seed(0)
+    config = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=128, num_attention_heads=8, head_dim=4)
+    model = mk.models.Llama(config)
+    plan = mk.lora.attach(model, mk.models.LLAMA_PLAN, rank=4, base="nf4", base_block=16)
+    run = mk.parallelize(model, mk.init_mesh("dp_shard=2"), plan=plan)
+    optimizer = mk.adamw(run, lr=1e-2)
+    losses = []
+    for step in range(3):
+        if step == 1 and moves:
+            run.move(mesh="tp=2", optimizer=optimizer)
+        losses.append(float(run.forward_backward(own_rows(batch_of(step), run.mesh), step=step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_base_of_few_bits_moves() -> None:
+    for moved, stayed in zip(pool(2).run(few_bits, True), pool(2).run(few_bits, False), strict=True):
+        assert moved == pytest.approx(stayed, abs=1e-5)  # fp32: the order of summation
