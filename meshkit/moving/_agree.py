@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,17 +20,21 @@ def gathered(mesh: Mesh, act: Callable[[], T]) -> list[T]:
 
     Raises: on every rank, PlanError with what the lowest rank raised.
     """
-    error, result, why = None, None, ""
+    error: Exception | None = None
+    result, why, packed = None, "", b""
+    alone = mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group)
     try:
         result = act()
+        packed = b"" if alone else pickle.dumps(result)  # here, where all hear of what cannot be sent
     except MeshkitError as raised:
-        error, why = raised, str(raised)
-    if mesh.spec.world_size == 1 or _torch.is_fake_group(mesh.group):
-        outcomes: list[Any] = [(why, result)]
-    else:
+        error, why = raised, str(raised).removeprefix("move: ")
+    except Exception as raised:  # the other ranks would wait
+        error, why = raised, f"{type(raised).__name__}: {raised}"
+    outcomes: list[Any] = [(why, packed)]
+    if not alone:
         outcomes = [None] * mesh.spec.world_size
-        dist.all_gather_object(outcomes, (why, result), group=mesh.group)
+        dist.all_gather_object(outcomes, (why, packed), group=mesh.group)
     for why, _ in outcomes:
         if why:
             raise PlanError(f"move: {why}") from error
-    return [value for _, value in outcomes]
+    return [cast(T, result)] if alone else [pickle.loads(value) for _, value in outcomes]

@@ -18,11 +18,14 @@ from torch.optim import Optimizer
 
 from meshkit.core.gradient import gradient_of
 from meshkit.core.materialize import without_memory
+from meshkit.core.model_state import model_tensors
 from meshkit.core.optimizer_state import finish_update
 from meshkit.core.optimizer_step import replaced
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.errors import PlanError, StepError
 from meshkit.mesh import MeshSpec, change_axes
+from meshkit.moving._agree import gathered
+from meshkit.moving._changed import later_changes, refuse_parted_buffers
 from meshkit.moving._model import like_running
 from meshkit.moving._optimizer import Moving, refuse_optimizer
 from meshkit.moving._tensors import move_model
@@ -47,8 +50,10 @@ def move(
         changed = change_axes(mesh, strategy.mesh)
         chosen = dataclasses.replace(strategy, mesh=changed.spec)
         model = like_running(run)
+        refuse_parted_buffers(run, model)
         with without_memory():
             new = parallelize(model, changed, chosen, example=run.resolved.program.example)
+        _refuse_other_tensors(run, new)
         if optimizer is not None:
             finish_update(optimizer)
         moving = None if optimizer is None else Moving(optimizer, run, new)
@@ -59,7 +64,8 @@ def move(
             if moving is not None:
                 plan = _joined(plan, moving.move())
         except BaseException:
-            old.register_forward_pre_hook(_lost, prepend=True)
+            for module in old.modules():  # a stage is called without what is around it
+                module.register_forward_pre_hook(_lost, prepend=True)
             raise
     if moving is not None:
         moving.commit()
@@ -67,9 +73,9 @@ def move(
     replaced(dict(run.named_parameters()))
     vars(run).clear()
     vars(run).update(vars(new))
+    old.register_forward_pre_hook(_moved, prepend=True)
     if loader is not None:
         loader.move(changed)
-    old.register_forward_pre_hook(_moved, prepend=True)
     # The old model is a circle of modules and hooks, and recipes collect garbage in some steps only.
     del old, model, moving, new
     gc.collect()
@@ -82,7 +88,7 @@ def move(
 def _refuse_together(run: Run, strategy: Strategy, optimizer: Optimizer | None, loader: Movable | None) -> None:
     """Raises: PlanError on every rank for a run that cannot be moved now; AgreementError where ranks differ.
 
-    Wire: an all-reduce in which ranks agree on the call.
+    Wire: an all-reduce in which ranks agree on the call, and an all-gather of what they refuse, as objects.
     """
     why = _refusal(run, optimizer, loader)
     facts = {
@@ -93,11 +99,13 @@ def _refuse_together(run: Run, strategy: Strategy, optimizer: Optimizer | None, 
         "microbatches": strategy.microbatches,
         "optimizer": type(optimizer).__name__,
         "loader": type(loader).__name__,
-        "refused": why or "nothing",
     }
     run.mesh.agreement.meet("move", facts=facts)
-    if why:
-        raise PlanError(f"move: {why}")
+    gathered(run.mesh, lambda: _raise(why) if why else None)
+
+
+def _raise(why: str) -> NoReturn:
+    raise PlanError(why)
 
 
 def _refusal(run: Run, optimizer: Optimizer | None, loader: Movable | None) -> str:
@@ -105,6 +113,8 @@ def _refusal(run: Run, optimizer: Optimizer | None, loader: Movable | None) -> s
     if run.watcher is not None:
         return "a CorruptionGuard looks at this run's tensors. Close it, and make another one after the move."
     if run.later is not None and (changed := run.later.refusal(None)):
+        return changed
+    if changed := later_changes(run):
         return changed
     if with_gradients := [name for name, param in run.named_parameters() if gradient_of(param) is not None]:
         return (
@@ -117,6 +127,18 @@ def _refusal(run: Run, optimizer: Optimizer | None, loader: Movable | None) -> s
             "out, and give it run.mesh.data_rank and run.mesh.data_ranks after the move."
         )
     return "" if optimizer is None else refuse_optimizer(optimizer)
+
+
+def _refuse_other_tensors(run: Run, new: Run) -> None:
+    """Wire: an all-gather of names over the mesh, as objects. Raises: PlanError, on every rank, for a model whose tensors are
+    others than those that `parallelize` got, as after a merge of adapters."""
+    told = gathered(run.mesh, lambda: (set(model_tensors(run.model)), set(model_tensors(new.model))))
+    now, then = (set().union(*(each[side] for each in told)) for side in (0, 1))
+    if other := sorted(now ^ then):
+        raise PlanError(
+            f"move: the model has changed since parallelize: {other[0]!r} is in one of the two alone. Export or save it, and "
+            "parallelize the changed model."
+        )
 
 
 def _moved(module: nn.Module, args: Any) -> NoReturn:

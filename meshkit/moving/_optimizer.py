@@ -38,27 +38,36 @@ OURS = (ShardedAdamW, OffloadedAdamW, LowBitAdamW)
 # knows, and one that keeps parameters elsewhere is refused.
 
 
-def refuse_optimizer(optimizer: Optimizer) -> str:
+def refuse_optimizer(optimizer: Any) -> str:
     """Why it cannot be given other parameters; empty where it can."""
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        return f"optimizer is a {kind}. Give one torch.optim.Optimizer, that of the run."
     if isinstance(optimizer, OURS):
-        return ""
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if type(optimizer) in OURS:
+            return ""
+        return f"a {kind} is a subclass of one of meshkit's optimizers, and would become one of those. {_BY_CHECKPOINT}"
+    if any(not isinstance(key, Tensor) for key in optimizer.state):
+        return f"a {kind} has state that is of no parameter, which a move would lose. {_BY_CHECKPOINT}"
     for attribute, value in vars(optimizer).items():
-        if attribute not in ("param_groups", "state") and _holds(value, params):
+        if attribute not in ("param_groups", "state", "defaults") and _has_tensors(value):
             return (
-                f"a {type(optimizer).__name__} keeps parameters in its attribute {attribute!r}, which no move can know. Save "
-                "by mk.Checkpointer, and load into a run of the other strategy."
+                f"a {kind} keeps tensors or an optimizer in its attribute {attribute!r}, which no move can know. "
+                f"{_BY_CHECKPOINT}"
             )
     return ""
 
 
-def _holds(value: Any, params: set[int], depth: int = 3) -> bool:
-    if isinstance(value, Tensor):
-        return id(value) in params
+_BY_CHECKPOINT = "Save by mk.Checkpointer, and load into a run of the other strategy."
+
+
+def _has_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor | Optimizer):
+        return True
     if not depth or not isinstance(value, dict | list | tuple | set):
         return False
     inside: Iterable[Any] = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return any(_holds(each, params, depth - 1) for each in inside)
+    return any(_has_tensors(each, depth - 1) for each in inside)
 
 
 class Moving:

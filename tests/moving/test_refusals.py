@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Callable[[Training], Any], str]] = {
     "guard": (under_guard, "a CorruptionGuard looks at"),
     "attributes": (
         with_another(lambda t: Twice(list(t.run.parameters()))),
-        "a Twice keeps parameters in its attribute",
+        "a Twice keeps tensors or an optimizer in its attribute 'slow'",
     ),
     "stranger": (
         with_another(lambda t: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)),
