@@ -83,6 +83,11 @@ def explain_resolved(
     resolved.refuse_tokens(seq_len)
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
+    table = None
+    if cut is not None:
+        table = PipelineTable(cut=cut, ranks=spec.pp, microbatches=microbatches, rank=stage_rank)
+        if microbatches != resolved.strategy.microbatches:  # else `resolve` has looked whether there is one
+            _ = table.checked
     log = TrafficLog()
     sizes = _microbatches(rows, microbatches, mask)
     batches = [
@@ -123,9 +128,7 @@ def explain_resolved(
         params=[rank_model.row(name) for name in rank_model.params],
         sent=tuple(log.sent),
         choices=tuple(choices),
-        pipeline=None
-        if cut is None
-        else PipelineTable(cut=cut, ranks=spec.pp, microbatches=microbatches, rank=stage_rank),
+        pipeline=table,
     )
 
 
