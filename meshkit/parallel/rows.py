@@ -62,7 +62,7 @@ def refuse_mixed_rows(
     As `look_at_rows`. Raises: PlanError for a forward that is shown to mix rows, to write parameters or to run a backward,
     with its line.
     """
-    key = "rows", example.key, tuple(blocks), frozenset(closed.items()), program.model.training
+    key = "rows", example.key, tuple(blocks), frozenset(closed.items()), mode_of(program.model)
     if ranks and key in program.shown:  # `first` is of microbatches alone
         return True
     looked = look_at_rows(program, example, blocks=blocks, closed=closed, ranks=ranks, first=first)

@@ -21,6 +21,7 @@ from meshkit.program import (
     Uneven,
     Unproved,
     fold,
+    mode_of,
     prove,
     trace,
     without_values,
@@ -32,9 +33,10 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
 
     Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
     """
-    # A layout follows from these and the model.
-    key = "layout", example.key, layout.size, layout.sequence, repr(sorted(layout.styles.items())), tuple(blocks)
-    if key not in program.shown:
+    # A layout follows from these and the model. A style that prints as an address may be another one later.
+    styles = repr(sorted(layout.styles.items()))
+    key = "layout", mode_of(program.model), example.key, layout.size, layout.sequence, styles, tuple(blocks)
+    if " at 0x" in styles or key not in program.shown:
         _prove_layout(program, layout, example, blocks)
         program.shown[key] = example.objects
 
