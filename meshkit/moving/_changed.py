@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from meshkit.core.code import is_ours
-from meshkit.core.hashing import hash64
+from meshkit.core.digests import digest_bytes
 from meshkit.errors import PlanError
 from meshkit.moving._agree import gathered
 from meshkit.step import Run
@@ -36,7 +37,7 @@ def later_changes(run: Run) -> str:
         if _made_later(module, before, _HOOKS):
             return f"module {name or 'of the model'!r} was given a hook after parallelize. {_BEFORE}"
         for attribute, value in vars(module).items():
-            if attribute not in _OF_MODULES and holds(value, buffers):
+            if attribute not in _OF_MODULES and holds(value, lambda each: id(each) in buffers):
                 return (
                     f"module {name or 'of the model'!r} holds a buffer in its attribute {attribute!r}, too, which would be "
                     "that of before the move. Read it by its name."
@@ -67,14 +68,14 @@ def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
-def holds(value: Any, tensors: Collection[int], depth: int = 3) -> bool:
-    """Whether one of these tensors, by id, is in a value: a list, a dict, and what is in those."""
-    if isinstance(value, Tensor):
-        return id(value) in tensors
+def holds(value: Any, wanted: Callable[[Any], bool], depth: int = 3) -> bool:
+    """Whether a value, or what is in it, a list, a dict, and what is in those, is wanted."""
+    if wanted(value):
+        return True
     if not depth or not isinstance(value, dict | list | tuple | set):
         return False
     inside: Iterable[Any] = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return any(holds(each, tensors, depth - 1) for each in inside)
+    return any(holds(each, wanted, depth - 1) for each in inside)
 
 
 def refuse_parted_buffers(run: Run, model: nn.Module) -> None:
@@ -87,7 +88,7 @@ def refuse_parted_buffers(run: Run, model: nn.Module) -> None:
         return
     persistent = model.state_dict().keys()
     own = {
-        name: hash64(repr(buffer.cpu().tolist()))
+        name: digest_bytes(buffer.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, buffer in model.named_buffers()
         if name not in persistent and not buffer.is_meta
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from meshkit.core.optimizer_state import (
 from meshkit.core.reshard import DEFAULT_BUCKET_BYTES, ReallocationPlan, region_of
 from meshkit.errors import PlanError
 from meshkit.moving._agree import gathered
+from meshkit.moving._changed import holds
 from meshkit.moving._tensors import Held, move_tensors
 from meshkit.optim import LowBitAdamW, OffloadedAdamW, ShardedAdamW, adamw_over
 from meshkit.optim.host_offload import narrow
@@ -50,7 +50,7 @@ def refuse_optimizer(optimizer: Any) -> str:
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         return f"a {kind} has state that is of no parameter, which a move would lose. {_BY_CHECKPOINT}"
     for attribute, value in vars(optimizer).items():
-        if attribute not in ("param_groups", "state", "defaults") and _has_tensors(value):
+        if attribute not in ("param_groups", "state", "defaults") and holds(value, _is_tensor_or_optimizer):
             return (
                 f"a {kind} keeps tensors or an optimizer in its attribute {attribute!r}, which no move can know. "
                 f"{_BY_CHECKPOINT}"
@@ -58,16 +58,11 @@ def refuse_optimizer(optimizer: Any) -> str:
     return ""
 
 
+def _is_tensor_or_optimizer(value: Any) -> bool:
+    return isinstance(value, Tensor | Optimizer)
+
+
 _BY_CHECKPOINT = "Save by mk.Checkpointer, and load into a run of the other strategy."
-
-
-def _has_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, Tensor | Optimizer):
-        return True
-    if not depth or not isinstance(value, dict | list | tuple | set):
-        return False
-    inside: Iterable[Any] = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return any(_has_tensors(each, depth - 1) for each in inside)
 
 
 class Moving:
