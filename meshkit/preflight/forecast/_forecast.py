@@ -31,7 +31,7 @@ class Profiles:
 
     def __init__(self) -> None:
         self._programs: dict[int, Program] = {}  # by id of the model, which the program keeps alive
-        self._known: dict[Hashable, tuple[Program, ModelProfile]] = {}
+        self._known: dict[Hashable, tuple[ModelProfile, object]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -64,15 +64,14 @@ class Profiles:
                     strategy.experts,
                     strategy.memory,
                     strategy.compile,
-                    mask,
                 )
             ),
-            (resolved.sequence, resolved.compute, rows, seq_len, loss, kernels),
+            (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
         )
         if key not in self._known:
             profile = profile_model(resolved, rows=rows, seq_len=seq_len, mask=mask, loss=loss, kernels=kernels)
-            self._known[key] = resolved.program, profile  # the program too, so that its id stays its own
-        return self._known[key][1]
+            self._known[key] = profile, (resolved.program, mask)  # these too, so that their ids stay their own
+        return self._known[key][0]
 
 
 def forecast(
