@@ -88,10 +88,14 @@ class Clock:
 def cost_of_a_call(group: Any, times: int = 20_000) -> float:
     """Seconds that the ring takes for one call."""
     work, sent = dist.Work(), [torch.zeros(1024)]
-    issue, recorded = (lambda group, tensors, options: work), None
-    recorded = calls._recorded(issue, "all_reduce", 0)
-    wait = lambda work: True  # noqa: E731
-    ending = calls._ending(wait)
+
+    def issue(group: Any, tensors: Any, options: Any) -> dist.Work:
+        return work
+
+    def wait(work: dist.Work) -> bool:
+        return True
+
+    recorded, ending = calls._recorded(issue, "all_reduce", 0), calls._ending(wait)
 
     def took(one: Callable[..., Any], other: Callable[..., Any]) -> float:
         began = time.process_time()
