@@ -95,12 +95,19 @@ class Overlap:
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """bytes_per_s: one way between a device and its host. adam_params_per_s: of an optimizer that runs on the host.
-    step_s: what a step costs beside its kernels, as data and logging.
+    step_s: what a step costs beside its kernels, as data and logging. cores: where ranks compute on the host itself, so many
+    at once as if each were alone; seconds of kernels are then those of all ranks of a node at once. 0: every rank has a device.
     """
 
     bytes_per_s: float = 5e10
     adam_params_per_s: float = 1e9
     step_s: float = 0.0
+    cores: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise ClusterError(f"host.{name}={value!r}: a number of at least 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +171,11 @@ class Cluster:
     def ranks(self) -> int:
         """The most that it holds."""
         return self.tiers[-1].ranks
+
+    @property
+    def crowding(self) -> float:
+        """By how much slower kernels are while all ranks of a node compute than while one does."""
+        return max(1.0, self.tiers[0].ranks / self.host.cores) if self.host.cores else 1.0
 
     @staticmethod
     def names() -> list[str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshkit.cluster._cluster import Cluster, Measured, Overlap, Tier
+from meshkit.cluster._cluster import Cluster, Host, Measured, Overlap, Tier
 from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
 from meshkit.core._torch import TorchDispatchMode
 
@@ -83,6 +83,7 @@ def measure(
     dtype = DTYPES[device.type][0]
     forward, backward = _attention(bench, dtype, peaks[curves[0].dtype])
     kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
+    host = Host(cores=_cores(bench)) if kernels == "cpu" else Host()
     found = Device(
         name=torch.cuda.get_device_name(device) if kernels == "cuda" else f"CPU core beside {bench.ranks - 1} others",
         memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if kernels == "cuda" else 2.0**33,
@@ -105,6 +106,7 @@ def measure(
         tiers=(tier,),
         collectives=collectives,
         overlap=overlap,
+        host=host,
         level="measured",
         source=f"measure-cluster on {bench.ranks} ranks, torch {torch.__version__}",
     )
@@ -117,6 +119,21 @@ def _products(bench: Bench, dtype: torch.dtype) -> KernelCurve:
         one, other = (torch.randn(size, dtype=dtype, device=bench.device) for size in ((m, k), (k, n)))
         points.append((float(m), float(n), float(k), bench.seconds(lambda one=one, other=other: one @ other)))  # type: ignore[misc]
     return KernelCurve(dtype=str(dtype).removeprefix("torch."), points=tuple(points))
+
+
+def _cores(bench: Bench) -> float:
+    """Ranks that compute at once as if each were alone: by how much slower a product is while all ranks compute."""
+    one, other = (torch.randn(256, 512), torch.randn(512, 512))
+    together_s = bench.seconds(lambda: one @ other)
+    alone = Bench(device=bench.device)
+    alone_s = 0.0
+    for rank in range(bench.ranks):  # the others wait, and compute nothing
+        if bench.group is not None:
+            dist.barrier(bench.group)
+        if bench.group is None or dist.get_rank(bench.group) == rank:
+            alone_s = alone.seconds(lambda: one @ other)
+    alone_s = bench._largest(alone_s)
+    return min(float(bench.ranks), bench.ranks * alone_s / together_s)
 
 
 def _memory(bench: Bench, dtype: torch.dtype) -> float:

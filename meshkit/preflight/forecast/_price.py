@@ -233,35 +233,47 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
 def _pipelined(
     schedule: Schedule, stages: Sequence[StageSeconds], profile: StepProfile, prices: Prices
 ) -> tuple[Ledger, Simulation]:
-    """The ledger of the rank that computes longest; what it waits for others is bubble, of which hops are pp's part."""
-    hops = _hops(schedule, profile, prices.cluster)
-    simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other])
+    """The ledger of the rank that computes longest; what it waits for others is bubble, of which hops are pp's part.
+
+    Where ranks share the cores of a host, a rank computes faster while others wait, and all together as fast as the cores do.
+    """
+    hops, crowding = _hops(schedule, profile, prices.cluster), prices.cluster.crowding
+    simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other], faster=crowding)
     of_rank = [
         _sum(
-            _times(ledger, profile.microbatches)
+            _times(ledger, profile.microbatches / crowding)
             for stage in schedule.stages_of(rank)
             for ledger in stages[stage].ledgers.values()
         )
         for rank in range(schedule.world)
     ]
     longest = max(range(schedule.world), key=lambda rank: fsum(of_rank[rank].values()))
-    ledger = of_rank[longest]
+    ledger = dict(of_rank[longest])
     idle_s = simulation.makespan_s - fsum(ledger.values())
     most = max((hops[one, longest] for one in range(schedule.world) if (one, longest) in hops), default=0.0)
     ends = [0.0, *(event.end_s for event in simulation.events[longest])]
     waits = [event.start_s - end_s for event, end_s in zip(simulation.events[longest], ends, strict=False)]
     ledger["pp"] = ledger.get("pp", 0.0) + min(idle_s, fsum(min(most, wait) for wait in waits))
     ledger["bubble"] = idle_s - min(idle_s, fsum(min(most, wait) for wait in waits))
+    if crowding > 1:
+        busy_s = crowding * fsum(fsum(each.values()) for each in of_rank) / schedule.world
+        ledger["shared cores"] = max(0.0, busy_s - simulation.makespan_s)
     # All ranks wait for the slowest before and after: the one whose gathers, reductions and optimizer take longest.
     once = [_sum(stages[stage].once for stage in schedule.stages_of(rank)) for rank in range(schedule.world)]
     return _sum([ledger, max(once, key=lambda each: fsum(each.values()))]), simulation
 
 
 def pipeline_seconds(
-    schedule: Schedule, stages: Sequence[StageSeconds], hop_s: float | Callable[[int, int], float]
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    hop_s: float | Callable[[int, int], float],
+    *,
+    faster: float = 1.0,
 ) -> Simulation:
-    """The schedule's own table, with the seconds of each stage. hop_s: of a message, or a function of (from, to)."""
-    seconds = {phase: tuple(stage.seconds(phase) for stage in stages) for phase in (FORWARD, BACKWARD, WEIGHT)}
+    """The schedule's own table, with the seconds of each stage, divided by `faster`. hop_s: of a message, or a function of
+    (from, to).
+    """
+    seconds = {phase: tuple(stage.seconds(phase) / faster for stage in stages) for phase in (FORWARD, BACKWARD, WEIGHT)}
     return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
 
 
@@ -285,7 +297,7 @@ def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:
     return ledger
 
 
-def _times(ledger: Ledger, count: int) -> Ledger:
+def _times(ledger: Ledger, count: float) -> Ledger:
     return {name: seconds * count for name, seconds in ledger.items()}
 
 

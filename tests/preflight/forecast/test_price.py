@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshkit.cluster import Cluster, Device, Efficiency, Faults, Op, Overlap, Tier
+from meshkit.cluster import Cluster, Device, Efficiency, Faults, Host, Op, Overlap, Tier
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline.schedules import one_f_one_b, zb_h1
 from meshkit.preflight.forecast import Call, Part, Profile, StepProfile, price
@@ -187,3 +187,19 @@ def _took(profile: StepProfile) -> float:
     began = time.perf_counter()
     price(profile, MACHINE)
     return time.perf_counter() - began
+
+
+def test_ranks_that_share_the_cores_of_a_host() -> None:
+    """Four ranks on two cores: a rank computes twice as fast while two wait, and all together as fast as the cores do."""
+    shared = replace(MACHINE, tiers=(replace(MACHINE.tiers[0], ranks=4),), host=Host(cores=2.0))
+    alone = replace(shared, host=Host())
+    stage = (part("block", 1.0, 2.0),)
+    for microbatches in (1, 64):
+        table = one_f_one_b(4, microbatches)
+        profile = step("pp=4", *(stage,) * 4, schedule=table, crossing=((0, 0),) * 3, microbatches=microbatches)
+        found = price(profile, shared)
+        path_s, busy_s = price(profile, alone).seconds / 2, 3.0 * microbatches
+        assert found.seconds == pytest.approx(max(path_s, busy_s))
+        assert fsum(found.ledger.values()) == pytest.approx(found.seconds)
+    whole = step("dp_replicate=4", stage)
+    assert price(whole, shared).seconds == price(whole, alone).seconds  # measured while all four compute
