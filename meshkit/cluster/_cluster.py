@@ -96,7 +96,7 @@ class Overlap:
 class Host:
     """bytes_per_s: one way between a device and its host. adam_params_per_s: of an optimizer that runs on the host.
     step_s: what a step costs beside its kernels, as data and logging. cores: where ranks compute on the host itself, so many
-    at once as if each were alone; seconds of kernels are then those of all ranks of a node at once. 0: every rank has a device.
+    at once as if each were alone; seconds of kernels are then those of all ranks of a node at once. 0: each has a device.
     """
 
     bytes_per_s: float = 5e10

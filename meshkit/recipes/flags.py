@@ -118,6 +118,8 @@ class TrainFlags(StepFlags):
     """go on with the strategy of --move-to after so many steps, also in a job that is started again there; 0: never"""
     move_to: Path | None = None
     """a TOML file with that Strategy; without a mesh the ranks keep theirs"""
+    forecast: str = ""
+    """say after some steps how long a forecast on this cluster says that they take: a datasheet's name, or a file"""
 
     def move_strategy(self) -> Strategy | None:
         """Of --move-to; None without. Raises: PlanError for one flag without the other, and for what the loop says itself."""

@@ -48,6 +48,7 @@ from meshkit.strategy import Strategy
 
 from .flags import RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
+from .foresight import Foresight
 from .process import collecting_garbage, multiplying_fp32
 
 ROLLBACKS = 3  # of a process: what comes back so often is no cosmic ray
@@ -120,6 +121,9 @@ class Session:
         if self._next_strategy is not None:
             self._next_strategy = _resolved(self._next_strategy, run)
         self._move_at: int = getattr(config, "move_at", 0)
+        self._foresight = (
+            Foresight(self.mesh, config.forecast) if isinstance(config, TrainFlags) and config.forecast else None
+        )
         if self._corruption is not None:
             self.guard.explained = self._is_corrupt
         self._rollbacks = 0
@@ -156,6 +160,8 @@ class Session:
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)
             files.enter_context(self._signals)
+            if self._foresight is not None:
+                files.callback(self._foresight.close)
             if self._corruption is not None:
                 files.enter_context(self._corruption)
             files.enter_context(multiplying_fp32(config.fp32_precision))
@@ -200,11 +206,15 @@ class Session:
                 with ExitStack() as self._measured:  # from here to stop_clock
                     if self._run is not None:  # ranks of several meshes have unlike work, and none is slow
                         self._measured.enter_context(stragglers.measure(step))
+                    if self._foresight is not None:
+                        self._measured.enter_context(self._foresight.measure())
                     yield step
                 if not self._clock_stopped:
                     raise StepError(
                         f"step {step}: its time has no end. Call session.stop_clock(tokens=...) in every step."
                     )
+                if self._foresight is not None and (said := self._foresight.said(ends=step == self._total)):
+                    print0(said)
                 if stragglers.last is not None and stragglers.last.step == step:
                     self.scalars |= stragglers.last.scalars()
                     if stragglers.slow is not None:
@@ -274,6 +284,8 @@ class Session:
         if guard is not None:
             guard.close()
         began = time.perf_counter()
+        if self._foresight is not None:  # of the strategy that was
+            self._foresight.close()
         moved = self._run.move(strategy, optimizer=self._optimizer, loader=self._loader)
         self.mesh = self._run.mesh
         print0(f"move before {self._unit} {step}, in {time.perf_counter() - began:.1f} s, to {self.mesh.describe()}")

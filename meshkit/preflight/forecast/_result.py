@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from meshkit.cluster import Cluster
 from meshkit.preflight._format import format_axes, table_lines
-from meshkit.preflight.forecast._price import Ledger, Priced, price
+from meshkit.preflight.forecast._beside import COMPUTING, Told
+from meshkit.preflight.forecast._price import Ledger, Priced, Prices, price
 from meshkit.preflight.forecast._profile import StepProfile
 
 BAR = 30
+_COMPUTING = (
+    "matmul",
+    "attention",
+    "other kernels",
+    "recompute",
+    "launch",
+    "optimizer",
+    "host",
+    "jitter",
+    "shared cores",
+)
 LEVELS = {
     "datasheet": "from a datasheet; docs/accuracy.md has the errors on published runs",
     "measured": "from measure-cluster on this machine; docs/accuracy.md has the errors on runs there",
@@ -52,6 +65,20 @@ class Forecast:
         """Model FLOPs utilization: recompute is not counted, and attention's whole square is."""
         peak = self.cluster.device.peak_flops_per_s(self.profile.dtype)
         return self.profile.flops / (self.seconds * peak * self.ranks)
+
+    @property
+    def told(self) -> Told:
+        """As a rank measures a step, and as a file keeps it."""
+        by_axis: defaultdict[str, float] = defaultdict(float)
+        for name, seconds in self.ledger.items():
+            if name != "step":
+                by_axis[COMPUTING if name in _COMPUTING else "pp" if name == "bubble" else name] += seconds
+        prices = Prices(self.cluster, self.profile.spec)
+        for call in self.profile.once:
+            if call.phase == "step":
+                by_axis[call.axis] += prices.call_s(call)
+        device, level = self.cluster.device.name, self.cluster.level
+        return Told(seconds=self.seconds, by_axis=dict(by_axis), device=device, level=level)
 
     def on(self, cluster: Cluster) -> Forecast:
         """The same step on another cluster; nothing is traced again."""

@@ -30,6 +30,8 @@ class Seconds:
     """ranks of the run; default: the product of the mesh's axes"""
     also: tuple[str, ...] = ()
     """further clusters to print seconds for; nothing is traced again"""
+    save: Path | None = None
+    """a file for the seconds, of computing and of each axis, as JSON"""
 
 
 def command(args: list[str]) -> None:
@@ -48,6 +50,8 @@ def command(args: list[str]) -> None:
         microbatches=step["microbatches"],
         loss=step["loss"],
     )
+    if options.save is not None:
+        options.save.write_text(told.told.to_json(), encoding="utf-8")
     print(told)
     for name in options.also:
         print(f"on {name}: {told.on(Cluster.read(name)).seconds:.4g} s")
