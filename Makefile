@@ -18,14 +18,16 @@ demo: install
 
 # A worker for each core; then, with the machine to themselves, the tests that compare times.
 PYTEST := $(BIN)/python -m pytest
+TURN := commit
 WORKERS := -n auto --maxprocesses 4
 
+# Of the dear ones a quarter, another one each day; test-deep runs all, on more cells.
 test: install
-	$(PYTEST) $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gate and not alone"
+	MESHKIT_TEST_TURN=$(TURN) $(PYTEST) $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gate and not alone"
 	$(PYTEST) -m alone
 
 test-deep: install
-	MESHKIT_TEST_DEPTH=deep $(MAKE) test
+	MESHKIT_TEST_DEPTH=deep $(MAKE) test TURN=
 
 gate: install
 	$(PYTEST) $(WORKERS) --dist worksteal -m gate

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import tests.depth  # noqa: F401  # sets how much hypothesis draws
+from tests.turns import take_turns, turn
 from tests.world import CRASHES
 
 # Each connection to a store asks for the name of its address, and a machine that does not know `::1` asks a name server.
@@ -28,6 +29,15 @@ def no_world_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("made a process group in pytest's own process: use tests.world.pool(1).run(...)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    take_turns(config, items, turn())
+
+
+def pytest_report_header() -> str:
+    day = turn()
+    return "" if day is None else f"of tests that take turns those of day {day}; make test-deep runs all"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,6 +26,8 @@ from tests.faults.test_corruption import on_host, state_of
 from tests.laws.parity.cases import Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
+pytestmark = pytest.mark.turns(4)
+
 STRUCK = 24 if DEEP else 3  # wrong numbers of each mesh
 
 MESHES = [

@@ -20,6 +20,8 @@ from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import Live
 from tests.world import pool
 
+pytestmark = pytest.mark.turns(4)
+
 TOL_FP64 = 1e-10
 EVERY_SECOND = Recompute(mode="full", every=2)
 

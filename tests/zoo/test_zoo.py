@@ -20,6 +20,8 @@ from tests.zoo.judge import Said
 from tests.zoo.part import EQUAL, REFUSED
 from tests.zoo.sweep import Row, is_current, tree, verdict
 
+pytestmark = pytest.mark.turns(4)
+
 PLAIN = Cell.of("odd.Plain", "dp_shard=2")
 
 

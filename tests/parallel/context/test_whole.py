@@ -28,6 +28,8 @@ from tests.zoo import causal
 from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS, VOCABULARY
 
+pytestmark = pytest.mark.turns(4)
+
 TOL = 1e-10
 
 
