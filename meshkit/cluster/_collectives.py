@@ -39,8 +39,8 @@ def collective_s(cluster: Cluster, op: str, size: float, place: Place) -> float:
     seconds = _interpolated(curve.points, size)
     if curve.ranks == place.ranks:
         return seconds
-    # Of other numbers of ranks the nearest curve is taken, and scaled as the model is.
-    there = Place(curve.ranks, tuple(min(count, curve.ranks) for count in place.inside))
+    # Of other numbers of ranks the nearest curve is taken, and scaled as the model is. Its ranks were next to one another.
+    there = Place(curve.ranks, tuple(min(tier.ranks, curve.ranks) for tier in cluster.tiers))
     return seconds * _modelled_s(cluster, op, size, place) / _modelled_s(cluster, op, size, there)
 
 

@@ -74,8 +74,8 @@ def measure(
 ) -> Cluster:
     """The cluster that these ranks are. group: of all ranks; None measures one rank alone. A collective.
 
-    ranks_per_node: default all of them. Curves of collectives are of all ranks; of fewer or more they are scaled as the
-    model is.
+    ranks_per_node: default all of them. Curves of collectives are of all ranks, of halves, quarters and so on; of other
+    numbers the nearest is scaled as the model is.
     """
     bench = Bench(device=device, group=group)
     curves = [_products(bench, dtype) for dtype in DTYPES[device.type]]
@@ -187,9 +187,24 @@ def _launch_s(bench: Bench) -> float:
 
 
 def _collectives(bench: Bench) -> tuple[Measured, ...]:
-    n, group, device = bench.ranks, bench.group, bench.device
-    measured = []
-    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+    """Of all ranks, and of halves, quarters, ... of them at the same time, as the groups of a mesh's axis are."""
+    sizes = [bench.ranks]
+    while sizes[-1] % 2 == 0 and sizes[-1] > 2:
+        sizes.append(sizes[-1] // 2)
+    measured: list[Measured] = []
+    for size in sizes:
+        group = bench.group
+        if size < bench.ranks:
+            starts = range(0, bench.ranks, size)
+            group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + size)] for start in starts])
+        measured += _collectives_of(bench, group, size, last=size == sizes[-1])
+    return tuple(measured)
+
+
+def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int, *, last: bool) -> list[Measured]:
+    """A message between two ranks is measured once, in the smallest groups."""
+    device, measured = bench.device, []
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(["send"] if last else [])):
         points = []
         for size in MESSAGES:
             elements = max(n, size // 4 // n * n)
@@ -210,7 +225,7 @@ def _collectives(bench: Bench) -> tuple[Measured, ...]:
                 growing.append((leaves, max(seconds, growing[-1][1])))  # noise is not let fall
         ranks = 2 if op == "send" else n
         measured.append(Measured(op=op, tier="all", ranks=ranks, points=tuple(growing)))
-    return tuple(measured)
+    return measured
 
 
 def _to_the_next(whole: Tensor, other: Tensor, group: dist.ProcessGroup | None) -> None:

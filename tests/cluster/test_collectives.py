@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import pytest
@@ -122,3 +123,18 @@ def test_a_measured_curve_wins_and_is_linear_between_its_points() -> None:
 def test_an_unknown_collective_is_refused() -> None:
     with pytest.raises(ClusterError, match="collective 'gossip' has no price"):
         collective_s(NODES, "gossip", 1, Place(2, (2, 2)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+def test_a_measured_curve_is_scaled_to_other_numbers_of_ranks(ranks: int) -> None:
+    """As the model is, which is the curve here; of fewer ranks, of more, and of ranks in other nodes."""
+    place = place_of(NODES, MeshSpec(dp_shard=ranks), "dp_shard")
+    tier, measured_on = ("node", 4) if ranks <= 8 else ("rail", 32)
+    there = place_of(NODES, MeshSpec(dp_shard=measured_on), "dp_shard")
+    curve = Measured(
+        op="all_gather", tier=tier, ranks=measured_on, points=((GB, collective_s(NODES, "all_gather", GB, there)),)
+    )
+    measured = replace(NODES, collectives=(curve,))
+    assert collective_s(measured, "all_gather", GB, place) == pytest.approx(
+        collective_s(NODES, "all_gather", GB, place)
+    )
