@@ -4,7 +4,8 @@
     python -m benchmarks.accuracy.own --record        # adds them to benchmarks/results/forecast.jsonl
 
 For 1, 2 and 4 gloo ranks: the ranks measure themselves as `measure-cluster` does, then make the steps of each strategy, all
-strategies `--passes` times in turn. The forecasts are made afterwards, from the model and the measured cluster alone.
+strategies `--passes` times in turn. The forecasts are made afterwards, from the model and the measured cluster alone; once
+more with the cluster as one step of the first strategy of its world calibrates it, which then counts no more.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.mesh.world import start_world
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.preflight._format import format_axes
-from meshkit.preflight.forecast import Batch, Forecast, Profiles
+from meshkit.preflight.forecast import Batch, Forecast, MeasuredStep, Profiles, calibrated, measure_step
 from meshkit.strategy import ContextPolicy, MemoryPolicy, PipelinePolicy, Recompute, Strategy
 
 RESULTS = Path("benchmarks/results/forecast.jsonl")
@@ -110,20 +110,22 @@ def measured_world(folder: Path, passes: int) -> None:
     start_world("cpu", timedelta(minutes=5))
     ranks = dist.get_world_size()
     cluster = measure(torch.device("cpu"), group=dist.group.WORLD if ranks > 1 else None)
-    seconds: dict[int, list[float]] = {}
+    found: dict[int, list[MeasuredStep]] = {}
     for _ in range(passes):
         for index, strategy in enumerate(strategies(ranks)):
-            seconds.setdefault(index, []).extend(steps_of(strategy))
+            found.setdefault(index, []).extend(steps_of(strategy))
             if dist.get_rank() == 0:
-                print(f"{label(strategy)}: {statistics.median(seconds[index]):.3f} s", file=sys.stderr, flush=True)
+                seconds = statistics.median(step.seconds for step in found[index])
+                print(f"{label(strategy)}: {seconds:.3f} s", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         cluster.write(folder / f"cluster-{ranks}.toml")
-        (folder / f"seconds-{ranks}.json").write_text(json.dumps(seconds), encoding="utf-8")
+        steps = [[asdict(step) for step in each] for each in found.values()]
+        (folder / f"steps-{ranks}.json").write_text(json.dumps(steps), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def steps_of(strategy: Strategy) -> list[float]:
-    """Seconds of steps, after some that are not counted; of the slowest rank, since all wait for it in each step."""
+def steps_of(strategy: Strategy) -> list[MeasuredStep]:
+    """Steps of this rank, after some that are not counted. All ranks wait for the slowest in each step, at the norm."""
     assert isinstance(strategy.mesh, MeshSpec)
     mesh = mk.init_mesh(strategy.mesh)
     with torch.device("meta"):
@@ -135,18 +137,16 @@ def steps_of(strategy: Strategy) -> list[float]:
     rows = BATCH.rows(mesh.spec)
     ids = torch.randint(0, CONFIG.vocab_size, (rows, BATCH.seq_len + 1))
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    seconds = []
-    for step in range(WARMUP + STEPS):
+    found = []
+    for _ in range(WARMUP + STEPS):
         dist.barrier()
-        began = time.perf_counter()
-        run.forward_backward(batch, microbatches=strategy.microbatches)
-        mk.clip_grad_norm(run, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.barrier()
-        if step >= WARMUP:
-            seconds.append(time.perf_counter() - began)
-    return seconds
+        with measure_step(on_host=True) as measured:
+            run.forward_backward(batch, microbatches=strategy.microbatches)
+            mk.clip_grad_norm(run, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found += measured
+    return found[WARMUP:]
 
 
 def launch(ranks: int, folder: Path, passes: int) -> None:
@@ -161,59 +161,71 @@ def launch(ranks: int, folder: Path, passes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
+    """traced: on the cluster as the first strategy of its world calibrates it; None of that one."""
+
     ranks: int
     strategy: Strategy
     told: Forecast
-    measured: list[float]
+    traced: Forecast | None
+    steps: list[MeasuredStep]
 
     @property
     def measured_s(self) -> float:
-        return statistics.median(self.measured)
-
-    @property
-    def error(self) -> float:
-        return self.told.seconds / self.measured_s - 1
+        return statistics.median(step.seconds for step in self.steps)
 
     def row(self) -> dict[str, Any]:
-        low, _, high = statistics.quantiles(self.measured, method="inclusive")
+        low, _, high = statistics.quantiles([step.seconds for step in self.steps], method="inclusive")
         return {
             "ranks": self.ranks,
             "strategy": label(self.strategy),
             "forecast_s": round(self.told.seconds, 5),
+            "traced_s": self.traced and round(self.traced.seconds, 5),
             "measured_s": round(self.measured_s, 5),
             "quartiles_s": [round(low, 5), round(high, 5)],
             "ledger": {name: round(seconds, 5) for name, seconds in self.told.ledger.items()},
         }
 
 
-def beside(folder: Path, ranks: int, profiles: Profiles) -> list[Beside]:
+def beside(folder: Path, ranks: int, profiles: Profiles, model: torch.nn.Module) -> list[Beside]:
     cluster = Cluster.read(folder / f"cluster-{ranks}.toml")
-    measured = json.loads((folder / f"seconds-{ranks}.json").read_text(encoding="utf-8"))
-    with torch.device("meta"):
-        model = Llama(CONFIG)
+    steps = [
+        [MeasuredStep(**step) for step in each]
+        for each in json.loads((folder / f"steps-{ranks}.json").read_text(encoding="utf-8"))
+    ]
     told = [
         mk.forecast(model, replace(strategy, plan=LLAMA_PLAN), cluster, BATCH, profiles=profiles)
         for strategy in strategies(ranks)
     ]
+    middle = sorted(steps[0], key=lambda step: step.seconds)[len(steps[0]) // 2]
+    by_run = calibrated(cluster, told[0].told, middle)
     return [
-        Beside(ranks=ranks, strategy=strategy, told=each, measured=measured[str(index)])
-        for index, (strategy, each) in enumerate(zip(strategies(ranks), told, strict=True))
+        Beside(
+            ranks=ranks, strategy=strategy, told=each, traced=each.on(by_run) if each is not told[0] else None, steps=of
+        )
+        for strategy, each, of in zip(strategies(ranks), told, steps, strict=True)
     ]
 
 
 def summary(rows: Sequence[Beside]) -> dict[str, Any]:
+    """By the level of the cluster."""
+    traced = [(row, row.traced) for row in rows if row.traced is not None]
+    return {"measured": _summary([(row, row.told) for row in rows]), "traced": _summary(traced)}
+
+
+def _summary(rows: Sequence[tuple[Beside, Forecast]]) -> dict[str, Any]:
     """Mean error, Spearman's rank correlation, and by how much the forecast's choice is slower than the best of its world."""
     regrets = {}
-    for ranks in dict.fromkeys(row.ranks for row in rows):
-        of = [row for row in rows if row.ranks == ranks]
-        chosen = min(of, key=lambda row: row.told.seconds)
-        regrets[ranks] = chosen.measured_s / min(row.measured_s for row in of) - 1
+    for ranks in dict.fromkeys(row.ranks for row, _ in rows):
+        of = [(row, told) for row, told in rows if row.ranks == ranks]
+        chosen, _ = min(of, key=lambda each: each[1].seconds)
+        regrets[str(ranks)] = round(chosen.measured_s / min(row.measured_s for row, _ in of) - 1, 4)
+    errors = [told.seconds / row.measured_s - 1 for row, told in rows]
     return {
         "strategies": len(rows),
-        "mean_error": round(statistics.mean(abs(row.error) for row in rows), 4),
-        "signed_error": round(statistics.mean(row.error for row in rows), 4),
-        "spearman": round(spearman([row.told.seconds for row in rows], [row.measured_s for row in rows]), 4),
-        "regret": {str(ranks): round(regret, 4) for ranks, regret in regrets.items()},
+        "mean_error": round(statistics.mean(map(abs, errors)), 4),
+        "signed_error": round(statistics.mean(errors), 4),
+        "spearman": round(spearman([told.seconds for _, told in rows], [row.measured_s for row, _ in rows]), 4),
+        "regret": regrets,
     }
 
 
@@ -230,12 +242,16 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows, profiles = [], Profiles()
+        with torch.device("meta"):
+            model = Llama(CONFIG)
         for ranks in (1, 2, 4):
-            if not (folder / f"seconds-{ranks}.json").exists():
+            if not (folder / f"steps-{ranks}.json").exists():
                 launch(ranks, folder, options.passes)
-            rows += beside(folder, ranks, profiles)
+            rows += beside(folder, ranks, profiles, model)
     for row in rows:
-        print(f"{row.ranks} {label(row.strategy):60} {row.told.seconds:.4f} {row.measured_s:.4f} {row.error:+.1%}")
+        traced = f"{row.traced.seconds / row.measured_s - 1:+.1%}" if row.traced is not None else ""
+        error = row.told.seconds / row.measured_s - 1
+        print(f"{row.ranks} {label(row.strategy):60} {row.told.seconds:.4f} {row.measured_s:.4f} {error:+.1%} {traced}")
     found = summary(rows)
     print(json.dumps(found))
     if options.record:

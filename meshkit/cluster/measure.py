@@ -195,16 +195,15 @@ def _collectives(bench: Bench) -> tuple[Measured, ...]:
     for size in sizes:
         group = bench.group
         if size < bench.ranks:
-            starts = range(0, bench.ranks, size)
-            group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + size)] for start in starts])
-        measured += _collectives_of(bench, group, size, last=size == sizes[-1])
+            group, _ = dist.new_subgroups(size)
+        measured += _collectives_of(bench, group, size)
     return tuple(measured)
 
 
-def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int, *, last: bool) -> list[Measured]:
-    """A message between two ranks is measured once, in the smallest groups."""
+def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int) -> list[Measured]:
+    """Messages between two ranks are measured once, by a ring of all."""
     device, measured = bench.device, []
-    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(["send"] if last else [])):
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(["send"] if n == bench.ranks else [])):
         points = []
         for size in MESSAGES:
             elements = max(n, size // 4 // n * n)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshkit.cluster import Cluster
 from meshkit.mesh import Mesh
-from meshkit.preflight.forecast import MeasuredStep, Told, measure_step
+from meshkit.preflight.forecast import MeasuredStep, Told, calibrated, measure_step
 
 FIRST = 4  # of the process: before it connections are opened, blocks compiled
 STEPS = 8  # of which the one in the middle counts
@@ -23,13 +23,14 @@ STEPS = 8  # of which the one in the middle counts
 class Foresight:
     """What --forecast does: `measure()` around each step, and `said()` is a sentence once, on rank 0 of the world.
 
-    cluster: a datasheet or a file. script, args: default those of this process' launch; the script is read again by
-    `python -m meshkit forecast`, on rank 0's host, since a forecast needs a world of its own.
+    cluster: a datasheet or a file. out: a file for it as this run measured it. script, args: default those of this process'
+    launch; the script is read again by `python -m meshkit forecast`, on rank 0's host, since a forecast needs a world of its
+    own.
     Raises: ClusterError for a cluster that is not there.
     """
 
-    def __init__(self, mesh: Mesh, cluster: str, *, script: str = "", args: Sequence[str] = ()) -> None:
-        Cluster.read(cluster)  # refused on every rank, now
+    def __init__(self, mesh: Mesh, cluster: str, *, out: Path, script: str = "", args: Sequence[str] = ()) -> None:
+        self._cluster, self._out = Cluster.read(cluster), out  # refused on every rank, now
         self._on_host = mesh.device_type != "cuda"
         self._steps: list[MeasuredStep] = []
         self._seen = 0
@@ -69,7 +70,11 @@ class Foresight:
             return f"--forecast: {error.strip().splitlines()[-1] if error.strip() else self._process.returncode}"
         middle = statistics.median_low([step.seconds for step in self._steps])
         measured = next(step for step in self._steps if step.seconds == middle)
-        return Told.from_json(self._file.read_text(encoding="utf-8")).beside(measured)
+        told = Told.from_json(self._file.read_text(encoding="utf-8"))
+        if not measured.by_axis:
+            return told.beside(measured)
+        calibrated(self._cluster, told, measured).write(self._out)
+        return f"{told.beside(measured)}; {self._out} is the cluster as this run measured it"
 
     def close(self) -> None:
         """Ends the other process, if it still runs."""

@@ -122,7 +122,9 @@ class Session:
             self._next_strategy = _resolved(self._next_strategy, run)
         self._move_at: int = getattr(config, "move_at", 0)
         self._foresight = (
-            Foresight(self.mesh, config.forecast) if isinstance(config, TrainFlags) and config.forecast else None
+            Foresight(self.mesh, config.forecast, out=config.out / "cluster.toml")
+            if isinstance(config, TrainFlags) and config.forecast
+            else None
         )
         if self._corruption is not None:
             self.guard.explained = self._is_corrupt

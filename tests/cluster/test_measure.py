@@ -22,7 +22,7 @@ def measured(path: str) -> None:
         found.write(path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_measure_themselves(tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "cluster.toml"
     pool(ranks).run(measured, str(path))
@@ -31,6 +31,8 @@ def test_ranks_measure_themselves(tmp_path: Path, ranks: int) -> None:
     assert 0 < cluster.host.cores <= ranks
     assert cluster.crowding >= 1
     assert {curve.op for curve in cluster.collectives} == (set(OPS) if ranks > 1 else set())
+    sizes = {curve.ranks for curve in cluster.collectives if curve.op == "all_gather"}
+    assert sizes == {size for size in (2, 4) if size <= ranks}  # groups of an axis, too
     for curve in cluster.collectives:
         seconds = [seconds for _, seconds in curve.points]
         assert seconds == sorted(seconds)

@@ -8,6 +8,7 @@ from ._batch import Batch as Batch
 from ._beside import MeasuredStep as MeasuredStep
 from ._beside import Told as Told
 from ._beside import measure_step as measure_step
+from ._calibrated import calibrated as calibrated
 from ._forecast import Profiles as Profiles
 from ._forecast import forecast as forecast
 from ._forecast import forecast_profile as forecast_profile
