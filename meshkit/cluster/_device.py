@@ -72,7 +72,8 @@ class Device:
 
     flops_per_s: by dtype, as {"bfloat16": 989.4e12}. launch_s: between two kernels that the host launches one by one; nothing
     of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
-    each launch. context_bytes: what the driver takes of the memory.
+    each launch. context_bytes: what the driver takes of the memory. memory_curve: measured (bytes, seconds) of kernels that
+    are bound by the memory, by bytes; it wins over bandwidth and efficiency.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Device:
     context_bytes: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     curves: tuple[KernelCurve, ...] = ()
+    memory_curve: tuple[tuple[float, float], ...] = ()
     power: tuple[PowerPoint, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +96,12 @@ class Device:
             raise ClusterError(f"device.launch_s={self.launch_s!r}: seconds, at least 0.")
         if self.kernels not in get_args(Kernels):
             raise ClusterError(f"device.kernels={self.kernels!r}: choose cuda or cpu.")
+        object.__setattr__(self, "memory_curve", tuple((float(size), float(s)) for size, s in self.memory_curve))
+        sizes = [size for size, _ in self.memory_curve]
+        if sizes != sorted(set(sizes)) or min((min(point) for point in self.memory_curve), default=1.0) <= 0:
+            raise ClusterError(
+                f"device.memory_curve={self.memory_curve!r}: give [bytes, seconds], all above 0, by growing bytes."
+            )
         object.__setattr__(self, "flops_per_s", FrozenMapping(self.flops_per_s))
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
             raise ClusterError(

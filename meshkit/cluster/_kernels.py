@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import log
 
@@ -32,9 +33,7 @@ class Op:
 
 def kernel_s(device: Device, op: Op) -> float:
     """Seconds on the device, without the launch."""
-    efficiency = device.efficiency
-    rate = device.memory_bytes_per_s * efficiency.memory
-    memory_s = op.bytes / (rate * op.bytes / (op.bytes + efficiency.half_bytes)) if op.bytes else 0.0
+    efficiency, memory_s = device.efficiency, _memory_s(device, op.bytes)
     if op.kind == "memory" or not op.work:
         return memory_s
     peak = device.peak_flops_per_s(op.dtype)
@@ -53,6 +52,21 @@ def kernel_s(device: Device, op: Op) -> float:
     ):
         share *= size / (size + half)
     return max(memory_s, op.work / (peak * share))
+
+
+def _memory_s(device: Device, size: float) -> float:
+    """Of reading and writing so many bytes: as measured, between sizes in proportion, and beyond them at the rate of the last."""
+    if not size:
+        return 0.0
+    curve = device.memory_curve
+    if not curve:
+        return (size + device.efficiency.half_bytes) / (device.memory_bytes_per_s * device.efficiency.memory)
+    at = bisect_left(curve, (size, 0.0))
+    if at in (0, len(curve)):
+        known, seconds = curve[min(at, len(curve) - 1)]
+        return seconds * size / known
+    (less, less_s), (more, more_s) = curve[at - 1], curve[at]
+    return less_s + (more_s - less_s) * (size - less) / (more - less)
 
 
 NEAREST = 4  # measured shapes that tell another's rate

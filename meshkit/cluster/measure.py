@@ -26,7 +26,8 @@ LEAST_S = 0.02  # of a measurement: many calls of what is short
 REPEATS = 5  # of which the median counts
 SHAPES = {"cpu": ((32, 256, 2048), (64, 256, 1024)), "cuda": ((512, 2048, 8192), (1024, 4096, 8192))}
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
-ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 27}  # of a tensor whose kernel is bound by the memory
+# Of tensors whose kernels are bound by the memory.
+ELEMENTS = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 27)}
 MESSAGES = tuple(1 << power for power in (8, 12, 15, 18, 20, 22, 24))  # bytes
 
 
@@ -83,11 +84,13 @@ def measure(
     dtype = DTYPES[device.type][0]
     forward, backward = _attention(bench, dtype, peaks[curves[0].dtype])
     kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
+    memory = _memory(bench, dtype)
     host = Host(cores=_cores(bench)) if kernels == "cpu" else Host()
     found = Device(
         name=torch.cuda.get_device_name(device) if kernels == "cuda" else f"CPU core beside {bench.ranks - 1} others",
         memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if kernels == "cuda" else 2.0**33,
-        memory_bytes_per_s=_memory(bench, dtype),
+        memory_bytes_per_s=memory[-1][0] / memory[-1][1],
+        memory_curve=memory,
         flops_per_s=peaks,
         launch_s=_launch_s(bench),
         kernels=kernels,
@@ -136,16 +139,22 @@ def _cores(bench: Bench) -> float:
     return min(float(bench.ranks), bench.ranks * alone_s / together_s)
 
 
-def _memory(bench: Bench, dtype: torch.dtype) -> float:
-    """Bytes read and written in a second by kernels that are bound by the memory, of the size that training has."""
-    one, other = (torch.randn(ELEMENTS[bench.device.type], dtype=dtype, device=bench.device) for _ in range(2))
-    size = one.numel() * one.element_size()
-    runs: Sequence[tuple[Callable[[], Tensor], int]] = (
-        (lambda: one + other, 3),
-        (lambda: one.clone(), 2),
-        (lambda: F.silu(one), 2),
-    )
-    return statistics.harmonic_mean([tensors * size / bench.seconds(run) for run, tensors in runs])
+def _memory(bench: Bench, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+    """(bytes read and written, seconds) of kernels that are bound by the memory, by size: what fits a cache is faster, and
+    what is so large that the system gives its pages anew each time is slower.
+    """
+    curve = []
+    for elements in ELEMENTS[bench.device.type]:
+        one, other = (torch.randn(elements, dtype=dtype, device=bench.device) for _ in range(2))
+        size = one.numel() * one.element_size()
+        runs: Sequence[tuple[Callable[[], Tensor], int]] = (
+            (lambda one=one, other=other: one + other, 3),  # type: ignore[misc]
+            (lambda one=one: one.clone(), 2),  # type: ignore[misc]
+            (lambda one=one: F.silu(one), 2),  # type: ignore[misc]
+        )
+        rate = statistics.harmonic_mean([tensors * size / bench.seconds(run) for run, tensors in runs])
+        curve.append((2.0 * size, 2.0 * size / rate))
+    return tuple(curve)
 
 
 def _attention(bench: Bench, dtype: torch.dtype, peak: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshkit.cluster import Device, Efficiency, KernelCurve, Op, kernel_s
+from meshkit.errors import ClusterError
 
 PLAIN = Efficiency(matmul=1.0, attention=0.5, attention_backward=0.5, memory=1.0, half_features=0, half_depth=0)
 DEVICE = Device(name="d", memory_bytes=1, memory_bytes_per_s=1e9, flops_per_s={"bfloat16": 1e12}, efficiency=PLAIN)
@@ -43,3 +44,18 @@ def test_a_measured_shape_has_its_measured_seconds() -> None:
     assert kernel_s(device, product(100, 100, 100)) == pytest.approx(1e-5, rel=1e-3)
     between = kernel_s(device, product(300, 300, 300))
     assert 2 * 300**3 / (2 * 100**3 / 1e-5) * 0.3 < between < 2 * 300**3 / (2 * 1000**3 / 1e-2) * 3
+
+
+def test_a_measured_curve_of_the_memory_wins() -> None:
+    device = replace(DEVICE, memory_curve=((1e3, 1e-6), (1e5, 3e-4)))
+
+    def seconds(size: float) -> float:
+        return kernel_s(device, Op("memory", "", 0.0, 0.0, 0, 0, 0, 1, size, "forward"))
+
+    assert seconds(0.0) == 0.0
+    assert seconds(500.0) == pytest.approx(5e-7)
+    assert seconds(1e3) == pytest.approx(1e-6)
+    assert seconds(5.05e4) == pytest.approx(1.505e-4)
+    assert seconds(1e6) == pytest.approx(3e-3)
+    with pytest.raises(ClusterError, match="memory_curve"):
+        replace(DEVICE, memory_curve=((1e3, 1e-6), (1e3, 2e-6)))

@@ -15,7 +15,9 @@ from tests.world import pool
 
 
 def measured(path: str) -> None:
-    with mock.patch.multiple(measure, LEAST_S=5e-4, REPEATS=1, ELEMENTS={"cpu": 1 << 12}, MESSAGES=(1 << 8, 1 << 14)):
+    with mock.patch.multiple(
+        measure, LEAST_S=5e-4, REPEATS=1, ELEMENTS={"cpu": (1 << 10, 1 << 12)}, MESSAGES=(1 << 8, 1 << 14)
+    ):
         group = dist.group.WORLD if dist.get_world_size() > 1 else None
         found = measure.measure(torch.device("cpu"), group=group)
     if dist.get_rank() == 0:
@@ -36,5 +38,6 @@ def test_ranks_measure_themselves(tmp_path: Path, ranks: int) -> None:
     for curve in cluster.collectives:
         seconds = [seconds for _, seconds in curve.points]
         assert seconds == sorted(seconds)
+    assert [size for size, _ in cluster.device.memory_curve] == [2 * 4 * (1 << 10), 2 * 4 * (1 << 12)]
     small = Op("matmul", "float32", 2.0 * 64**3, 2.0 * 64**3, 64, 64, 64, 1, 3 * 4 * 64**2, "forward")
     assert 0 < kernel_s(cluster.device, small) < 1

@@ -43,6 +43,7 @@ def calibrated(cluster: Cluster, told: Told, measured: MeasuredStep) -> Cluster:
             launch_s=device.launch_s * kernels,
             efficiency=efficiency,
             curves=curves,
+            memory_curve=tuple((size, seconds * kernels) for size, seconds in device.memory_curve),
         ),
         tiers=tuple(
             replace(tier, bytes_per_s=tier.bytes_per_s / messages, latency_s=tier.latency_s * messages)
