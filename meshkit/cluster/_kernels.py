@@ -55,7 +55,7 @@ def kernel_s(device: Device, op: Op) -> float:
 
 
 def _memory_s(device: Device, size: float) -> float:
-    """Of reading and writing so many bytes: as measured, between sizes in proportion, and beyond them at the rate of the last."""
+    """Of reading and writing so many bytes: as measured, between sizes in proportion, beyond at the rate of the last."""
     if not size:
         return 0.0
     curve = device.memory_curve

@@ -139,25 +139,26 @@ class MeshSpec:
         return sorted(rearrange(torch.arange(prod(sizes.values()), device="cpu"), pattern, **sizes).tolist())
 
     def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
-        """One line per axis: its groups of ranks and whether they stay inside a node.
+        """One line per axis of more than one rank: its groups of ranks and whether they stay inside a node. The expert view's
+        own axes are there where it has some.
 
         ranks: the ranks of the world that the mesh is on; None is 0, 1, ...
         Needs no process group: a laptop can describe a mesh of 1024 ranks.
         """
-        lines = [f"{self.world_size} ranks, {ranks_per_node} per node"]
+        lines = [f"{self.world_size} rank{'s' * (self.world_size > 1)}, {ranks_per_node} per node"]
         world_ranks = range(self.world_size) if ranks is None else ranks
         for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
             for axis in axes:
                 size = getattr(self, axis)
-                if title == "expert" and axis in DENSE_AXES:
-                    continue  # pp and dp_replicate are the same groups in both views
+                if size == 1 or (title == "expert" and (axis in DENSE_AXES or self.ep * self.etp == 1)):
+                    continue  # pp and dp_replicate are the same in both views; alone, edp is dp_shard x cp x tp
                 groups = [[world_ranks[index] for index in group] for group in self.groups(axis)]
                 nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
-                link = "-" if size == 1 else "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
+                link = "intra-node" if nodes == 1 else f"inter-node ({nodes} nodes a group)"
                 shown = " ".join(str(group) for group in groups[:4]) + (
                     f" ... {len(groups)} groups" * (len(groups) > 4)
                 )
-                lines.append(f"  {title:6} {axis:12} {size:>4}  {link:28} {shown if size > 1 else ''}".rstrip())
+                lines.append(f"  {title:6} {axis:12} {size:>4}  {link:28} {shown}")
         return "\n".join(lines)
 
 
