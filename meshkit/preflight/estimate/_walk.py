@@ -1,0 +1,230 @@
+"""Walk: the step of one rank of pp, chunk by chunk and buffer by buffer, as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshkit.parallel.pipeline import Schedule, Task
+from meshkit.preflight.estimate._fsdp import Buffers
+from meshkit.preflight.estimate._replay import Kept, Swing, Treated
+from meshkit.preflight.estimate._template import Item, Template
+from meshkit.preflight.estimate._timeline import Timeline
+from meshkit.preflight.estimate._tracker import GROUPS
+
+PASSING, WORK = GROUPS.index("logits and loss"), GROUPS.index("work of backward")
+
+Replayed = Callable[[Item, Treated], tuple[Swing, Swing | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What a rank runs. blocks: of each of its stages (name, its kind), in order. first, last: whether it has these stages.
+
+    experts_of: block -> modules of experts that are units. sharded, experts_sharded: whether FSDP has the dense parameters,
+    and the routed experts. widened: bytes of an accumulated gradient for each of a fresh one.
+    """
+
+    stages: Mapping[int, Sequence[tuple[str, str]]]
+    count: int
+    zero: int
+    sharded: bool
+    experts_sharded: bool
+    experts: tuple[str, ...]
+    experts_of: Mapping[str, Sequence[str]]
+    widened: int
+    split: frozenset[str]
+
+
+@dataclass(kw_only=True)
+class Walk:
+    rank: Rank
+    template: Template
+    replayed: Replayed
+    timeline: Timeline
+    buffers: Buffers
+    _waiting: dict[tuple[int, int], list[tuple[Item, str]]] = field(default_factory=dict)
+    _stepped: set[tuple[str, int]] = field(default_factory=set)  # (kind of row, stage) that ran before
+
+    # ----------------------------------------------------------------------------------------------- without stages
+
+    def microbatches(self, count: int) -> None:
+        """Gradient accumulation. Those between the second and the last are alike."""
+        self._microbatch(first=True, last=count == 1)
+        if count > 2:
+            self._microbatch(first=False, last=False)
+        if count > 1:
+            self._microbatch(first=False, last=True)
+
+    def _microbatch(self, *, first: bool, last: bool) -> None:
+        reduces = last or self.rank.zero >= 2
+        fresh = first or self.rank.zero >= 2
+        treated = self._treated(fresh=fresh, own=first, reduces=reduces)
+        self.buffers.begin()
+        self._forward(0, treated)
+        self._backward(0, treated, reduces=reduces, frees=last or self.rank.zero == 3, last=last, added=not fresh)
+
+    def _treated(self, *, fresh: bool, own: bool, reduces: bool, splits: bool = False) -> Treated:
+        """fresh: no unsharded gradients are there; own: nor those of parameters that nothing shards."""
+
+        def kept(sharded: bool) -> Kept:
+            if not sharded:
+                return "own" if own else "added"
+            if not fresh:
+                return "added"
+            return "reduced" if reduces else "cast" if self.rank.widened > 1 else "own"
+
+        return Treated(
+            kept=kept(self.rank.sharded),
+            experts_kept=kept(self.rank.experts_sharded),
+            experts=self.rank.experts,
+            widened=self.rank.widened,
+            split=self.rank.split if splits else frozenset(),
+        )
+
+    def _forward(self, stage: int, treated: Treated) -> None:
+        template = self.template
+        if stage == 0:
+            self._items(template.before, treated)
+        for name, kind in self.rank.stages[stage]:
+            inner = self.rank.experts_of.get(name, ())
+            for unit in (name, *inner):
+                self.buffers.enter(unit)
+            self._chunks(template.blocks[kind], treated, name)
+            for unit in (name, *inner):
+                self.buffers.leave(unit)
+        if stage == self.rank.count - 1:
+            self._items(template.after, treated)
+        else:
+            self.buffers.leave("")
+
+    def _backward(
+        self, stage: int, treated: Treated, *, reduces: bool, frees: bool, last: bool, added: bool
+    ) -> list[tuple[Item, str]]:
+        """Returns what waits for W."""
+        template = self.template
+        later: list[tuple[Item, str]] = []
+
+        def done(name: str) -> None:
+            self.buffers.done(name, reduces=reduces, frees=frees, last=last, added=added)
+
+        if stage == self.rank.count - 1:
+            later += self._items(template.after_backward, treated, done)
+        else:
+            self.buffers.backward("")
+        for name, kind in reversed(self.rank.stages[stage]):
+            inner = self.rank.experts_of.get(name, ())
+            for unit in (name, *inner):
+                self.buffers.backward(unit)
+            later += self._chunks(template.blocks_backward.get(kind, ()), treated, name)
+            for unit in (*inner, name):
+                done(unit)
+        if stage == 0:
+            later += self._items(template.before_backward, treated, done)
+        self.buffers.end(reduces=reduces, frees=frees, last=last, added=added)
+        return later
+
+    def _chunks(self, items: Sequence[Item], treated: Treated, owner: str) -> list[tuple[Item, str]]:
+        for item in items:
+            self.timeline.swing(self.replayed(item, treated)[0], owner)
+        return [(item, owner) for item in items] if treated.split else []
+
+    def _items(
+        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None
+    ) -> list[tuple[Item, str]]:
+        later: list[tuple[Item, str]] = []
+        for item in items:
+            if item.module not in self.template.blocks:
+                if item.edge == "enter":
+                    self.buffers.enter(item.module)
+                elif item.edge == "leave":
+                    self.buffers.leave(item.module)
+                elif item.edge == "backward":
+                    self.buffers.backward(item.module)
+                elif item.edge == "done" and done is not None:
+                    done(item.module)
+            later += self._chunks([item], treated, item.module)
+        return later
+
+    # -------------------------------------------------------------------------------------------------- with stages
+
+    def pipeline(self, table: Schedule, pp_rank: int, inputs: Mapping[int, Crossing]) -> None:
+        """inputs: what crosses into each stage."""
+        rows = table.ranks[pp_rank]
+        posted: set[Task] = set()
+        sending: dict[int, int] = {}
+        placement = table.placement
+
+        def source(task: Task) -> tuple[int, int]:
+            """(rank, bytes) of what the task needs; rank -1 for nothing."""
+            if task.op == "F" and task.stage:
+                return placement[task.stage - 1], inputs[task.stage].forward
+            if task.op in ("B", "I") and task.stage < table.stages - 1:
+                return placement[task.stage + 1], inputs[task.stage + 1].backward
+            return -1, 0
+
+        def post(index: int) -> None:
+            for task in rows[index].tasks if index < len(rows) else ():
+                rank, size = source(task)
+                if rank not in (-1, pp_rank) and task not in posted:
+                    posted.add(task)
+                    self.timeline.change(PASSING, size, "the loss", "")
+
+        def send(target: int, size: int) -> None:
+            if target != pp_rank:
+                self.timeline.change(PASSING, -sending.get(target, 0), "the loss", "")
+                sending[target] = size
+
+        for index, row in enumerate(rows):
+            post(index)
+            post(index + 1)
+            for task in row.tasks:
+                self._task(task, source, send, pp_rank, placement, inputs)
+        for size in sending.values():
+            self.timeline.change(PASSING, -size, "the loss", "")
+        for name in reversed(self.buffers.units):
+            self.buffers.done(name, reduces=True, frees=True, last=True, added=True)
+        self.buffers.settle()
+
+    def _task(
+        self,
+        task: Task,
+        source: Callable[[Task], tuple[int, int]],
+        send: Callable[[int, int], None],
+        pp_rank: int,
+        placement: Sequence[int],
+        inputs: Mapping[int, Crossing],
+    ) -> None:
+        key = task.stage, task.microbatch
+        fresh = (task.op, task.stage) not in self._stepped
+        self._stepped.add((task.op, task.stage))
+        if task.op == "F":
+            self._forward(task.stage, self._treated(fresh=True, own=True, reduces=False))
+            if task.stage < self.rank.count - 1:
+                send(placement[task.stage + 1], inputs[task.stage + 1].forward)
+        elif task.op in ("B", "I"):
+            treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=task.op == "I")
+            rank, size = source(task)
+            # The runtime has the gradient of the output until its task is over; the trace frees it where autograd does.
+            held = size if rank != -1 and not treated.split else 0
+            self.timeline.change(PASSING, held, "the loss", "")
+            later = self._backward(task.stage, treated, reduces=False, frees=False, last=False, added=not fresh)
+            self.timeline.change(PASSING, -held, "the loss", "")
+            if task.stage:
+                send(placement[task.stage - 1], inputs[task.stage].backward)
+            if task.op == "I":
+                self._waiting[key] = later
+        else:
+            treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=True)
+            for item, owner in self._waiting.pop(key):
+                waits = self.replayed(item, treated)[1]
+                if waits is not None:
+                    self.timeline.swing(waits, owner)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes that a stage receives for a microbatch, and that it sends back."""
+
+    forward: int
+    backward: int
