@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import nn
 
@@ -41,10 +41,17 @@ class _Traced:
     parts: Parts
     swings: dict[tuple[int, Treated], tuple[Swing, Swing | None]] = field(default_factory=dict)
 
+    @cached_property
+    def inside(self) -> frozenset[int]:
+        """Chunks of blocks."""
+        rows = (*self.template.blocks.values(), *self.template.blocks_backward.values())
+        return frozenset(item.index for items in rows for item in items)
+
     def replayed(self, item: Item, treated: Treated) -> tuple[Swing, Swing | None]:
         key = item.index, treated
         if key not in self.swings:
-            self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated)
+            stays = self.template.shared if item.index in self.inside else frozenset()
+            self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated, stays)
         return self.swings[key]
 
 
@@ -312,6 +319,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             experts_sharded=experts_sharded,
             experts=tuple(f"{name}." for name in resolved.experts) if in_view else (),
             experts_of=experts_of,
+            only_hidden=cut is None or cut.width is not None,
             widened=_widened(resolved),
             split=parts.linears if resolved.splits_backward and not resolved.strategy.compile else frozenset(),
         ),

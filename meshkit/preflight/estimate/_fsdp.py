@@ -112,7 +112,8 @@ class Buffers:
         left = [name for name in reversed(self._order) if name in self._open]
         for name in [*left, *([ROOT] if ROOT in self._open else [])]:
             self.done(name, reduces=reduces, frees=frees, last=last, added=added)
-        self.settle()
+        if last:  # else it stays until the next unit is reduced
+            self.settle()
 
     def settle(self) -> None:
         self.timeline.change(REDUCING, -self._in_reduction, "the end of backward", "")

@@ -27,6 +27,11 @@ class Swing:
     where: str
 
     @property
+    def undone(self) -> Swing:
+        """What it has left is freed."""
+        return Swing(tuple(-size for size in self.left), (0,) * len(self.left), self.where)
+
+    @property
     def rise(self) -> int:
         return sum(self.highest) - self.highest[HOST]
 
@@ -70,8 +75,13 @@ class Level:
         return Swing(tuple(self.now), self.highest, self.where)
 
 
-def replay(trace: StepTrace, chunk: Chunk, treated: Treated) -> tuple[Swing, Swing | None]:
-    """The chunk itself, and of a split backward its W: the products of weights' gradients, and what they wait with."""
+def replay(
+    trace: StepTrace, chunk: Chunk, treated: Treated, stays: frozenset[int] = frozenset()
+) -> tuple[Swing, Swing | None]:
+    """The chunk itself, and of a split backward its W: the products of weights' gradients, and what they wait with.
+
+    stays: storages that are not freed here.
+    """
     level, later = Level(""), Level("")
     waiting: set[int] = set()  # storages that products in W read
     born: dict[int, int] = {}
@@ -93,6 +103,8 @@ def replay(trace: StepTrace, chunk: Chunk, treated: Treated) -> tuple[Swing, Swi
                 waiting.update(trace.made_of.get(change.storage, ()))
             else:
                 level.add(WORK, change.bytes, where)
+        elif change.storage in stays and change.bytes < 0:
+            continue
         elif change.storage in waiting and change.bytes < 0:
             later.now[change.group] += change.bytes  # freed when all products are done
         else:

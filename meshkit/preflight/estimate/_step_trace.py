@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshkit._parallelize import parallelize
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
+from meshkit.core.sharding import local_tensor
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._inner import inner_mesh, inner_strategy
@@ -64,11 +65,14 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """grads: storage of a gradient -> its parameter. made_of: storage of a gradient -> storages it was computed of."""
+    """grads: storage of a gradient -> its parameter. made_of: storage of a gradient -> storages it was computed of. hidden:
+    block -> the storage of its input.
+    """
 
     chunks: tuple[Chunk, ...]
     grads: Mapping[int, str]
     made_of: Mapping[int, tuple[int, ...]]
+    hidden: Mapping[str, int]
 
 
 def trace_step(
@@ -131,6 +135,7 @@ class _Marks:
 
     tracker: Tracker
     at: list[tuple[int, Mark | Accumulated]] = field(default_factory=list)
+    hidden: dict[str, int] = field(default_factory=dict)
 
     def add(self, edge: Edge, module: str) -> None:
         self.at.append((len(self.tracker.changes), Mark(edge, module)))
@@ -138,8 +143,7 @@ class _Marks:
     def accumulated(self, param: Tensor, name: str) -> None:
         if param.grad is None:
             return
-        grad = param.grad
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        local = local_tensor(param.grad)
         number = self.tracker.number_of(local)
         if number is not None:
             size = local.untyped_storage().nbytes()
@@ -176,6 +180,8 @@ def _marks(tracker: Tracker, model: nn.Module, modules: Sequence[str], loss: _Ma
             value = _trained((args, kwargs))
             if value is not None:
                 value.register_hook(ends(name))
+                if (number := tracker.number_of(local_tensor(value))) is not None:
+                    marks.hidden[name] = number
 
         return hook
 
@@ -232,4 +238,5 @@ def _cut(tracker: Tracker, marks: _Marks) -> StepTrace:
         else:
             chunks.append(Chunk(mark, tuple(current)))
             mark, current = each, []
-    return StepTrace(tuple(chunks), grads, {grad: tracker.made_of.get(grad, ()) for grad in grads})
+    made_of = {grad: tracker.made_of.get(grad, ()) for grad in grads}
+    return StepTrace(tuple(chunks), grads, made_of, marks.hidden)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshkit.errors import PlanError
+from meshkit.preflight.estimate._replay import Swing
 from meshkit.preflight.estimate._step_trace import Chunk, Edge, StepTrace
+from meshkit.preflight.estimate._tracker import GROUPS, Change
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -23,6 +25,8 @@ class Template:
     """before, blocks, after: of forward, where blocks has those of one kind, by its first block; then of backward.
 
     Between `loss` and the last block's backward is `after_backward`, and after the first block's is `before_backward`.
+    shared: storages that are made before the blocks and read by all of them, such as rotary tables; they are freed with the
+    last of them, and not with each.
     """
 
     trace: StepTrace
@@ -32,6 +36,8 @@ class Template:
     after_backward: tuple[Item, ...]
     blocks_backward: Mapping[str, tuple[Item, ...]]
     before_backward: tuple[Item, ...]
+    shared: frozenset[int]
+    shares: Swing
 
 
 class Unlike(PlanError):
@@ -48,7 +54,43 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
     after_backward, backward, before_backward = _around(items[loss:], blocks, "backward", "done")
     if set(forward) != blocks or set(backward) - blocks:
         raise Unlike("compose: not every block of this model runs.")
-    return Template(trace, before, forward, after, after_backward, backward, before_backward)
+    shared = _shared(trace, before, [*forward.values(), *backward.values()])
+    return Template(
+        trace,
+        before,
+        forward,
+        after,
+        after_backward,
+        backward,
+        before_backward,
+        frozenset(shared),
+        _swing(shared.values()),
+    )
+
+
+def _shared(trace: StepTrace, before: Sequence[Item], blocks: Sequence[Sequence[Item]]) -> dict[int, Change]:
+    made = {
+        change.storage: change
+        for item in before
+        for change in trace.chunks[item.index].changes
+        if isinstance(change, Change) and change.bytes > 0
+    }
+    inputs = set(trace.hidden.values())
+    freed = {
+        change.storage
+        for items in blocks
+        for item in items
+        for change in trace.chunks[item.index].changes
+        if isinstance(change, Change) and change.bytes < 0
+    }
+    return {storage: change for storage, change in made.items() if storage in freed and storage not in inputs}
+
+
+def _swing(changes: Iterable[Change]) -> Swing:
+    left = [0] * len(GROUPS)
+    for change in changes:
+        left[change.group] += change.bytes
+    return Swing(tuple(left), tuple(left), "forward of the model")
 
 
 def _around(

@@ -22,7 +22,7 @@ class Rank:
     """What a rank runs. blocks: of each of its stages (name, its kind), in order. first, last: whether it has these stages.
 
     experts_of: block -> modules of experts that are units. sharded, experts_sharded: whether FSDP has the dense parameters,
-    and the routed experts. widened: bytes of an accumulated gradient for each of a fresh one.
+    and the routed experts. only_hidden: whether nothing else crosses a cut. widened: bytes of an accumulated gradient for each of a fresh one.
     """
 
     stages: Mapping[int, Sequence[tuple[str, str]]]
@@ -32,6 +32,7 @@ class Rank:
     experts_sharded: bool
     experts: tuple[str, ...]
     experts_of: Mapping[str, Sequence[str]]
+    only_hidden: bool
     widened: int
     split: frozenset[str]
 
@@ -43,8 +44,12 @@ class Walk:
     replayed: Replayed
     timeline: Timeline
     buffers: Buffers
+    freed: Swing = field(init=False)
     _waiting: dict[tuple[int, int], list[tuple[Item, str]]] = field(default_factory=dict)
     _stepped: set[tuple[str, int]] = field(default_factory=set)  # (kind of row, stage) that ran before
+
+    def __post_init__(self) -> None:
+        self.freed = self.template.shares.undone
 
     # ----------------------------------------------------------------------------------------------- without stages
 
@@ -86,6 +91,8 @@ class Walk:
         template = self.template
         if stage == 0:
             self._items(template.before, treated)
+        elif self.rank.only_hidden:
+            self.timeline.swing(template.shares, "")  # each stage makes its own
         for name, kind in self.rank.stages[stage]:
             inner = self.rank.experts_of.get(name, ())
             for unit in (name, *inner):
@@ -119,6 +126,8 @@ class Walk:
             later += self._chunks(template.blocks_backward.get(kind, ()), treated, name)
             for unit in (*inner, name):
                 done(unit)
+        if stage == 0 or self.rank.only_hidden:
+            self.timeline.swing(self.freed, "")
         if stage == 0:
             later += self._items(template.before_backward, treated, done)
         self.buffers.end(reduces=reduces, frees=frees, last=last, added=added)
