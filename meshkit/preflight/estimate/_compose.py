@@ -39,7 +39,7 @@ class _Traced:
     template: Template
     kinds: Mapping[str, str]
     parts: Parts
-    swings: dict[tuple[int, Treated], tuple[Swing, Swing | None]] = field(default_factory=dict)
+    swings: dict[tuple[int, Treated, str], tuple[Swing, Swing | None]] = field(default_factory=dict)
 
     @cached_property
     def inside(self) -> frozenset[int]:
@@ -47,10 +47,13 @@ class _Traced:
         rows = (*self.template.blocks.values(), *self.template.blocks_backward.values())
         return frozenset(item.index for items in rows for item in items)
 
-    def replayed(self, item: Item, treated: Treated) -> tuple[Swing, Swing | None]:
-        key = item.index, treated
+    def replayed(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]:
+        """held: the block whose output's gradient somebody else frees."""
+        key = item.index, treated, held
         if key not in self.swings:
             stays = self.template.shared if item.index in self.inside else frozenset()
+            if held and held in self.template.trace.incoming:
+                stays |= {self.template.trace.incoming[held]}
             self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated, stays)
         return self.swings[key]
 

@@ -109,8 +109,7 @@ class Buffers:
 
     def end(self, *, reduces: bool, frees: bool, last: bool, added: bool) -> None:
         """The backward is over: units whose input has no gradient come now."""
-        left = [name for name in reversed(self._order) if name in self._open]
-        for name in [*left, *([ROOT] if ROOT in self._open else [])]:
+        for name in sorted(self._open, key=lambda name: name != ROOT):  # FSDP's root goes through its units, itself first
             self.done(name, reduces=reduces, frees=frees, last=last, added=added)
         if last:  # else it stays until the next unit is reduced
             self.settle()

@@ -66,13 +66,14 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class StepTrace:
     """grads: storage of a gradient -> its parameter. made_of: storage of a gradient -> storages it was computed of. hidden:
-    block -> the storage of its input.
+    block -> the storage of its input; incoming: that of its output's gradient.
     """
 
     chunks: tuple[Chunk, ...]
     grads: Mapping[int, str]
     made_of: Mapping[int, tuple[int, ...]]
     hidden: Mapping[str, int]
+    incoming: Mapping[str, int]
 
 
 def trace_step(
@@ -136,9 +137,22 @@ class _Marks:
     tracker: Tracker
     at: list[tuple[int, Mark | Accumulated]] = field(default_factory=list)
     hidden: dict[str, int] = field(default_factory=dict)
+    incoming: dict[str, int] = field(default_factory=dict)
 
     def add(self, edge: Edge, module: str) -> None:
         self.at.append((len(self.tracker.changes), Mark(edge, module)))
+
+    def done(self, module: str) -> None:
+        """Before the mark of the module whose output is its input: hooks of both are on one gradient."""
+        position = len(self.tracker.changes)
+        at = len(self.at)
+        while at and self.at[at - 1][0] == position and self._is_backward(at - 1):
+            at -= 1
+        self.at.insert(at, (position, Mark("done", module)))
+
+    def _is_backward(self, at: int) -> bool:
+        mark = self.at[at][1]
+        return isinstance(mark, Mark) and mark.edge == "backward"
 
     def accumulated(self, param: Tensor, name: str) -> None:
         if param.grad is None:
@@ -160,7 +174,7 @@ def _marks(tracker: Tracker, model: nn.Module, modules: Sequence[str], loss: _Ma
         def hook(grad: Tensor) -> None:
             if name in open_backward:
                 open_backward.remove(name)
-                marks.add("done", name)
+                marks.done(name)
 
         return hook
 
@@ -169,6 +183,8 @@ def _marks(tracker: Tracker, model: nn.Module, modules: Sequence[str], loss: _Ma
             if name not in open_backward:
                 open_backward.append(name)
                 marks.add("backward", name)
+                if (number := tracker.number_of(local_tensor(grad))) is not None:
+                    marks.incoming[name] = number
 
         return hook
 
@@ -239,4 +255,4 @@ def _cut(tracker: Tracker, marks: _Marks) -> StepTrace:
             chunks.append(Chunk(mark, tuple(current)))
             mark, current = each, []
     made_of = {grad: tracker.made_of.get(grad, ()) for grad in grads}
-    return StepTrace(tuple(chunks), grads, made_of, marks.hidden)
+    return StepTrace(tuple(chunks), grads, made_of, marks.hidden, marks.incoming)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from meshkit.parallel.pipeline import Schedule, Task
 from meshkit.preflight.estimate._fsdp import Buffers
@@ -14,7 +15,12 @@ from meshkit.preflight.estimate._tracker import GROUPS
 
 PASSING, WORK = GROUPS.index("logits and loss"), GROUPS.index("work of backward")
 
-Replayed = Callable[[Item, Treated], tuple[Swing, Swing | None]]
+
+class Replayed(Protocol):
+    """What a chunk does to memory. held: the block whose output's gradient somebody else frees."""
+
+    def __call__(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]: ...
+
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +112,17 @@ class Walk:
             self.buffers.leave("")
 
     def _backward(
-        self, stage: int, treated: Treated, *, reduces: bool, frees: bool, last: bool, added: bool
+        self,
+        stage: int,
+        treated: Treated,
+        *,
+        reduces: bool,
+        frees: bool,
+        last: bool,
+        added: bool,
+        holds: bool = False,
     ) -> list[tuple[Item, str]]:
-        """Returns what waits for W."""
+        """holds: the gradient of the stage's output, to the end. Returns what waits for W."""
         template = self.template
         later: list[tuple[Item, str]] = []
 
@@ -123,7 +137,8 @@ class Walk:
             inner = self.rank.experts_of.get(name, ())
             for unit in (name, *inner):
                 self.buffers.backward(unit)
-            later += self._chunks(template.blocks_backward.get(kind, ()), treated, name)
+            held = kind if holds and name == self.rank.stages[stage][-1][0] else ""
+            later += self._chunks(template.blocks_backward.get(kind, ()), treated, name, held)
             for unit in (*inner, name):
                 done(unit)
         if stage == 0 or self.rank.only_hidden:
@@ -133,9 +148,11 @@ class Walk:
         self.buffers.end(reduces=reduces, frees=frees, last=last, added=added)
         return later
 
-    def _chunks(self, items: Sequence[Item], treated: Treated, owner: str) -> list[tuple[Item, str]]:
+    def _chunks(
+        self, items: Sequence[Item], treated: Treated, owner: str, held: str = ""
+    ) -> list[tuple[Item, str]]:
         for item in items:
-            self.timeline.swing(self.replayed(item, treated)[0], owner)
+            self.timeline.swing(self.replayed(item, treated, held)[0], owner)
         return [(item, owner) for item in items] if treated.split else []
 
     def _items(
@@ -213,12 +230,14 @@ class Walk:
                 send(placement[task.stage + 1], inputs[task.stage + 1].forward)
         elif task.op in ("B", "I"):
             treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=task.op == "I")
+            # The runtime has the gradient of the output until its task is over, or its products wait for W.
             rank, size = source(task)
-            # The runtime has the gradient of the output until its task is over; the trace frees it where autograd does.
-            held = size if rank != -1 and not treated.split else 0
-            self.timeline.change(PASSING, held, "the loss", "")
-            later = self._backward(task.stage, treated, reduces=False, frees=False, last=False, added=not fresh)
-            self.timeline.change(PASSING, -held, "the loss", "")
+            holds = rank != -1 and not treated.split
+            later = self._backward(
+                task.stage, treated, reduces=False, frees=False, last=False, added=not fresh, holds=holds
+            )
+            if holds:
+                self.timeline.change(PASSING, -size, "the loss", "")
             if task.stage:
                 send(placement[task.stage - 1], inputs[task.stage].backward)
             if task.op == "I":
