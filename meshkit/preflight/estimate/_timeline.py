@@ -47,10 +47,18 @@ class Timeline:
         self.row.append(self._known[key])
         self.owners.append(owner)
 
-    def repeat(self, start: int) -> None:
-        """Once more all since that length of the row."""
-        self.row += self.row[start:]
-        self.owners += self.owners[start:]
+    def folded(self, start: int) -> tuple[Swing, str]:
+        """All since that length of the row as one swing, and the owner at its highest."""
+        level, left, top = 0, [0] * len(GROUPS), -1
+        highest, where, owner = _NOTHING, "", ""
+        for number, each in zip(self.row[start:], self.owners[start:], strict=True):
+            swing = self._swings[number]
+            if level + swing.rise > top:
+                top, where, owner = level + swing.rise, swing.where, each
+                highest = tuple(before + size for before, size in zip(left, swing.highest, strict=True))
+            level += swing.net
+            left = [before + size for before, size in zip(left, swing.left, strict=True)]
+        return Swing(tuple(left), highest, where), owner
 
     def peak(self) -> tuple[Totals, str, str]:
         """(sums of groups, where, the owner) at the highest moment."""

@@ -13,7 +13,10 @@ from meshkit.preflight.estimate._template import Item, Template
 from meshkit.preflight.estimate._timeline import Timeline
 from meshkit.preflight.estimate._tracker import GROUPS
 
-PASSING, WORK = GROUPS.index("logits and loss"), GROUPS.index("work of backward")
+PASSING = GROUPS.index("logits and loss")
+
+# Kinds of rows that make gradients which this kind adds to.
+_FILLS = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}
 
 
 class Replayed(Protocol):
@@ -53,6 +56,7 @@ class Walk:
     freed: Swing = field(init=False)
     _waiting: dict[tuple[int, int], list[tuple[Item, str]]] = field(default_factory=dict)
     _stepped: set[tuple[str, int]] = field(default_factory=set)  # (kind of row, stage) that ran before
+    _again: dict[tuple[str, int], tuple[Swing, str, list[tuple[Item, str]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.freed = self.template.shares.undone
@@ -222,32 +226,47 @@ class Walk:
         inputs: Mapping[int, Crossing],
     ) -> None:
         key = task.stage, task.microbatch
-        fresh = (task.op, task.stage) not in self._stepped
-        self._stepped.add((task.op, task.stage))
+        # The runtime has the gradient of the output until its task is over, or its products wait for W.
+        rank, size = source(task)
+        holds = rank != -1 and task.op == "B"
+        later = self._repeated(task, key, holds=holds)
         if task.op == "F":
-            self._forward(task.stage, self._treated(fresh=True, own=True, reduces=False))
             if task.stage < self.rank.count - 1:
                 send(placement[task.stage + 1], inputs[task.stage + 1].forward)
+            return
+        if holds:
+            self.timeline.change(PASSING, -size, "the loss", "")
+        if task.stage and task.op != "W":
+            send(placement[task.stage - 1], inputs[task.stage].backward)
+        if task.op == "I":
+            self._waiting[key] = later
+
+    def _repeated(self, task: Task, key: tuple[int, int], *, holds: bool) -> list[tuple[Item, str]]:
+        """Run the task. From the second of its kind in a stage on, all are alike: parameters and gradients are there."""
+        kind = task.op, task.stage
+        if kind in self._again:
+            swing, owner, later = self._again[kind]
+            self.timeline.swing(swing, owner)
+            return later
+        start = len(self.timeline.row)
+        fresh = self._stepped.isdisjoint((op, task.stage) for op in _FILLS[task.op])
+        self._stepped.add(kind)
+        treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=task.op in ("I", "W"))
+        later = []
+        if task.op == "F":
+            self._forward(task.stage, treated)
         elif task.op in ("B", "I"):
-            treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=task.op == "I")
-            # The runtime has the gradient of the output until its task is over, or its products wait for W.
-            rank, size = source(task)
-            holds = rank != -1 and not treated.split
             later = self._backward(
                 task.stage, treated, reduces=False, frees=False, last=False, added=not fresh, holds=holds
             )
-            if holds:
-                self.timeline.change(PASSING, -size, "the loss", "")
-            if task.stage:
-                send(placement[task.stage - 1], inputs[task.stage].backward)
-            if task.op == "I":
-                self._waiting[key] = later
         else:
-            treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=True)
             for item, owner in self._waiting.pop(key):
                 waits = self.replayed(item, treated)[1]
                 if waits is not None:
                     self.timeline.swing(waits, owner)
+        if not fresh:
+            self._again[kind] = (*self.timeline.folded(start), later)
+        return later
 
 
 @dataclass(frozen=True)
