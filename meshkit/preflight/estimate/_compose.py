@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import torch
 from torch import nn
 
 from meshkit.errors import MeshkitError
@@ -99,6 +100,7 @@ class MemoryProfiles:
             tuple((kind, resolved.treatments[kind]) for kind in dict.fromkeys(kinds.values())),
             repr((strategy.plan, strategy.context, strategy.experts, memory)),
             (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
+            None if resolved.cut is None else resolved.cut.tied,
         )
         if key not in self._traced:
             self._kept.append((resolved.program, mask))
@@ -141,15 +143,26 @@ def _trace(
 ) -> _Traced:
     model = resolved.program.model
     blocks = set(kinds.values())
+    # Stages of a pipeline use tied parameters each in a backward of its own, as if they were two.
+    tied = () if resolved.cut is None else resolved.cut.tied
     given = {"rows": rows, "seq_len": seq_len, "mask": mask, "loss": loss, "kernels": kernels}
     try:
-        trace = trace_step(thin(model, kinds), resolved, blocks, **given)  # type: ignore[arg-type]
+        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
     except (MeshkitError, LookupError, RuntimeError):
         # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
         kinds = {name: name for name in kinds}
         blocks = set(kinds)
-        trace = trace_step(thin(model, kinds), resolved, blocks, **given)  # type: ignore[arg-type]
+        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
     return _Traced(template(trace, blocks), kinds, parts_of(resolved, kinds))
+
+
+def _untied(model: nn.Module, tied: Sequence[tuple[str, str]]) -> nn.Module:
+    for _, name in tied:
+        owner, _, key = name.rpartition(".")
+        param = model.get_submodule(owner)._parameters[key]
+        assert param is not None
+        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
+    return model
 
 
 def compose(
@@ -324,6 +337,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             experts_of=experts_of,
             only_hidden=cut is None or cut.width is not None,
             widened=_widened(resolved),
+            second=frozenset() if cut is None or cut.copied else frozenset(name for name, _ in cut.tied),
             split=parts.linears if resolved.splits_backward and not resolved.strategy.compile else frozenset(),
         ),
         template=traced.template,

@@ -43,7 +43,8 @@ class Swing:
 @dataclass(frozen=True, kw_only=True)
 class Treated:
     """How gradients are treated. kept: those of most parameters; experts: of routed experts, whose names begin with these;
-    widened: bytes of a wider copy for each byte. split: names of weights whose products wait for W.
+    widened: bytes of a wider copy for each byte. split: names of weights whose products wait for W. second: names of
+    parameters whose other use has made a gradient before.
     """
 
     kept: Kept
@@ -51,8 +52,11 @@ class Treated:
     experts: tuple[str, ...]
     widened: int
     split: frozenset[str] = frozenset()
+    second: frozenset[str] = frozenset()
 
     def of(self, param: str) -> Kept:
+        if param in self.second:
+            return "added"
         return self.experts_kept if self.experts and param.startswith(self.experts) else self.kept
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshkit.errors import PlanError
 from meshkit.preflight.estimate._replay import Swing
@@ -51,6 +51,7 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
     if loss is None:
         raise Unlike("compose: the loss of this model is not known when its function returns.")
     before, forward, after = _around(items[:loss], blocks, "enter", "leave")
+    trace = _with_input(trace, forward, after)
     after_backward, backward, before_backward = _around(items[loss:], blocks, "backward", "done")
     if set(forward) != blocks or set(backward) - blocks:
         raise Unlike("compose: not every block of this model runs.")
@@ -66,6 +67,25 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
         frozenset(shared),
         _swing(shared.values()),
     )
+
+
+def _with_input(trace: StepTrace, forward: Mapping[str, tuple[Item, ...]], after: Sequence[Item]) -> StepTrace:
+    """Where the last block's input is freed when the caller drops it, that belongs to the block, as it does for the others."""
+    chunks = list(trace.chunks)
+    for name, items in forward.items():
+        storage = trace.hidden.get(name)
+        for item in after:
+            dropped = tuple(
+                change
+                for change in chunks[item.index].changes
+                if isinstance(change, Change) and change.storage == storage and change.bytes < 0
+            )
+            if dropped:
+                last = items[-1].index
+                chunks[last] = replace(chunks[last], changes=(*chunks[last].changes, *dropped))
+                kept = tuple(change for change in chunks[item.index].changes if change not in dropped)
+                chunks[item.index] = replace(chunks[item.index], changes=kept)
+    return replace(trace, chunks=tuple(chunks))
 
 
 def _shared(trace: StepTrace, before: Sequence[Item], blocks: Sequence[Sequence[Item]]) -> dict[int, Change]:

@@ -30,6 +30,7 @@ class Replayed(Protocol):
 class Rank:
     """What a rank runs. blocks: of each of its stages (name, its kind), in order. first, last: whether it has these stages.
 
+    second: parameters of the first stage that the last stage, on this rank too, has as well.
     experts_of: block -> modules of experts that are units. sharded, experts_sharded: whether FSDP has the dense parameters,
     and the routed experts. only_hidden: whether nothing else crosses a cut. widened: bytes of an accumulated gradient for each of a fresh one.
     """
@@ -44,6 +45,7 @@ class Rank:
     only_hidden: bool
     widened: int
     split: frozenset[str]
+    second: frozenset[str]
 
 
 @dataclass(kw_only=True)
@@ -95,6 +97,7 @@ class Walk:
             experts=self.rank.experts,
             widened=self.rank.widened,
             split=self.rank.split if splits else frozenset(),
+            second=self.rank.second,
         )
 
     def _forward(self, stage: int, treated: Treated) -> None:
