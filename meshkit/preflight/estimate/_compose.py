@@ -25,7 +25,7 @@ from meshkit.preflight.estimate._template import Item, Template, Unlike, chunk_o
 from meshkit.preflight.estimate._timeline import Timeline, device_bytes
 from meshkit.preflight.estimate._tracker import GROUPS
 from meshkit.preflight.estimate._units import UnitBytes, unit_bytes
-from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
+from meshkit.preflight.estimate._walk import RETURNS, Crossing, Rank, Walk
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import OptimizerPolicy
@@ -49,11 +49,13 @@ class _Traced:
         return frozenset(item.index for items in rows for item in items)
 
     def replayed(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]:
-        """held: the block whose output's gradient somebody else frees."""
+        """held: the block whose output's gradient somebody else frees; or `RETURNS`."""
         key = item.index, treated, held
         if key not in self.swings:
             stays = self.template.shared if item.index in self.inside else frozenset()
-            if held and held in self.template.trace.incoming:
+            if held == RETURNS:
+                stays |= self.template.locals
+            elif held and held in self.template.trace.incoming:
                 stays |= {self.template.trace.incoming[held]}
             self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated, stays)
         return self.swings[key]

@@ -26,7 +26,8 @@ class Template:
 
     Between `loss` and the last block's backward is `after_backward`, and after the first block's is `before_backward`.
     shared: storages that are made before the blocks and read by all of them, such as rotary tables; they are freed with the
-    last of them, and not with each.
+    last of them, and not with each. locals: those that are made before the blocks and freed when the model returns, with
+    what they free.
     """
 
     trace: StepTrace
@@ -38,6 +39,8 @@ class Template:
     before_backward: tuple[Item, ...]
     shared: frozenset[int]
     shares: Swing
+    locals: frozenset[int]
+    returns: Swing
 
 
 class Unlike(PlanError):
@@ -55,7 +58,8 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
     after_backward, backward, before_backward = _around(items[loss:], blocks, "backward", "done")
     if set(forward) != blocks or set(backward) - blocks:
         raise Unlike("compose: not every block of this model runs.")
-    shared = _shared(trace, before, [*forward.values(), *backward.values()])
+    shared = _freed_in(trace, before, [*forward.values(), *backward.values()])
+    locals_ = _freed_in(trace, before, [after])
     return Template(
         trace,
         before,
@@ -66,6 +70,8 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
         before_backward,
         frozenset(shared),
         _swing(shared.values()),
+        frozenset(locals_),
+        _swing(locals_.values()).undone,
     )
 
 
@@ -88,7 +94,8 @@ def _with_input(trace: StepTrace, forward: Mapping[str, tuple[Item, ...]], after
     return replace(trace, chunks=tuple(chunks))
 
 
-def _shared(trace: StepTrace, before: Sequence[Item], blocks: Sequence[Sequence[Item]]) -> dict[int, Change]:
+def _freed_in(trace: StepTrace, before: Sequence[Item], rows: Sequence[Sequence[Item]]) -> dict[int, Change]:
+    """Storages other than inputs of blocks that are made before the blocks and freed in one of these."""
     made = {
         change.storage: change
         for item in before
@@ -98,7 +105,7 @@ def _shared(trace: StepTrace, before: Sequence[Item], blocks: Sequence[Sequence[
     inputs = set(trace.hidden.values())
     freed = {
         change.storage
-        for items in blocks
+        for items in rows
         for item in items
         for change in trace.chunks[item.index].changes
         if isinstance(change, Change) and change.bytes < 0

@@ -19,8 +19,13 @@ PASSING = GROUPS.index("logits and loss")
 _FILLS = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}
 
 
+RETURNS = "the model returns"
+
+
 class Replayed(Protocol):
-    """What a chunk does to memory. held: the block whose output's gradient somebody else frees."""
+    """What a chunk does to memory. held: the block whose output's gradient somebody else frees; or RETURNS, where what the
+    model's forward made before its blocks is of another stage.
+    """
 
     def __call__(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]: ...
 
@@ -114,9 +119,11 @@ class Walk:
             for unit in (name, *inner):
                 self.buffers.leave(unit)
         if stage == self.rank.count - 1:
-            self._items(template.after, treated)
+            self._items(template.after, treated, held=RETURNS if stage else "")
         else:
             self.buffers.leave("")
+            if stage == 0:
+                self.timeline.swing(template.returns, "")
 
     def _backward(
         self,
@@ -163,7 +170,7 @@ class Walk:
         return [(item, owner) for item in items] if treated.split else []
 
     def _items(
-        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None
+        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None, held: str = ""
     ) -> list[tuple[Item, str]]:
         later: list[tuple[Item, str]] = []
         for item in items:
@@ -176,7 +183,7 @@ class Walk:
                     self.buffers.backward(item.module)
                 elif item.edge == "done" and done is not None:
                     done(item.module)
-            later += self._chunks([item], treated, item.module)
+            later += self._chunks([item], treated, item.module, held)
         return later
 
     # -------------------------------------------------------------------------------------------------- with stages
