@@ -88,20 +88,18 @@ def replay(
     """
     level, later = Level(""), Level("")
     waiting: set[int] = set()  # storages that products in W read
-    born: dict[int, int] = {}
     products: list[tuple[str, int]] = []
     where = ""
     for change in chunk.changes:
         if isinstance(change, Accumulated):
             if change.param not in treated.split:
-                _accumulate(level, treated, change.param, born.get(change.storage, change.bytes), where)
+                _accumulate(level, treated, change.param, trace.born[change.storage].bytes, where)
             continue
         where = change.where
         param = trace.grads.get(change.storage)
         if param is not None:
-            if change.storage in born or change.bytes < 0:
+            if change is not trace.born[change.storage]:
                 continue  # what becomes of it is said where it is accumulated, and by the walk
-            born[change.storage] = change.bytes
             if param in treated.split:
                 products.append((param, change.bytes))
                 waiting.update(trace.made_of.get(change.storage, ()))

@@ -48,7 +48,6 @@ class Accumulated:
     """The gradient of a parameter is there, in this storage: from here on it is added to what was accumulated before."""
 
     storage: int
-    bytes: int
     param: str
 
 
@@ -65,12 +64,13 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """grads: storage of a gradient -> its parameter. made_of: storage of a gradient -> storages it was computed of. hidden:
+    """grads: storage of a gradient -> its parameter; born: -> the change that made it. made_of: storage of a gradient -> storages it was computed of. hidden:
     block -> the storage of its input; incoming: that of its output's gradient.
     """
 
     chunks: tuple[Chunk, ...]
     grads: Mapping[int, str]
+    born: Mapping[int, Change]
     made_of: Mapping[int, tuple[int, ...]]
     hidden: Mapping[str, int]
     incoming: Mapping[str, int]
@@ -160,8 +160,7 @@ class _Marks:
         local = local_tensor(param.grad)
         number = self.tracker.number_of(local)
         if number is not None:
-            size = local.untyped_storage().nbytes()
-            self.at.append((len(self.tracker.changes), Accumulated(number, size, name)))
+            self.at.append((len(self.tracker.changes), Accumulated(number, name)))
 
 
 @contextmanager
@@ -255,4 +254,8 @@ def _cut(tracker: Tracker, marks: _Marks) -> StepTrace:
             chunks.append(Chunk(mark, tuple(current)))
             mark, current = each, []
     made_of = {grad: tracker.made_of.get(grad, ()) for grad in grads}
-    return StepTrace(tuple(chunks), grads, made_of, marks.hidden, marks.incoming)
+    born: dict[int, Change] = {}
+    for change in tracker.changes:
+        if change.storage in grads:
+            born.setdefault(change.storage, change)
+    return StepTrace(tuple(chunks), grads, born, made_of, marks.hidden, marks.incoming)
