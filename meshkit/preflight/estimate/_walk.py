@@ -62,6 +62,7 @@ class Walk:
     buffers: Buffers
     freed: Swing = field(init=False)
     _waiting: dict[tuple[int, int], list[tuple[Item, str]]] = field(default_factory=dict)
+    _sent: dict[tuple[int, int], int] = field(default_factory=dict)
     _stepped: set[tuple[str, int]] = field(default_factory=set)  # (kind of row, stage) that ran before
     _again: dict[tuple[str, int], tuple[Swing, str, list[tuple[Item, str]]]] = field(default_factory=dict)
 
@@ -192,7 +193,7 @@ class Walk:
         """inputs: what crosses into each stage."""
         rows = table.ranks[pp_rank]
         posted: set[Task] = set()
-        sending: dict[int, int] = {}
+        sending: dict[int, tuple[int, tuple[int, int] | None]] = {}
         placement = table.placement
 
         def source(task: Task) -> tuple[int, int]:
@@ -210,18 +211,26 @@ class Walk:
                     posted.add(task)
                     self.timeline.change(PASSING, size, "the loss", "")
 
-        def send(target: int, size: int) -> None:
+        def drop(size: int, of: tuple[int, int] | None) -> None:
+            # Until W the received leaf is there, and has the gradient that was sent.
+            if of in self._waiting:
+                self._sent[of] = size
+            else:
+                self.timeline.change(PASSING, -size, "the loss", "")
+
+        def send(target: int, size: int, of: tuple[int, int] | None = None) -> None:
             if target != pp_rank:
-                self.timeline.change(PASSING, -sending.get(target, 0), "the loss", "")
-                sending[target] = size
+                if target in sending:
+                    drop(*sending[target])
+                sending[target] = size, of
 
         for index, row in enumerate(rows):
             post(index)
             post(index + 1)
             for task in row.tasks:
                 self._task(task, source, send, pp_rank, placement, inputs)
-        for size in sending.values():
-            self.timeline.change(PASSING, -size, "the loss", "")
+        for each in sending.values():
+            drop(*each)
         for name in reversed(self.buffers.units):
             self.buffers.done(name, reduces=True, frees=True, last=True, added=True)
         self.buffers.settle()
@@ -230,7 +239,7 @@ class Walk:
         self,
         task: Task,
         source: Callable[[Task], tuple[int, int]],
-        send: Callable[[int, int], None],
+        send: Callable[..., None],
         pp_rank: int,
         placement: Sequence[int],
         inputs: Mapping[int, Crossing],
@@ -247,9 +256,12 @@ class Walk:
         if holds:
             self.timeline.change(PASSING, -size, "the loss", "")
         if task.stage and task.op != "W":
-            send(placement[task.stage - 1], inputs[task.stage].backward)
+            send(placement[task.stage - 1], inputs[task.stage].backward, key if task.op == "I" else None)
         if task.op == "I":
             self._waiting[key] = later
+        elif task.op == "W":
+            self._waiting.pop(key)
+            self.timeline.change(PASSING, -self._sent.pop(key, 0), "the loss", "")
 
     def _repeated(self, task: Task, key: tuple[int, int], *, holds: bool) -> list[tuple[Item, str]]:
         """Run the task. From the second of its kind in a stage on, all are alike: parameters and gradients are there."""
@@ -270,7 +282,7 @@ class Walk:
                 task.stage, treated, reduces=False, frees=False, last=False, added=not fresh, holds=holds
             )
         else:
-            for item, owner in self._waiting.pop(key):
+            for item, owner in self._waiting[key]:
                 waits = self.replayed(item, treated)[1]
                 if waits is not None:
                     self.timeline.swing(waits, owner)
