@@ -12,6 +12,7 @@ from torch import nn
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.parallel.data import kept_units
+from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut, Schedule, peak_live
 from meshkit.preflight._inner import inner_mesh
 from meshkit.preflight._thin import kinds_of_blocks, thin
@@ -264,7 +265,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     precision = resolved.memory.precision
     shards = spec.dp_shard * spec.cp
     sharded = spec.dp_replicate * shards > 1 or precision is not None
-    in_view = spec.ep * spec.etp > 1
+    in_view = in_expert_view(spec)
     experts_sharded = in_view and (spec.dp_replicate * spec.edp > 1 or precision is not None)
     if experts_sharded:  # FSDP's root is there, so it takes the rest as well
         sharded = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from meshkit.parallel.data import shard_units
+from meshkit.parallel.expert import in_expert_view
 from meshkit.preflight.explain import LocalParam, RankModel
 from meshkit.resolve import Resolved
 
@@ -40,7 +41,8 @@ def parts_of(resolved: Resolved, kinds: Mapping[str, str]) -> Parts:
     named = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(named[name]): name for name in reversed(list(local))}
     separate = set(shard_units(named, resolved.blocks))
-    experts = tuple(resolved.experts)
+    # Elsewhere experts are sharded with the rest of their block.
+    experts = tuple(resolved.experts) if in_expert_view(resolved.spec) else ()
     found: dict[str, Part] = {}
     for block in dict.fromkeys(kinds.values()):
         inside = {name: param for name, param in local.items() if name.startswith(f"{block}.")}
