@@ -265,7 +265,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     precision = resolved.memory.precision
     shards = spec.dp_shard * spec.cp
     sharded = spec.dp_replicate * shards > 1 or precision is not None
-    in_view = in_expert_view(spec)
+    in_view = in_expert_view(spec) and bool(resolved.experts_of(pp_rank))
     experts_sharded = in_view and (spec.dp_replicate * spec.edp > 1 or precision is not None)
     if experts_sharded:  # FSDP's root is there, so it takes the rest as well
         sharded = True
@@ -341,7 +341,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             only_hidden=cut is None or cut.width is not None,
             widened=_widened(resolved),
             second=frozenset() if cut is None or cut.copied else frozenset(name for name, _ in cut.tied),
-            split=parts.linears if resolved.splits_backward and not resolved.strategy.compile else frozenset(),
+            split=_split(resolved, parts),
         ),
         template=traced.template,
         replayed=traced.replayed,
@@ -356,6 +356,13 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             behind=behind,
         ),
     )
+
+
+def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:
+    """Weights whose gradients wait for W: not that of a chunked head, nor those of compiled blocks."""
+    if not resolved.splits_backward or resolved.strategy.compile:
+        return frozenset()
+    return parts.linears - ({f"{resolved.head}.weight"} if resolved.memory.loss is not None else set())
 
 
 def _widened(resolved: Resolved) -> int:

@@ -39,14 +39,14 @@ def model_of(name: str) -> nn.Module:
             return GPT2LMHeadModel(
                 GPT2Config(
                     vocab_size=2048, n_positions=256, n_embd=128, n_layer=6, n_head=4, resid_pdrop=0, embd_pdrop=0,
-                    attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+                    attn_pdrop=0, bos_token_id=0, eos_token_id=0, use_cache=False,
                 )
             )  # fmt: skip
         if name == "qwen":
             return Qwen2ForCausalLM(
                 Qwen2Config(
                     vocab_size=2048, hidden_size=128, intermediate_size=448, num_hidden_layers=6,
-                    num_attention_heads=4, num_key_value_heads=2,
+                    num_attention_heads=4, num_key_value_heads=2, use_cache=False,
                 )
             )  # fmt: skip
         return mk.models.Llama(SMALL if name == "llama" else replace(SMALL, tie_word_embeddings=True))
