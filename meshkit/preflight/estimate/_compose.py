@@ -26,7 +26,7 @@ from meshkit.preflight.estimate._template import Item, Template, Unlike, chunk_o
 from meshkit.preflight.estimate._timeline import Timeline, device_bytes
 from meshkit.preflight.estimate._tracker import GROUPS
 from meshkit.preflight.estimate._units import UnitBytes, unit_bytes
-from meshkit.preflight.estimate._walk import RETURNS, Crossing, Rank, Walk
+from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import OptimizerPolicy
@@ -41,7 +41,7 @@ class _Traced:
     template: Template
     kinds: Mapping[str, str]
     parts: Parts
-    swings: dict[tuple[int, Treated, str], tuple[Swing, Swing | None]] = field(default_factory=dict)
+    swings: dict[tuple[int, Treated, frozenset[int]], tuple[Swing, Swing | None]] = field(default_factory=dict)
 
     @cached_property
     def inside(self) -> frozenset[int]:
@@ -49,15 +49,11 @@ class _Traced:
         rows = (*self.template.blocks.values(), *self.template.blocks_backward.values())
         return frozenset(item.index for items in rows for item in items)
 
-    def replayed(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]:
-        """held: the block whose output's gradient somebody else frees; or `RETURNS`."""
-        key = item.index, treated, held
+    def replayed(self, item: Item, treated: Treated, stays: frozenset[int] = frozenset()) -> tuple[Swing, Swing | None]:
+        key = item.index, treated, stays
         if key not in self.swings:
-            stays = self.template.shared if item.index in self.inside else frozenset()
-            if held == RETURNS:
-                stays |= self.template.locals
-            elif held and held in self.template.trace.incoming:
-                stays |= {self.template.trace.incoming[held]}
+            if item.index in self.inside:
+                stays |= self.template.shared
             self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated, stays)
         return self.swings[key]
 

@@ -19,16 +19,12 @@ PASSING = GROUPS.index("logits and loss")
 _FILLS = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}
 
 
-RETURNS = "the model returns"
-
-
 class Replayed(Protocol):
-    """What a chunk does to memory. held: the block whose output's gradient somebody else frees; or RETURNS, where what the
-    model's forward made before its blocks is of another stage.
-    """
+    """What a chunk does to memory, and what of it waits for W. stays: storages that somebody else frees."""
 
-    def __call__(self, item: Item, treated: Treated, held: str = "") -> tuple[Swing, Swing | None]: ...
-
+    def __call__(
+        self, item: Item, treated: Treated, stays: frozenset[int] = frozenset()
+    ) -> tuple[Swing, Swing | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +116,8 @@ class Walk:
             for unit in (name, *inner):
                 self.buffers.leave(unit)
         if stage == self.rank.count - 1:
-            self._items(template.after, treated, held=RETURNS if stage else "")
+            # What the forward made before its blocks is of another stage.
+            self._items(template.after, treated, stays=template.locals if stage else frozenset())
         else:
             self.buffers.leave("")
             if stage == 0:
@@ -152,8 +149,8 @@ class Walk:
             inner = self.rank.experts_of.get(name, ())
             for unit in (name, *inner):
                 self.buffers.backward(unit)
-            held = kind if holds and name == self.rank.stages[stage][-1][0] else ""
-            later += self._chunks(template.blocks_backward.get(kind, ()), treated, name, held)
+            stays = self._of_runtime(stage, name, kind, holds=holds, splits=bool(treated.split))
+            later += self._chunks(template.blocks_backward.get(kind, ()), treated, name, stays)
             for unit in (*inner, name):
                 done(unit)
         if stage == 0 or self.rank.only_hidden:
@@ -163,15 +160,25 @@ class Walk:
         self.buffers.end(reduces=reduces, frees=frees, last=last, added=added)
         return later
 
+    def _of_runtime(self, stage: int, name: str, kind: str, *, holds: bool, splits: bool) -> frozenset[int]:
+        """Storages that the pipeline frees: the gradient of the stage's output; and its input, where that waits for W."""
+        blocks, trace = self.rank.stages[stage], self.template.trace
+        stays: set[int | None] = set()
+        if holds and name == blocks[-1][0]:
+            stays.add(trace.incoming.get(kind))
+        if splits and stage and name == blocks[0][0]:
+            stays.add(trace.hidden.get(kind))
+        return frozenset(each for each in stays if each is not None)
+
     def _chunks(
-        self, items: Sequence[Item], treated: Treated, owner: str, held: str = ""
+        self, items: Sequence[Item], treated: Treated, owner: str, stays: frozenset[int] = frozenset()
     ) -> list[tuple[Item, str]]:
         for item in items:
-            self.timeline.swing(self.replayed(item, treated, held)[0], owner)
+            self.timeline.swing(self.replayed(item, treated, stays)[0], owner)
         return [(item, owner) for item in items] if treated.split else []
 
     def _items(
-        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None, held: str = ""
+        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None, stays: frozenset[int] = frozenset()
     ) -> list[tuple[Item, str]]:
         later: list[tuple[Item, str]] = []
         for item in items:
@@ -184,7 +191,7 @@ class Walk:
                     self.buffers.backward(item.module)
                 elif item.edge == "done" and done is not None:
                     done(item.module)
-            later += self._chunks([item], treated, item.module, held)
+            later += self._chunks([item], treated, item.module, stays)
         return later
 
     # -------------------------------------------------------------------------------------------------- with stages
@@ -262,6 +269,8 @@ class Walk:
         elif task.op == "W":
             self._waiting.pop(key)
             self.timeline.change(PASSING, -self._sent.pop(key, 0), "the loss", "")
+            if task.stage:
+                self.timeline.change(PASSING, -inputs[task.stage].forward, "the loss", "")
 
     def _repeated(self, task: Task, key: tuple[int, int], *, holds: bool) -> list[tuple[Item, str]]:
         """Run the task. From the second of its kind in a stage on, all are alike: parameters and gradients are there."""
