@@ -72,7 +72,8 @@ class Device:
 
     flops_per_s: by dtype, as {"bfloat16": 989.4e12}. launch_s: between two kernels that the host launches one by one; nothing
     of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
-    each launch. context_bytes: what the driver takes of the memory.
+    each launch. context_bytes: what the driver takes of the memory. communicator_bytes: what NCCL's buffers take of it for
+    each communicator.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Device:
     launch_s: float = 4e-6
     kernels: Kernels = "cuda"
     context_bytes: float = 0.0
+    communicator_bytes: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     curves: tuple[KernelCurve, ...] = ()
     power: tuple[PowerPoint, ...] = ()

@@ -21,6 +21,7 @@ from meshkit.mesh import Mesh, MeshSpec, init_mesh
 from meshkit.mesh.world import fake_world
 from meshkit.optim import adamw
 from meshkit.preflight._arguments import full_coordinate, rank_at, refuse_sizes, spec_of
+from meshkit.preflight.estimate._allocator import reserved_bytes
 from meshkit.preflight.estimate._kernels import cuda_kernels
 from meshkit.preflight.estimate._result import Estimate
 from meshkit.preflight.estimate._shapes import Shapes
@@ -194,6 +195,7 @@ def result(tracker: Tracker, run: Run, coordinate: dict[str, int], *, kernels: s
         peak=peak,
         points=tuple(tracker.points),
         took_s=took_s,
+        reserved_bytes=reserved_bytes(tracker.changes) if kernels == "cuda" else None,
     )
 
 
