@@ -101,8 +101,10 @@ class Buffers:
                 change(REDUCING, -unit.grads, where, name)
             change(REDUCING, -unit.part, where, name)
         else:
+            if not unit.casts_part:  # what came out is the gradient
+                change(REDUCING, -unit.part, where, name)
             change(GRADIENTS, unit.grads, where, name)
-            if not (unit.casts_part and self.replicas):  # else it is held until the end
+            if unit.casts_part and not self.replicas:  # else it is held until the end
                 change(REDUCING, -unit.part, where, name)
             self._summed.add(name)
         change(REDUCING, -self._parts.pop(name, 0), where, name)
@@ -113,6 +115,13 @@ class Buffers:
             self.done(name, reduces=reduces, frees=frees, last=last, added=added)
         if last:  # else it stays until the next unit is reduced
             self.settle()
+
+    def end_pipeline(self) -> None:
+        """All units are reduced after the last row, the last one that ran first, and the root last."""
+        called = [name for name in dict.fromkeys(self._order) if name != ROOT]
+        for name in (*reversed(called), ROOT):
+            self.done(name, reduces=True, frees=True, last=True, added=True)
+        self.settle()
 
     def settle(self) -> None:
         self.timeline.change(REDUCING, -self._in_reduction, "the end of backward", "")

@@ -238,9 +238,7 @@ class Walk:
                 self._task(task, source, send, pp_rank, placement, inputs)
         for each in sending.values():
             drop(*each)
-        for name in reversed(self.buffers.units):
-            self.buffers.done(name, reduces=True, frees=True, last=True, added=True)
-        self.buffers.settle()
+        self.buffers.end_pipeline()
 
     def _task(
         self,
