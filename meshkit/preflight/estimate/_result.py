@@ -163,6 +163,8 @@ def _end(estimate: Estimate) -> list[str]:
         "",
         f"kernels: {kernels[estimate.kernels]}. Not in the peak: workspaces of kernels, NCCL's buffers, fragmentation",
     ]
+    if estimate.traced < estimate.microbatches:
+        lines.append(f"microbatches: {estimate.traced} of {estimate.microbatches} were run, and more change no peak")
     if estimate.spec.ep * estimate.spec.etp > 1:
         lines.append("experts: as if tokens chose all alike")
     return lines
