@@ -28,12 +28,16 @@ class ComposedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """Peaks of all ranks of pp. source: "composed" of traced blocks, or "traced" whole, with `why` that was needed."""
+    """Peaks of all ranks of pp. source: "composed" of traced blocks, or "traced" whole, with `why` that was needed.
+
+    within: the relative error, either way, that the peak of a rank may have against `estimate`'s.
+    """
 
     spec: MeshSpec
     ranks: tuple[ComposedRank, ...]
     source: Source
     why: str = ""
+    within: float = 0.005
 
     @property
     def worst(self) -> ComposedRank:
@@ -61,5 +65,5 @@ class Composed:
             (str(rank.pp_rank), format_bytes(rank.peak_bytes), rank.where.removeprefix("the ")) for rank in self.ranks
         ]
         axes = format_axes({**self.spec.sizes(), "ep": self.spec.ep, "etp": self.spec.etp}, omit=1) or "one device"
-        how = self.source if not self.why else f"{self.source}: {self.why}"
+        how = f"{self.source}: {self.why}" if self.why else f"{self.source}, within {self.within:.1%}"
         return "\n".join([f"{axes}; {how}", *table_lines(rows, right=(1,))])

@@ -111,7 +111,9 @@ class Buffers:
 
     def end(self, *, reduces: bool, frees: bool, last: bool, added: bool) -> None:
         """The backward is over: units whose input has no gradient come now."""
-        for name in sorted(self._open, key=lambda name: name != ROOT):  # FSDP's root goes through its units, itself first
+        for name in sorted(
+            self._open, key=lambda name: name != ROOT
+        ):  # FSDP's root goes through its units, itself first
             self.done(name, reduces=reduces, frees=frees, last=last, added=added)
         if last:  # else it stays until the next unit is reduced
             self.settle()

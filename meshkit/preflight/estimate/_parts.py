@@ -72,7 +72,9 @@ def parts_of(resolved: Resolved, kinds: Mapping[str, str]) -> Parts:
         linears=frozenset(
             f"{name}.weight"
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
+            if isinstance(module, nn.Linear)
+            and type(module).forward is nn.Linear.forward
+            and module.weight.requires_grad
         ),
     )
 

@@ -134,5 +134,3 @@ def _accumulate(level: Level, treated: Treated, param: str, size: int, where: st
     if kept == "cast":
         level.add(GRADIENTS, treated.widened * size, where)
     level.add(WORK, -size, where)
-
-

@@ -178,7 +178,11 @@ class Walk:
         return [(item, owner) for item in items] if treated.split else []
 
     def _items(
-        self, items: Sequence[Item], treated: Treated, done: Callable[[str], None] | None = None, stays: frozenset[int] = frozenset()
+        self,
+        items: Sequence[Item],
+        treated: Treated,
+        done: Callable[[str], None] | None = None,
+        stays: frozenset[int] = frozenset(),
     ) -> list[tuple[Item, str]]:
         later: list[tuple[Item, str]] = []
         for item in items:

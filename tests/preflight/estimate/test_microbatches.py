@@ -54,7 +54,8 @@ def test_two_microbatches_do_not_stand_for_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "microbatches", "count", "expected"), [(64, 64, 3, 3), (7, 3, 3, 7), (9, 4, 3, 7), (11, 4, 3, 8), (2, 8, 3, 2)]
+    ("rows", "microbatches", "count", "expected"),
+    [(64, 64, 3, 3), (7, 3, 3, 7), (9, 4, 3, 7), (11, 4, 3, 8), (2, 8, 3, 2)],
 )
 def test_the_first_and_the_last_of_fewer_are_as_large(rows: int, microbatches: int, count: int, expected: int) -> None:
     assert rows_of(rows, microbatches, count) == expected
