@@ -1,4 +1,4 @@
-"""Allocator replay (CUDA caching allocator, reserved memory, fragmentation): what a step's allocations make it ask the driver.
+"""Allocator replay (CUDA caching allocator, reserved memory, fragmentation): what allocations make it ask the driver for.
 
 Sizes are rounded up to 512 B. What is at most 1 MiB is cut out of segments of 2 MiB; what is below 10 MiB out of segments of
 20 MiB; more gets a segment of its own, rounded up to 2 MiB. The smallest free block that fits is taken, the first by address

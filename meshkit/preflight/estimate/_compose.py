@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from meshkit.preflight.estimate._timeline import Timeline, device_bytes
 from meshkit.preflight.estimate._tracker import GROUPS
 from meshkit.preflight.estimate._units import UnitBytes, unit_bytes
 from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
+from meshkit.preflight.explain import LocalParam
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import OptimizerPolicy
@@ -254,7 +256,7 @@ def _compose(
 
 
 def _within(resolved: Resolved) -> float:
-    # Products that wait for W hold inputs which the collectives of tp make; the trace, where nothing waits, shows some of them.
+    # Products that wait for W hold inputs which collectives of tp make; the trace, where nothing waits, shows some of them.
     return 0.015 if resolved.splits_backward and resolved.spec.tp > 1 else 0.005
 
 
@@ -275,14 +277,14 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     of_stages = {0: list(kinds)} if cut is None else {s: list(cut.stages.blocks[s]) for s in cut.stages_of(pp_rank)}
     blocks = [name for stage in of_stages.values() for name in stage]
 
-    def bytes_of(params: Sequence, shards: int, is_sharded: bool) -> UnitBytes:  # type: ignore[type-arg]
+    def bytes_of(params: Sequence[LocalParam], shards: int, is_sharded: bool) -> UnitBytes:
         return unit_bytes(params, shards=shards, sharded=is_sharded, precision=precision, granule=granule)
 
     around = [each for each in parts.around if cut is None or cut.runs(each[0], pp_rank)]
     units: dict[str, UnitBytes] = {}
     plain: list[UnitBytes] = []
     experts_of: dict[str, list[str]] = {}
-    root_params = []
+    root_params: list[LocalParam] = []
     by_kind = {}
     buffers = sum(
         _rounded(size, granule) for name, size in parts.around_buffers if cut is None or cut.runs(name, pp_rank)
@@ -329,7 +331,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     behind: dict[str, list[str]] = {}
     if experts_of and cut is None:
         every = [[each for each in (name, *experts_of.get(name, ())) if each in units] for name in blocks]
-        for before, after in zip(every, every[1:], strict=False):
+        for before, after in pairwise(every):
             if before and after:
                 ahead[before[0]], behind[after[0]] = after, before
     return Walk(

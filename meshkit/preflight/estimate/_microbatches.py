@@ -1,4 +1,4 @@
-"""How many microbatches tell the truth: the least number whose step has the same peak as all of them (gradient accumulation)."""
+"""Least number of microbatches (gradient accumulation) whose step has the same peak as all of them."""
 
 from __future__ import annotations
 

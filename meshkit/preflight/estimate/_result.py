@@ -21,7 +21,7 @@ class Estimate:
     what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
     measured_bytes: the peak of a real run, where `beside` was given it. in_memory_bytes: of the host, for checkpoints there.
     reserved_bytes: what the caching allocator holds for these tensors, without the CUDA context and NCCL, see `on`; None for
-    kernels of a CPU. outside_bytes: those two, where a cluster was given. traced: microbatches that were run, of `microbatches`.
+    kernels of a CPU. outside_bytes: those two, where a cluster was given. traced: how many of the microbatches were run.
     """
 
     spec: MeshSpec

@@ -64,8 +64,9 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """grads: storage of a gradient -> its parameter; born: -> the change that made it. made_of: storage of a gradient -> storages it was computed of. hidden:
-    block -> the storage of its input; incoming: that of its output's gradient.
+    """grads: storage of a gradient -> its parameter; born: the change that made it; made_of: storages it was computed of.
+
+    hidden: block -> the storage of its input; incoming: that of its output's gradient.
     """
 
     chunks: tuple[Chunk, ...]

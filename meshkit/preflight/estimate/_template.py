@@ -76,7 +76,7 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
 
 
 def _with_input(trace: StepTrace, forward: Mapping[str, tuple[Item, ...]], after: Sequence[Item]) -> StepTrace:
-    """Where the last block's input is freed when the caller drops it, that belongs to the block, as it does for the others."""
+    """Where the last block's input is freed when the caller drops it, that belongs to the block, as for the others."""
     chunks = list(trace.chunks)
     for name, items in forward.items():
         storage = trace.hidden.get(name)

@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A storage that grew, shrank or changed its kind, in the order of the run. bytes: by how much the group's sum changes."""
+    """A storage that grew, shrank or changed its kind. bytes: by how much the group's sum changes."""
 
     storage: int
     group: int

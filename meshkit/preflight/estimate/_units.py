@@ -50,12 +50,10 @@ def unit_bytes(
         return padded(param) // shards if sharded else param.numel
 
     trained = [param for param in params if param.trains]
-    states = {
-        "params": sum(rounded(local(param) * param.dtype.itemsize) for param in params),
-        "moments": sum(2 * rounded(local(param) * param.dtype.itemsize) + rounded(4) for param in trained),
-    }
+    held = sum(rounded(local(param) * param.dtype.itemsize) for param in params)
+    moments = sum(2 * rounded(local(param) * param.dtype.itemsize) + rounded(4) for param in trained)
     if not sharded:
-        return UnitBytes(**states, grads=sum(rounded(param.numel * param.dtype.itemsize) for param in trained))
+        return UnitBytes(held, moments, sum(rounded(param.numel * param.dtype.itemsize) for param in trained))
 
     def compute(param: LocalParam) -> int:
         floats = precision is not None and param.dtype.is_floating_point
@@ -67,13 +65,14 @@ def unit_bytes(
     casts = precision is not None and any(param.dtype != precision.compute for param in params)
     whole = sum(padded(param) * compute(param) for param in params)
     unsharded = [rounded(padded(param) * compute(param)) for param in params]
-    # With one shard there is no buffer: parameters are copied one by one, each while the cast of it and of the one before are there.
+    # With one shard there is no buffer: parameters are copied one by one, beside their casts and those before.
     largest = max((one + other for one, other in zip(unsharded, [0, *unsharded], strict=False)), default=0)
     reduced = sum(padded(param) * reduce(param) for param in trained)
     own = sum(padded(param) // shards * param.dtype.itemsize for param in trained)
     casts_part = any(reduce(param) != param.dtype.itemsize for param in trained)
     return UnitBytes(
-        **states,
+        params=held,
+        moments=moments,
         grads=rounded(own),
         sharded=True,
         cast=0 if not casts else rounded(whole // shards) if shards > 1 else largest,

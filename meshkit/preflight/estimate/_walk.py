@@ -29,11 +29,12 @@ class Replayed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a rank runs. blocks: of each of its stages (name, its kind), in order. first, last: whether it has these stages.
+    """What a rank runs. stages: (block, its kind) of each of its stages, in order; count: stages of all ranks.
 
-    second: parameters of the first stage that the last stage, on this rank too, has as well.
-    experts_of: block -> modules of experts that are units. sharded, experts_sharded: whether FSDP has the dense parameters,
-    and the routed experts. only_hidden: whether nothing else crosses a cut. widened: bytes of an accumulated gradient for each of a fresh one.
+    sharded, experts_sharded: whether FSDP has the dense parameters, and the routed experts, whose names begin with `experts`.
+    experts_of: block -> modules of experts that are units. only_hidden: whether nothing else crosses a cut. widened: bytes of
+    an accumulated gradient for each of a fresh one. split: weights whose products wait for W. second: parameters of the first
+    stage that the last stage, on this rank too, has as well.
     """
 
     stages: Mapping[int, Sequence[tuple[str, str]]]
