@@ -125,7 +125,7 @@ def test_a_composed_peak_is_the_traced_one(row: dict[str, Any]) -> None:
     [
         # Each is a row of the grid that was wrong once.
         ("llama", {"mesh": "dp_shard=8", "zero": 2, "microbatches": 3, "memory": mk.MemoryPolicy(precision=BF16)}),
-        ("llama", {"mesh": "pp=2", "microbatches": 1, "memory": mk.MemoryPolicy("full", precision=BF16)}),
+        ("llama", {"mesh": "pp=2", "microbatches": 1, "memory": mk.MemoryPolicy(recompute="full", precision=BF16)}),
         ("tied", {"mesh": "pp=2", "microbatches": 4, "pipeline": mk.strategy.PipelinePolicy(schedule="zbv")}),
         ("gpt", {"mesh": "pp=2", "microbatches": 4}),
         ("moe", {"mesh": "dp_shard=4 ep=2", "microbatches": 2, "memory": mk.MemoryPolicy(precision=BF16)}),
@@ -169,7 +169,7 @@ def test_strategies_of_other_data_axes_schedules_and_stages_trace_nothing_again(
 def test_a_70b_model_on_512_ranks_takes_milliseconds_once_it_is_traced() -> None:
     with meta_parameters():
         model = mk.models.Llama(LLAMA3_70B)
-    memory = mk.MemoryPolicy("selective", precision=BF16)
+    memory = mk.MemoryPolicy(recompute="selective", precision=BF16)
     strategy = mk.Strategy(mesh="pp=4 dp_shard=16 tp=8", plan=LLAMA_PLAN, sequence=True, memory=memory)
     found, profiles = resolved(model, strategy), MemoryProfiles()
     step: dict[str, Any] = {"rows": 16, "seq_len": 8192, "microbatches": 16, "profiles": profiles}
