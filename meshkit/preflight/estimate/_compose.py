@@ -101,7 +101,7 @@ class MemoryProfiles:
             tuple((kind, resolved.treatments[kind]) for kind in dict.fromkeys(kinds.values())),
             repr((strategy.plan, strategy.context, strategy.experts, memory)),
             (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
-            None if resolved.cut is None else resolved.cut.tied,
+            () if resolved.cut is None else resolved.cut.tied,
         )
         if key not in self._traced:
             self._kept.append((resolved.program, mask))
