@@ -183,8 +183,8 @@ def compose(
     rank that has most, before cp splits it. microbatches: default the strategy's, or 1. profiles: kept between calls, which
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
     Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and `Composed.within` says which.
-    Offloaded activations, an optimizer other than AdamW in fp32, fp8, and models whose blocks do not run in a row are not
-    composed: they are traced whole, for seconds, and the result says why.
+    Offloaded activations, an optimizer other than AdamW in fp32, fp8, a tied parameter of two stages of one rank with a split
+    backward, and models whose blocks do not run in a row are not composed: they are traced whole, for seconds, and the result says why.
     Raises: as `estimate` does.
     """
     count = microbatches or resolved.strategy.microbatches or 1
@@ -211,6 +211,9 @@ def _not_composed(resolved: Resolved) -> str:
         return "the optimizer's state is not AdamW's in fp32"
     if memory.precision is not None and memory.precision.fp8 is not None:
         return "fp8 keeps casts of weights"
+    cut = resolved.cut
+    if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
+        return "a tied parameter of two stages of one rank gets gradients in I and in W"
     return ""
 
 
