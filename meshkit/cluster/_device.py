@@ -72,8 +72,9 @@ class Device:
 
     flops_per_s: by dtype, as {"bfloat16": 989.4e12}. launch_s: between two kernels that the host launches one by one; nothing
     of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
-    each launch. context_bytes: what the driver takes of the memory. memory_curve: measured (bytes, seconds) of kernels that
-    are bound by the memory, by bytes; it wins over bandwidth and efficiency.
+    each launch. context_bytes: what the driver takes of the memory; communicator_bytes: what NCCL's buffers take of it for
+    each communicator. memory_curve: measured (bytes, seconds) of kernels that are bound by the memory, by bytes; it wins over
+    bandwidth and efficiency.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Device:
     launch_s: float = 4e-6
     kernels: Kernels = "cuda"
     context_bytes: float = 0.0
+    communicator_bytes: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     curves: tuple[KernelCurve, ...] = ()
     memory_curve: tuple[tuple[float, float], ...] = ()

@@ -36,6 +36,7 @@ from .fsdp import keep_class_name as keep_class_name
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
 from .fsdp import own_memory as own_memory
+from .fsdp import unsharded_parameters as unsharded_parameters
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks
 from .groups import concatenate_meshes as concatenate_meshes

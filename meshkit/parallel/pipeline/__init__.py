@@ -2,6 +2,7 @@
 
 from ._check import Checked as Checked
 from ._check import check as check
+from ._check import peak_live as peak_live
 from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
 from ._cut import Cut as Cut

@@ -4,6 +4,10 @@ The model is built, parallelized and stepped by the same code as in the run, in 
 without memory; see `estimate`.
 """
 
+from ._compose import MemoryProfiles as MemoryProfiles
+from ._compose import compose as compose
+from ._composed import Composed as Composed
+from ._composed import ComposedRank as ComposedRank
 from ._drawing import COLOURS as COLOURS
 from ._drawing import svg as svg
 from ._estimate import Build as Build

@@ -21,7 +21,9 @@ from meshkit.mesh import Mesh, MeshSpec, init_mesh
 from meshkit.mesh.world import fake_world
 from meshkit.optim import adamw
 from meshkit.preflight._arguments import full_coordinate, rank_at, refuse_sizes, spec_of
+from meshkit.preflight.estimate._allocator import reserved_bytes
 from meshkit.preflight.estimate._kernels import cuda_kernels
+from meshkit.preflight.estimate._microbatches import least_microbatches, rows_of
 from meshkit.preflight.estimate._result import Estimate
 from meshkit.preflight.estimate._shapes import Shapes
 from meshkit.preflight.estimate._tracker import CLIP, FORWARD_BACKWARD, GROUPS, OPTIMIZER, Tracker
@@ -50,6 +52,7 @@ def estimate(
     optimizer: MakeOptimizer | None = None,
     loss: Loss = next_token_loss,
     in_memory: InMemory | None = None,
+    every_microbatch: bool = False,
     **choices: Any,
 ) -> Estimate:
     """Estimate the memory of one rank in an optimizer step, before anything runs: bytes by kind, the peak and where it is.
@@ -59,13 +62,15 @@ def estimate(
     them. The model is built, parallelized and stepped for real in `fake_world` on tensors without memory: no GPU, seconds,
     about 1 GiB for Llama-3-8B on any number of ranks.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
-    it is run in; default: the strategy's, or 1.
+    it is run in; default: the strategy's, or 1. Of many, the least number is run that has the same peak (with pp one more
+    than fill the pipeline); every_microbatch runs all.
     world_size: default what `spec` needs. coordinate: the rank's index on each dense axis, default 0; stages differ.
     in_memory: what a Checkpointer keeps in the memory of the hosts, with copies for others.
     optimizer: (run) -> optimizer, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
     does; "cpu" counts what a run on CPU holds. Not counted: workspaces of kernels (cuBLAS), buffers of NCCL, fragmentation.
-    Compiled blocks are counted as in eager mode. Tokens choose all experts equally often.
+    Compiled blocks are counted as in eager mode: their partitioner keeps no more than autograd does, so this is from above.
+    Tokens choose all experts equally often.
     Raises: MeshError and PlanError as the real run would, and PlanError for a model whose step depends on its values.
     """
     build = builder_of(model, strategy, choices, verb="estimate")
@@ -79,17 +84,20 @@ def estimate(
     with fake_mesh(sizes, place, kernels=kernels) as mesh:
         run = build(mesh)
         run.resolved.refuse_tokens(seq_len)
-        batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+        count = microbatches or run.strategy.microbatches or 1
+        traced = count if every_microbatch else least_microbatches(run.resolved, count)
+        sizes_of_rank = rows_of(rows, count, traced), seq_len
+        batch = {name: torch.zeros(sizes_of_rank, dtype=torch.int64) for name in ("input_ids", "labels")}
         tracker = tracker_of(run, granule=CUDA_GRANULE if kernels == "cuda" else 1)
         with tracker:
             count_parameters(tracker, run.model)
             built_optimizer = (optimizer or adamw_of)(run)
             for _ in range(2):  # the first step makes the optimizer state; the second is measured
                 tracker.forget_points()
-                tracked_step(tracker, run, built_optimizer, batch, microbatches, loss)
+                tracked_step(tracker, run, built_optimizer, batch, traced, loss)
         estimated = result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
         kept_bytes = 0 if in_memory is None else in_memory.bytes_of(run, built_optimizer)
-        return replace(estimated, in_memory_bytes=kept_bytes)
+        return replace(estimated, in_memory_bytes=kept_bytes, microbatches=count, traced=traced)
 
 
 def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:
@@ -194,6 +202,7 @@ def result(tracker: Tracker, run: Run, coordinate: dict[str, int], *, kernels: s
         peak=peak,
         points=tuple(tracker.points),
         took_s=took_s,
+        reserved_bytes=reserved_bytes(tracker.changes) if kernels == "cuda" else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from meshkit.cluster import Cluster
 from meshkit.mesh import MeshSpec
 from meshkit.preflight._format import format_axes, format_bytes, table_lines
 from meshkit.preflight.estimate._tracker import GROUPS, HOST, Point
@@ -19,6 +20,8 @@ class Estimate:
     most: of each group, the most at any moment. at_peak: of each group when the sum was greatest. activations: by module,
     what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
     measured_bytes: the peak of a real run, where `beside` was given it. in_memory_bytes: of the host, for checkpoints there.
+    reserved_bytes: what the caching allocator holds for these tensors, without the CUDA context and NCCL, see `on`; None for
+    kernels of a CPU. outside_bytes: those two, where a cluster was given. traced: how many of the microbatches were run.
     """
 
     spec: MeshSpec
@@ -32,6 +35,10 @@ class Estimate:
     took_s: float = 0.0
     measured_bytes: int | None = None
     in_memory_bytes: int = 0
+    reserved_bytes: int | None = None
+    outside_bytes: int | None = None
+    microbatches: int = 1
+    traced: int = 1
 
     @property
     def peak_bytes(self) -> int:
@@ -76,11 +83,28 @@ class Estimate:
         """The estimate beside the peak that a run measured: `Meter`'s peak_allocated_bytes, CUDA's max_memory_allocated()."""
         return replace(self, measured_bytes=measured_bytes)
 
+    def on(self, cluster: Cluster | str) -> Estimate:
+        """With what lies on such a device beside the allocator: its context, and NCCL's buffers of each communicator.
+
+        The communicators of a rank are one of the whole world, one for each axis of several ranks, and with pp one for each
+        way to a neighbour. Both numbers are the datasheets', and guesses where these say so.
+        """
+        machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+        context = machine.device.context_bytes + communicators(self.spec) * machine.device.communicator_bytes
+        return replace(self, outside_bytes=int(context))
+
     def fits(self, device_bytes: int) -> bool:
         return self.peak_bytes <= device_bytes
 
     def __str__(self) -> str:
         return "\n".join([*_heading(self), "", *_groups(self), "", *_blocks(self), *_end(self)])
+
+
+def communicators(spec: MeshSpec) -> int:
+    """Of one rank, at most: of the world, of each axis with several ranks, and of each way to a neighbour of pp."""
+    axes = {**spec.sizes(), "ep": spec.ep, "etp": spec.etp}
+    ways = 0 if spec.pp == 1 else 2 if spec.pp == 2 else 4
+    return int(spec.world_size > 1) + sum(size > 1 for size in axes.values()) + ways
 
 
 def _heading(estimate: Estimate) -> list[str]:
@@ -102,6 +126,10 @@ def _groups(estimate: Estimate) -> list[str]:
         if most[group] and index != HOST:
             rows.append((group, format_bytes(at_peak[group]), format_bytes(most[group]), bar(at_peak[group], longest)))
     rows.append(("all on the device", format_bytes(estimate.peak_bytes), "", ""))
+    if estimate.reserved_bytes is not None:
+        rows.append(("reserved by the allocator", "", format_bytes(estimate.reserved_bytes), ""))
+    if estimate.outside_bytes is not None:
+        rows.append(("CUDA context, NCCL", "", format_bytes(estimate.outside_bytes), ""))
     if estimate.host_bytes:
         rows.append(("on the host", format_bytes(at_peak["on the host"]), format_bytes(estimate.host_bytes), ""))
     if estimate.in_memory_bytes:
@@ -133,8 +161,10 @@ def _end(estimate: Estimate) -> list[str]:
     }
     lines = [
         "",
-        f"kernels: {kernels[estimate.kernels]}. Not in it: workspaces of kernels, NCCL's buffers, fragmentation",
+        f"kernels: {kernels[estimate.kernels]}. Not in the peak: workspaces of kernels, NCCL's buffers, fragmentation",
     ]
+    if estimate.traced < estimate.microbatches:
+        lines.append(f"microbatches: {estimate.traced} of {estimate.microbatches} were run, and more change no peak")
     if estimate.spec.ep * estimate.spec.etp > 1:
         lines.append("experts: as if tokens chose all alike")
     return lines

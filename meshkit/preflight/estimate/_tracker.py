@@ -56,10 +56,21 @@ class Point:
         return sum(self.totals) - self.totals[HOST]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A storage that grew, shrank or changed its kind. bytes: by how much the group's sum changes."""
+
+    storage: int
+    group: int
+    bytes: int
+    where: str
+
+
 @dataclass
 class _Storage:
-    """A live storage. group: index in GROUPS; block: whose activation it is, "" for none."""
+    """A live storage. number: of all that were seen; group: index in GROUPS; block: whose activation it is, "" for none."""
 
+    number: int
     bytes: int
     group: int
     block: str
@@ -71,12 +82,22 @@ class Tracker:
 
     blocks: names of modules (blocks and further units) whose activations are counted one by one. head: the one that makes
     logits. device: tensors elsewhere are on the host. granule: bytes to a multiple of which the allocator rounds up.
+    inputs: note of which storages each new one was computed.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Iterable[str], *, head: str, device: torch.device, granule: int = 1
+        self,
+        model: nn.Module,
+        blocks: Iterable[str],
+        *,
+        head: str,
+        device: torch.device,
+        granule: int = 1,
+        inputs: bool = False,
     ) -> None:
         self.points: list[Point] = []
+        self.changes: list[Change] = []  # all, from the first storage that was counted
+        self.made_of: dict[int, tuple[int, ...]] = {}  # storage -> those that its operator read
         self.kept: dict[str, int] = {}  # by module, bytes its forward has left alive for one microbatch
         self.after_forward: Totals = (0,) * len(GROUPS)  # when the last forward was over
         self.phase = ""
@@ -93,6 +114,8 @@ class Tracker:
         self._model_has_run = False
         self._forced: str | None = None
         self._active = ExitStack()
+        self._inputs = inputs
+        self._count = 0
         self._mode = _Mode(self)
 
     # ------------------------------------------------------------------------------------------------ being active
@@ -125,11 +148,20 @@ class Tracker:
     def __exit__(self, *error: Any) -> None:
         self._active.close()
 
-    def saw(self, out: Any) -> None:
-        """Count the storages of what an operator returned."""
+    def saw(self, out: Any, args: Any) -> None:
+        """Count the storages of what an operator returned. args: what it read."""
+        before = self._count
         for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(value, Tensor):
                 self._see(value)
+        if self._inputs and self._count > before:
+            read = [self.number_of(value) for value in tree_leaves(args) if isinstance(value, Tensor)]
+            self.made_of |= dict.fromkeys(range(before, self._count), tuple(each for each in read if each is not None))
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Of the tensor's storage; None where it is not counted."""
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry.number
 
     @contextmanager
     def _for(self, group: str) -> Iterator[None]:
@@ -176,7 +208,8 @@ class Tracker:
         index = _INDEX[name]
         if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
             index, block = HOST, ""
-        entry = _Storage(0, index, block, weakref.ref(storage, self._died(key)))
+        entry = _Storage(self._count, 0, index, block, weakref.ref(storage, self._died(key)))
+        self._count += 1
         # The key is the address of the storage, which may be used again once the storage is freed: _died removes it first.
         self._storages[key] = entry
         self._set_bytes(entry, storage.nbytes())
@@ -197,6 +230,8 @@ class Tracker:
         grown = size - entry.bytes
         entry.bytes = size
         self._totals[entry.group] += grown
+        if grown:
+            self.changes.append(Change(entry.number, entry.group, grown, self.where))
         if entry.block:
             self._by_block[entry.block] += grown
         if grown > 0:  # a peak is where something was allocated
@@ -216,6 +251,10 @@ class Tracker:
             self._regroup(entry, group)
 
     def _regroup(self, entry: _Storage, group: str) -> None:
+        if entry.group != _INDEX[group]:
+            where = self.where
+            self.changes.append(Change(entry.number, entry.group, -entry.bytes, where))
+            self.changes.append(Change(entry.number, _INDEX[group], entry.bytes, where))
         self._totals[entry.group] -= entry.bytes
         if entry.block:
             self._by_block[entry.block] -= entry.bytes
@@ -305,5 +344,5 @@ class _Mode(TorchDispatchMode):
         if any(_torch.wraps_tensors(kind) for kind in types):
             return NotImplemented  # a tensor made of tensors: those inside are counted when it gets to them
         out = func(*args, **(kwargs or {}))
-        self.tracker.saw(out)
+        self.tracker.saw(out, (args, kwargs))
         return out

@@ -13,3 +13,5 @@ from ._explanation import ParamGroup as ParamGroup
 from ._explanation import ParamRow as ParamRow
 from ._explanation import Sent as Sent
 from ._explanation import Traffic as Traffic
+from ._rank import LocalParam as LocalParam
+from ._rank import RankModel as RankModel

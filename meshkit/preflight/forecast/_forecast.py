@@ -11,11 +11,12 @@ from meshkit.cluster import Cluster
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.preflight._arguments import spec_of
+from meshkit.preflight._inner import inner_mesh
 from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.forecast._batch import Batch
 from meshkit.preflight.forecast._price import price
 from meshkit.preflight.forecast._profile import ModelProfile, StepProfile
-from meshkit.preflight.forecast._profiles import inner_mesh, profile_model
+from meshkit.preflight.forecast._profiles import profile_model
 from meshkit.preflight.forecast._result import Forecast
 from meshkit.preflight.forecast._step import step_profile
 from meshkit.program import Program, read_program

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import gcd
 
 import torch
 from torch import nn
@@ -12,15 +10,14 @@ from torch import nn
 from meshkit._parallelize import parallelize
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
-from meshkit.mesh import MeshSpec
 from meshkit.preflight._arguments import full_coordinate
+from meshkit.preflight._inner import inner_mesh, inner_strategy
+from meshkit.preflight._thin import kinds_of_blocks, thin
 from meshkit.preflight.estimate import Kernels, fake_mesh
 from meshkit.preflight.forecast._profile import ModelProfile, Profile
-from meshkit.preflight.forecast._thin import kinds_of_blocks, thin
 from meshkit.preflight.forecast._trace import OpTrace
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import BlockOverride, OptimizerPolicy, PipelinePolicy, Strategy
 
 NOTHING = Profile(ops=(), launches={})
 
@@ -69,7 +66,7 @@ def _traced(
     kernels: Kernels,
 ) -> tuple[dict[str, Profile], list[str]]:
     spec = inner_mesh(resolved.spec)
-    strategy = _inner_strategy(resolved, spec, blocks)
+    strategy = inner_strategy(resolved, spec, blocks)
     if resolved.memory.precision is not None and strategy.memory.precision is None:
         model.to(resolved.compute)
     # The fullest rank of dp_shard, of which here are only as many as hold all experts.
@@ -83,32 +80,6 @@ def _traced(
         with OpTrace(run.model, owners, fused=fused) as trace:
             run.forward_backward(batch, mask=mask, loss=loss, step=1)
     return trace.profiles(), trace.called
-
-
-def inner_mesh(spec: MeshSpec) -> MeshSpec:
-    """The least mesh on which a rank computes what it does on this one, for one stage and one replica."""
-    experts, dense = spec.ep * spec.etp, spec.cp * spec.tp
-    return MeshSpec(dp_shard=experts // gcd(experts, dense), cp=spec.cp, tp=spec.tp, ep=spec.ep, etp=spec.etp)
-
-
-def _inner_strategy(resolved: Resolved, spec: MeshSpec, blocks: set[str]) -> Strategy:
-    """The choices that change what a rank computes; each block is treated as it was resolved."""
-    strategy, memory = resolved.strategy, resolved.memory
-    precision = memory.precision if memory.precision is not None and memory.precision.fp8 is not None else None
-    return replace(
-        strategy,
-        mesh=spec,
-        memory=replace(memory, recompute="none", offload=None, optimizer=OptimizerPolicy(), precision=precision),
-        zero=None,
-        pipeline=PipelinePolicy(),
-        microbatches=None,
-        compile=False,
-        overrides={
-            name: BlockOverride(recompute=resolved.treatments[name].recompute)
-            for name in resolved.blocks
-            if name in blocks and resolved.treatments[name].recompute.mode != "none"
-        },
-    )
 
 
 def modules_around(model: nn.Module, blocks: set[str]) -> list[str]:

@@ -1,0 +1,402 @@
+"""compose: the peak of every pipeline rank in milliseconds, of blocks that were traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from meshkit.errors import MeshkitError
+from meshkit.mask import Mask
+from meshkit.parallel.data import kept_units
+from meshkit.parallel.expert import in_expert_view
+from meshkit.parallel.pipeline import Cut, Schedule, peak_live
+from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight._thin import kinds_of_blocks, thin
+from meshkit.preflight.estimate._composed import Composed, ComposedRank
+from meshkit.preflight.estimate._estimate import CUDA_GRANULE, Kernels, estimate
+from meshkit.preflight.estimate._fsdp import Buffers
+from meshkit.preflight.estimate._parts import Parts, parts_of, units_around
+from meshkit.preflight.estimate._replay import Swing, Treated, replay
+from meshkit.preflight.estimate._step_trace import trace_step
+from meshkit.preflight.estimate._template import Item, Template, Unlike, chunk_of, template
+from meshkit.preflight.estimate._timeline import Timeline, device_bytes
+from meshkit.preflight.estimate._tracker import GROUPS
+from meshkit.preflight.estimate._units import UnitBytes, unit_bytes
+from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
+from meshkit.preflight.explain import LocalParam
+from meshkit.resolve import Resolved
+from meshkit.step import Loss, next_token_loss
+from meshkit.strategy import OptimizerPolicy
+
+PARAMETERS, MOMENTS = GROUPS.index("parameters"), GROUPS.index("optimizer state")
+
+
+@dataclass(eq=False)
+class _Traced:
+    """A template, its kinds of blocks, and what was replayed of it already."""
+
+    template: Template
+    kinds: Mapping[str, str]
+    parts: Parts
+    swings: dict[tuple[int, Treated, frozenset[int]], tuple[Swing, Swing | None]] = field(default_factory=dict)
+
+    @cached_property
+    def inside(self) -> frozenset[int]:
+        """Chunks of blocks."""
+        rows = (*self.template.blocks.values(), *self.template.blocks_backward.values())
+        return frozenset(item.index for items in rows for item in items)
+
+    def replayed(self, item: Item, treated: Treated, stays: frozenset[int] = frozenset()) -> tuple[Swing, Swing | None]:
+        key = item.index, treated, stays
+        if key not in self.swings:
+            if item.index in self.inside:
+                stays |= self.template.shared
+            self.swings[key] = replay(self.template.trace, chunk_of(self.template, item), treated, stays)
+        return self.swings[key]
+
+
+class MemoryProfiles:
+    """What was traced of models already, for many calls of `compose` about the same ones. The models may not change.
+
+    Strategies that differ in dp, zero, pp, the schedule or the number of microbatches of equal size trace nothing again.
+    """
+
+    def __init__(self) -> None:
+        self._traced: dict[Hashable, _Traced | MeshkitError] = {}
+        self._kinds: dict[Hashable, Mapping[str, str]] = {}
+        self._crossing: dict[Hashable, dict[int, Crossing]] = {}
+        self._kept: list[object] = []  # whose ids are in keys
+
+    def __len__(self) -> int:
+        return len(self._traced)
+
+    def kinds(self, resolved: Resolved) -> Mapping[str, str]:
+        key = id(resolved.program.model), tuple(resolved.treatments.items())
+        if key not in self._kinds:
+            self._kinds[key] = kinds_of_blocks(resolved.program.model, resolved.blocks, resolved.treatments)
+            self._kept.append(resolved.program)
+        return self._kinds[key]
+
+    def of(
+        self,
+        resolved: Resolved,
+        *,
+        rows: int,
+        seq_len: int,
+        mask: Mask | Sequence[Mask] | None,
+        loss: Loss,
+        kernels: Kernels,
+    ) -> _Traced:
+        """Of one microbatch. Raises: Unlike for a model whose blocks do not run in a row."""
+        strategy, kinds = resolved.strategy, self.kinds(resolved)
+        memory = replace(strategy.memory, recompute="none", offload=None, optimizer=OptimizerPolicy())
+        key: Hashable = (
+            id(resolved.program.model),
+            inner_mesh(resolved.spec),
+            tuple((kind, resolved.treatments[kind]) for kind in dict.fromkeys(kinds.values())),
+            repr((strategy.plan, strategy.context, strategy.experts, memory)),
+            (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
+            () if resolved.cut is None else resolved.cut.tied,
+        )
+        if key not in self._traced:
+            self._kept.append((resolved.program, mask))
+            try:
+                self._traced[key] = _trace(resolved, kinds, rows, seq_len, mask, loss, kernels)
+            except Unlike as error:
+                self._traced[key] = error
+        found = self._traced[key]
+        if isinstance(found, MeshkitError):
+            raise found
+        return found
+
+    def crossing(self, resolved: Resolved, cut: Cut, *, rows: int, tokens: int, granule: int) -> dict[int, Crossing]:
+        """By the stage that receives."""
+        key = id(resolved.program.model), cut.stages, cut.width, rows, tokens, resolved.compute, granule
+        if key not in self._crossing:
+            sizes = cut.message_bytes(resolved.program.model, rows, tokens, resolved.compute)
+            self._crossing[key] = {
+                stage: Crossing(
+                    sum(_rounded(size, granule) for size, _ in each),
+                    sum(_rounded(size, granule) for size, goes_back in each if goes_back),
+                )
+                for stage, each in enumerate(sizes, start=1)
+            }
+        return self._crossing[key]
+
+
+def _rounded(size: int, granule: int) -> int:
+    return -(-size // granule) * granule
+
+
+def _trace(
+    resolved: Resolved,
+    kinds: Mapping[str, str],
+    rows: int,
+    seq_len: int,
+    mask: Mask | Sequence[Mask] | None,
+    loss: Loss,
+    kernels: Kernels,
+) -> _Traced:
+    model = resolved.program.model
+    blocks = set(kinds.values())
+    # Stages of a pipeline use tied parameters each in a backward of its own, as if they were two.
+    tied = () if resolved.cut is None else resolved.cut.tied
+    given = {"rows": rows, "seq_len": seq_len, "mask": mask, "loss": loss, "kernels": kernels}
+    try:
+        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
+    except (MeshkitError, LookupError, RuntimeError):
+        # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
+        kinds = {name: name for name in kinds}
+        blocks = set(kinds)
+        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
+    return _Traced(template(trace, blocks), kinds, parts_of(resolved, kinds))
+
+
+def _untied(model: nn.Module, tied: Sequence[tuple[str, str]]) -> nn.Module:
+    for _, name in tied:
+        owner, _, key = name.rpartition(".")
+        param = model.get_submodule(owner)._parameters[key]
+        assert param is not None
+        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
+    return model
+
+
+def compose(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    microbatches: int | None = None,
+    profiles: MemoryProfiles | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
+    loss: Loss = next_token_loss,
+    kernels: Kernels = "cuda",
+) -> Composed:
+    """Peak bytes of every rank of pp in an optimizer step of `parallelize(model, mesh, strategy)` with `adamw`.
+
+    resolved: the strategy on its mesh, by `resolve`. rows, seq_len: a rank's [rows, seq_len] part of the step's batch, of the
+    rank that has most, before cp splits it. microbatches: default the strategy's, or 1. profiles: kept between calls, which
+    then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
+    Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and `Composed.within` says which.
+    Offloaded activations, an optimizer other than AdamW in fp32, fp8, a tied parameter of two stages of one rank with a split
+    backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result says why.
+    Raises: as `estimate` does.
+    """
+    count = microbatches or resolved.strategy.microbatches or 1
+    kept = MemoryProfiles() if profiles is None else profiles
+    resolved.refuse_tokens(seq_len)
+    why = _not_composed(resolved)
+    if not why:
+        try:
+            traced = kept.of(
+                resolved, rows=max(1, -(-rows // count)), seq_len=seq_len, mask=mask, loss=loss, kernels=kernels
+            )
+            return _compose(resolved, kept, traced, rows, seq_len, count, kernels)
+        except Unlike as error:
+            why = str(error)
+    return _by_estimate(resolved, rows, seq_len, count, loss, kernels, why=why)
+
+
+def _not_composed(resolved: Resolved) -> str:
+    """Why; empty where it is."""
+    memory = resolved.memory
+    if memory.offload is not None and any(each.offload for each in resolved.treatments.values()):
+        return "what is offloaded is fetched ahead of its block"
+    if memory.optimizer != OptimizerPolicy():
+        return "the optimizer's state is not AdamW's in fp32"
+    if memory.precision is not None and memory.precision.fp8 is not None:
+        return "fp8 keeps casts of weights"
+    cut = resolved.cut
+    if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
+        return "a tied parameter of two stages of one rank gets gradients in I and in W"
+    return ""
+
+
+def _compose(
+    resolved: Resolved,
+    profiles: MemoryProfiles,
+    traced: _Traced,
+    rows: int,
+    seq_len: int,
+    microbatches: int,
+    kernels: Kernels,
+) -> Composed:
+    spec, cut = resolved.spec, resolved.cut
+    granule = CUDA_GRANULE if kernels == "cuda" else 1
+    table = None if cut is None else _table(cut.generate, spec.pp, microbatches)
+    crossing: dict[int, Crossing] = {}
+    if cut is not None:
+        tokens = -(-seq_len // spec.cp) // (spec.tp if resolved.sequence else 1)
+        crossing = profiles.crossing(
+            resolved, cut, rows=max(1, -(-rows // microbatches)), tokens=tokens, granule=granule
+        )
+    ranks = []
+    for pp_rank in range(spec.pp):
+        walk = _walk(resolved, traced, pp_rank, granule)
+        live = 1
+        if table is None:
+            walk.microbatches(microbatches)
+        else:
+            walk.pipeline(table, pp_rank, crossing)
+            live = peak_live(task for row in table.ranks[pp_rank] for task in row.tasks)
+        totals, where, owner = walk.timeline.peak()
+        kind = traced.kinds.get(owner, owner)
+        ranks.append(
+            ComposedRank(
+                pp_rank=pp_rank,
+                peak_bytes=device_bytes(totals),
+                where=where.replace(kind, owner) if kind else where,
+                at_peak=dict(zip(GROUPS, totals, strict=True)),
+                live=live,
+            )
+        )
+    return Composed(spec=spec, ranks=tuple(ranks), source="composed", within=_within(resolved))
+
+
+def _within(resolved: Resolved) -> float:
+    # Products that wait for W hold inputs which collectives of tp make; the trace, where nothing waits, shows some of them.
+    return 0.015 if resolved.splits_backward and resolved.spec.tp > 1 else 0.005
+
+
+@lru_cache(maxsize=256)
+def _table(generate: object, ranks: int, microbatches: int) -> Schedule:
+    return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
+
+
+def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Walk:
+    spec, cut, parts, kinds = resolved.spec, resolved.cut, traced.parts, traced.kinds
+    precision = resolved.memory.precision
+    shards = spec.dp_shard * spec.cp
+    sharded = spec.dp_replicate * shards > 1 or precision is not None
+    in_view = in_expert_view(spec) and bool(resolved.experts_of(pp_rank))
+    experts_sharded = in_view and (spec.dp_replicate * spec.edp > 1 or precision is not None)
+    if experts_sharded:  # FSDP's root is there, so it takes the rest as well
+        sharded = True
+    of_stages = {0: list(kinds)} if cut is None else {s: list(cut.stages.blocks[s]) for s in cut.stages_of(pp_rank)}
+    blocks = [name for stage in of_stages.values() for name in stage]
+
+    def bytes_of(params: Sequence[LocalParam], shards: int, is_sharded: bool) -> UnitBytes:
+        return unit_bytes(params, shards=shards, sharded=is_sharded, precision=precision, granule=granule)
+
+    around = [each for each in parts.around if cut is None or cut.runs(each[0], pp_rank)]
+    units: dict[str, UnitBytes] = {}
+    plain: list[UnitBytes] = []
+    experts_of: dict[str, list[str]] = {}
+    root_params: list[LocalParam] = []
+    by_kind = {}
+    buffers = sum(
+        _rounded(size, granule) for name, size in parts.around_buffers if cut is None or cut.runs(name, pp_rank)
+    )
+    for name in blocks:
+        kind = kinds[name]
+        part = parts.blocks[kind]
+        if kind not in by_kind:
+            by_kind[kind] = (
+                bytes_of(part.own, shards, sharded and part.is_unit),
+                {
+                    key.removeprefix(f"{kind}."): bytes_of(params, spec.edp, experts_sharded)
+                    for key, params in part.experts.items()
+                },
+                sum(_rounded(size, granule) for size in part.buffer_bytes),
+            )
+        own, experts, buffer_bytes = by_kind[kind]
+        buffers += buffer_bytes
+        if own.sharded:
+            units[name] = own
+        elif sharded:
+            root_params += part.own
+        else:
+            plain.append(own)
+        for key, found in experts.items():
+            if found.sharded:
+                units[f"{name}.{key}"] = found
+                experts_of.setdefault(name, []).append(f"{name}.{key}")
+            else:
+                plain.append(found)
+    for name, params in units_around(around, resolved.units_of(pp_rank)).items():
+        found = bytes_of([*params, *(root_params if not name else [])], shards, sharded)
+        if found.sharded:
+            units[name] = found
+        else:
+            plain.append(found)
+    totals = [0] * len(GROUPS)
+    totals[PARAMETERS] = buffers + sum(each.params for each in (*units.values(), *plain))
+    totals[MOMENTS] = sum(each.moments for each in (*units.values(), *plain))
+    timeline = Timeline(tuple(totals))
+    kept = kept_units(blocks, [name for name in resolved.units_of(pp_rank) if name in units], resolved.head)
+    kept |= {inner for name in kept for inner in experts_of.get(name, ())}
+    ahead: dict[str, list[str]] = {}
+    behind: dict[str, list[str]] = {}
+    if experts_of and cut is None:
+        every = [[each for each in (name, *experts_of.get(name, ())) if each in units] for name in blocks]
+        for before, after in pairwise(every):
+            if before and after:
+                ahead[before[0]], behind[after[0]] = after, before
+    return Walk(
+        rank=Rank(
+            stages={stage: [(name, kinds[name]) for name in names] for stage, names in of_stages.items()},
+            count=1 if cut is None else cut.stages.count,
+            zero=resolved.zero,
+            sharded=sharded,
+            experts_sharded=experts_sharded,
+            experts=tuple(f"{name}." for name in resolved.experts) if in_view else (),
+            experts_of=experts_of,
+            only_hidden=cut is None or cut.width is not None,
+            widened=_widened(resolved),
+            second=frozenset() if cut is None or cut.copied else frozenset(name for name, _ in cut.tied),
+            split=_split(resolved, parts),
+        ),
+        template=traced.template,
+        replayed=traced.replayed,
+        timeline=timeline,
+        buffers=Buffers(
+            timeline=timeline,
+            units=units,
+            frees=resolved.zero == 3,
+            kept=frozenset(kept),
+            replicas=spec.dp_replicate > 1,
+            ahead=ahead,
+            behind=behind,
+        ),
+    )
+
+
+def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:
+    """Weights whose gradients wait for W: not that of a chunked head, nor those of compiled blocks."""
+    if not resolved.splits_backward or resolved.strategy.compile:
+        return frozenset()
+    return parts.linears - ({f"{resolved.head}.weight"} if resolved.memory.loss is not None else set())
+
+
+def _widened(resolved: Resolved) -> int:
+    """Bytes of an accumulated gradient for each byte of a fresh one."""
+    precision = resolved.memory.precision
+    return 1 if precision is None else max(1, precision.reduce.itemsize // precision.compute.itemsize)
+
+
+def _by_estimate(
+    resolved: Resolved, rows: int, seq_len: int, microbatches: int, loss: Loss, kernels: Kernels, *, why: str
+) -> Composed:
+    model: nn.Module = resolved.program.model
+    ranks = []
+    for pp_rank in range(resolved.spec.pp):
+        found = estimate(
+            model,
+            resolved.spec,
+            resolved.strategy,
+            rows=rows,
+            seq_len=seq_len,
+            microbatches=microbatches,
+            coordinate={"pp": pp_rank},
+            kernels=kernels,
+            loss=loss,
+        )
+        ranks.append(
+            ComposedRank(pp_rank=pp_rank, peak_bytes=found.peak_bytes, where=found.where, at_peak=found.at_peak)
+        )
+    return Composed(spec=resolved.spec, ranks=tuple(ranks), source="traced", why=why, within=0.0)
