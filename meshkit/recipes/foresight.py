@@ -18,6 +18,7 @@ from meshkit.preflight.forecast import MeasuredStep, Told, calibrated, measure_s
 
 FIRST = 4  # of the process: before it connections are opened, blocks compiled
 STEPS = 8  # of which the one in the middle counts
+WAIT_S = 60.0  # at a run's end, for a forecast that is not there yet
 
 
 class Foresight:
@@ -33,6 +34,7 @@ class Foresight:
         self._cluster, self._out = Cluster.read(cluster), out  # refused on every rank, now
         self._on_host = mesh.device_type != "cuda"
         self._steps: list[MeasuredStep] = []
+        self._slowed: list[MeasuredStep] = []
         self._seen = 0
         self._folder = tempfile.TemporaryDirectory()
         self._file = Path(self._folder.name) / "forecast.json"
@@ -51,25 +53,31 @@ class Foresight:
         with measure_step(on_host=self._on_host) as found:
             yield
         self._seen += 1
-        # While the other process runs it is in the way.
-        if self._process is not None and self._seen > FIRST and self._process.poll() is not None:
-            self._steps += found
+        if self._process is not None and self._seen > FIRST:
+            # While the other process runs it is in the way: those steps count only where there are no others.
+            (self._steps if self._process.poll() is not None else self._slowed).extend(found)
 
     def said(self, *, ends: bool = False) -> str:
         """The sentence, once there are enough measured steps, or some and no more come; "" before, and after it was said."""
         if self._process is None or (len(self._steps) < STEPS and not ends):
             return ""
-        sentence = self._sentence() if self._steps else "--forecast: the run ended before the forecast was made"
+        try:
+            self._process.wait(timeout=WAIT_S)
+            sentence = self._sentence(self._steps or self._slowed)
+        except subprocess.TimeoutExpired:
+            sentence = "--forecast: the run ended before the forecast was made"
         self.close()
         return sentence
 
-    def _sentence(self) -> str:
+    def _sentence(self, steps: Sequence[MeasuredStep]) -> str:
         assert self._process is not None
         if self._process.returncode:
             _, error = self._process.communicate()
             return f"--forecast: {error.strip().splitlines()[-1] if error.strip() else self._process.returncode}"
-        middle = statistics.median_low([step.seconds for step in self._steps])
-        measured = next(step for step in self._steps if step.seconds == middle)
+        if not steps:
+            return f"--forecast: the run has no step after its first {FIRST} to compare with"
+        middle = statistics.median_low([step.seconds for step in steps])
+        measured = next(step for step in steps if step.seconds == middle)
         told = Told.from_json(self._file.read_text(encoding="utf-8"))
         if not measured.by_axis:
             return told.beside(measured)
