@@ -1,0 +1,29 @@
+"""Memoised decisions: what strategies of one program decide alike (names, plans that are proved, stages) is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from meshkit.program import Program
+
+Made = TypeVar("Made")
+_MADE: WeakKeyDictionary[Program, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def once(program: Program, key: Hashable, make: Callable[[], Made]) -> Made:
+    """`make()`, kept as long as the program. key: all that it depends on besides; what has no hash is made each time.
+
+    A refusal is not kept: it is raised by who makes it. Modes of modules are part of the key, for proofs depend on them.
+    """
+    mode = tuple(module.training for module in program.model.modules())
+    try:
+        known = _MADE.setdefault(program, {})
+        found = (key, mode) in known
+    except TypeError:
+        return make()
+    if not found:
+        known[key, mode] = make()
+    made: Made = known[key, mode]
+    return made
