@@ -1,0 +1,356 @@
+"""search: the best strategy of a space by exact best-first branch and bound over forecasts, with memory as a constraint."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count as counting
+from math import ceil
+from typing import Literal
+
+from torch import nn
+
+from meshkit.cluster import Cluster
+from meshkit.errors import MeshkitError, PlanError
+from meshkit.mesh import MeshSpec
+from meshkit.preflight.estimate import MemoryProfiles, compose, estimate
+from meshkit.preflight.forecast import (
+    Batch,
+    Forecast,
+    Prices,
+    Profiles,
+    StepProfile,
+    forecast_profile,
+    profile_step,
+)
+from meshkit.preflight.search._partition import min_max_partition
+from meshkit.preflight.search._result import Found, Neighbour, Tried, pareto, why_it_loses
+from meshkit.preflight.search._space import Space, divisors
+from meshkit.resolve import Resolved, resolve
+from meshkit.step import Loss, next_token_loss
+from meshkit.strategy import OptimizerPolicy, Strategy
+
+Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
+PHASES = ("forward", "backward", "weight")
+
+
+def search(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: Batch,
+    *,
+    world: int,
+    device_memory: int | None = None,
+    space: Space | None = None,
+    goal: Goal = "time",
+    fixed: Strategy | None = None,
+    loss: Loss = next_token_loss,
+    exhaustive: bool = False,
+    recheck: bool = True,
+    progress: Callable[[int, int, Tried | None], None] | None = None,
+) -> Found:
+    """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
+
+    model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. goal: "time", seconds of a
+    step; "cost", seconds times ranks; "fewest ranks", the least divisor of the world on which something fits, then time; or a
+    function of a `Forecast`, for which everything is priced. fixed: choices that stay, as precision. exhaustive: price
+    everything, also what cannot be best by its bound. recheck: the winner by the traced `estimate` as well, for seconds.
+    progress: called with how many were priced, how many are left, and the best so far.
+    Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
+    Raises: PlanError for no world, and for a goal that there is not.
+    """
+    if type(world) is not int or world < 1:
+        raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
+    if not callable(goal) and goal not in ("time", "cost", "fewest ranks"):
+        raise PlanError(f'search(goal={goal!r}): choose "time", "cost", "fewest ranks", or give a function of a Forecast.')
+    machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    base = fixed or Strategy()
+    asked = (space or Space()).fixed_by(base)
+    pricing = _Pricing(model, machine, batch, loss, goal)
+    worlds = divisors(world) if goal == "fewest ranks" else [world]
+    for ranks in worlds:
+        found = _of_world(pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, progress)
+        if found.winner is not None:
+            break
+    return found
+
+
+class _Pricing:
+    """Resolves, composes and prices strategies of one model, batch and cluster, each once."""
+
+    def __init__(self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal) -> None:
+        self.model, self.cluster, self.batch, self.loss, self.goal = model, cluster, batch, loss, goal
+        self.profiles, self.memory = Profiles(), MemoryProfiles()
+        self.program = self.profiles.program_of(model)
+        self._resolved: dict[str, Resolved] = {}
+        self._tried: dict[str, Tried] = {}
+
+    def resolved(self, strategy: Strategy) -> Resolved:
+        key = repr(strategy)
+        if key not in self._resolved:
+            kernels = self.cluster.device.kernels
+            self._resolved[key] = resolve(self.program, strategy, strategy.mesh_for(), device_type=kernels)
+        return self._resolved[key]
+
+    def profile(self, strategy: Strategy) -> StepProfile:
+        return profile_step(
+            self.resolved(strategy),
+            self.batch,
+            microbatches=strategy.microbatches or 1,
+            loss=self.loss,
+            kernels=self.cluster.device.kernels,
+            profiles=self.profiles,
+        )
+
+    def tried(self, strategy: Strategy) -> Tried:
+        key = repr(strategy)
+        if key not in self._tried:
+            resolved = self.resolved(strategy)
+            told = forecast_profile(self.profile(strategy), self.cluster)
+            peak = compose(
+                resolved,
+                rows=self.batch.rows(resolved.spec),
+                seq_len=self.batch.seq_len,
+                microbatches=strategy.microbatches,
+                profiles=self.memory,
+                loss=self.loss,
+                kernels=self.cluster.device.kernels,
+            )
+            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=peak, cost=self.cost(told))
+            del self._resolved[key]  # thousands of them would not fit
+        return self._tried[key]
+
+    def cost(self, told: Forecast) -> float:
+        if callable(self.goal):
+            return self.goal(told)
+        return told.seconds * told.ranks if self.goal == "cost" else told.seconds
+
+    def balanced(self, strategy: Strategy) -> Strategy | None:
+        """With stages that are as fast as can be; None where they are so already, or were given."""
+        cut = self.resolved(strategy).cut
+        if cut is None or strategy.pipeline.stages is not None:
+            return None
+        profile = self.profile(strategy)
+        prices = Prices(self.cluster, profile.spec)
+        blocks = {name for stage in cut.stages.blocks for name in stage}
+        seconds: list[float] = []
+        around = [0.0] * len(profile.stages)
+        for stage, parts in enumerate(profile.stages):
+            own = {part.name: _part_s(prices, part) for part in parts}
+            # In a stage that is like another its parts have that one's names: blocks are counted, not looked up.
+            of_blocks = [s for name, s in own.items() if name in blocks]
+            seconds += of_blocks
+            around[stage] = sum(own.values()) - sum(of_blocks)
+        counts = tuple(len(stage) for stage in cut.stages.blocks)
+        if len(seconds) != sum(counts):
+            return None
+        best = min_max_partition(seconds, len(counts), first=around[0], last=around[-1])
+        return None if best == counts else replace(strategy, pipeline=replace(strategy.pipeline, stages=best))
+
+    def bound_s(self, strategy: Strategy) -> float:
+        """What the kernels and blocking messages of one microbatch take on all stages of pp together."""
+        profile = self.profile(strategy)
+        prices = Prices(self.cluster, profile.spec)
+        return sum(_part_s(prices, part) for stage in profile.stages for part in stage)
+
+    def least_bytes(self, strategy: Strategy) -> int:
+        """Of the rank that has most: parameters and gradients, and with AdamW in fp32 its moments, shared evenly."""
+        spec = strategy.mesh_for()
+        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
+        trained = {id(param): param for param in self.program.trained.values()}.values()
+        total = sum(param.numel() * param.element_size() for param in trained)
+        return sets * total * spec.dp_replicate // spec.world_size
+
+
+def _part_s(prices: Prices, part: object) -> float:
+    priced = prices.part(part)  # type: ignore[arg-type]
+    return sum(priced.seconds(phase) for phase in PHASES)
+
+
+@dataclass(order=True)
+class _Node:
+    """Of the heap: a group of strategies that compute alike, whose microbatch is not traced yet, or one strategy."""
+
+    bound: float
+    number: int
+    group: Hashable = None
+    strategy: Strategy | None = None
+
+
+def _of_world(
+    pricing: _Pricing,
+    world: int,
+    space: Space,
+    base: Strategy,
+    device_bytes: int | None,
+    exhaustive: bool,
+    recheck: bool,
+    progress: Callable[[int, int, Tried | None], None] | None,
+) -> Found:
+    began = time.monotonic()
+    strategies = list(
+        space.strategies(
+            pricing.batch, world, base, node=pricing.cluster.tiers[0].ranks, experts=_experts(pricing, base)
+        )
+    )
+    groups: dict[Hashable, list[Strategy]] = {}
+    refused: Counter[str] = Counter()
+    unfit = 0
+    for strategy in strategies:
+        if device_bytes is not None and pricing.least_bytes(strategy) > device_bytes and not exhaustive:
+            unfit += 1
+            continue
+        groups.setdefault(_computes(strategy, pricing.batch), []).append(strategy)
+    number = counting()
+    heap = [_Node(0.0, next(number), group=key) for key in groups]
+    left = sum(map(len, groups.values()))
+    best: Tried | None = None
+    tried: list[Tried] = []
+    scale = world if pricing.goal == "cost" else 1
+    while heap and (exhaustive or best is None or heap[0].bound * scale < best.cost):
+        node = heapq.heappop(heap)
+        if node.strategy is None:
+            for strategy, bound in _opened(pricing, groups[node.group], refused):
+                heapq.heappush(heap, _Node(max(bound, node.bound), next(number), strategy=strategy))
+            left = sum(1 if each.strategy else len(groups[each.group]) for each in heap)
+            continue
+        left -= 1
+        for each in _priced(pricing, node.strategy, refused, balance=space.balance):
+            tried.append(each)
+            if not each.fits(device_bytes):
+                unfit += 1
+            elif best is None or each.cost < best.cost:
+                if recheck and not _is_right(pricing, each, device_bytes):
+                    unfit += 1
+                    continue
+                best = each
+        if progress is not None:
+            progress(len(tried), left, best)
+    fitting = [each for each in tried if each.fits(device_bytes)]
+    return Found(
+        winner=best,
+        front=pareto(fitting),
+        tried=tuple(tried),
+        refused=dict(refused),
+        unfit=unfit,
+        cut=left if heap else 0,
+        neighbours=() if best is None else tuple(_neighbours(pricing, best, space, device_bytes)),
+        device_bytes=device_bytes,
+        took_s=time.monotonic() - began,
+    )
+
+
+def _experts(pricing: _Pricing, base: Strategy) -> int:
+    """Of the block that has most, by the plan; 0 without."""
+    resolved = resolve(pricing.program, replace(base, mesh=MeshSpec()), MeshSpec())
+    modules = pricing.program.modules
+    counts = [getattr(modules[name], "num_experts", 0) for name in resolved.experts]
+    return max((each if isinstance(each, int) and each else pricing.batch.tokens for each in counts), default=0)
+
+
+def _computes(strategy: Strategy, batch: Batch) -> Hashable:
+    """What one microbatch of a rank depends on: strategies with equal ones trace the same."""
+    spec = strategy.mesh_for()
+    rows = ceil(batch.rows(spec) / (strategy.microbatches or 1))
+    inner = spec.cp, spec.tp, spec.ep, spec.etp
+    return inner, strategy.sequence, repr(strategy.memory.recompute), strategy.context.scheme, rows
+
+
+def _opened(
+    pricing: _Pricing, strategies: Sequence[Strategy], refused: Counter[str]
+) -> list[tuple[Strategy, float]]:
+    """The group's strategies with their bounds, by the first of them that is not refused. Counts those that are."""
+    waiting = list(strategies)
+    while waiting:
+        try:
+            microbatch_s = pricing.bound_s(waiting[0])
+        except MeshkitError as error:
+            refused[_reason(error)] += 1
+            waiting.pop(0)
+            continue
+        # A rank of pp computes the mean of all at least, for each microbatch.
+        return [(each, microbatch_s * (each.microbatches or 1) / each.mesh_for().pp) for each in waiting]
+    return []
+
+
+def _priced(pricing: _Pricing, strategy: Strategy, refused: Counter[str], *, balance: bool) -> list[Tried]:
+    try:
+        other = pricing.balanced(strategy) if balance else None
+        priced = [pricing.tried(strategy)]
+    except MeshkitError as error:
+        refused[_reason(error)] += 1
+        return []
+    if other is not None:
+        try:
+            priced.append(pricing.tried(other))
+        except MeshkitError as error:
+            refused[_reason(error)] += 1
+    return priced
+
+
+def _reason(error: MeshkitError) -> str:
+    return str(error).splitlines()[0]
+
+
+def _is_right(pricing: _Pricing, tried: Tried, device_bytes: int | None) -> bool:
+    """By the traced estimate of its fullest rank."""
+    if device_bytes is None:
+        return True
+    traced = estimate(
+        pricing.model,
+        strategy=tried.strategy,
+        rows=pricing.batch.rows(tried.forecast.profile.spec),
+        seq_len=pricing.batch.seq_len,
+        coordinate={"pp": tried.memory.worst.pp_rank},
+        kernels=pricing.cluster.device.kernels,
+        loss=pricing.loss,
+    )
+    return traced.peak_bytes <= device_bytes
+
+
+# Neighbours: the best with one choice changed
+
+
+def _neighbours(pricing: _Pricing, best: Tried, space: Space, device_bytes: int | None) -> list[Neighbour]:
+    found = []
+    for change, strategy in _changed(best.strategy, space):
+        try:
+            other = pricing.tried(strategy)
+        except MeshkitError as error:
+            found.append(Neighbour(change, f"refused: {_reason(error)}"))
+            continue
+        found.append(Neighbour(change, why_it_loses(best, other, device_bytes)))
+    return found
+
+
+def _changed(best: Strategy, space: Space) -> list[tuple[str, Strategy]]:
+    spec = best.mesh_for()
+    changed: list[tuple[str, Strategy]] = []
+    plain = replace(best, pipeline=replace(best.pipeline, stages=None))
+    for axis in ("tp", "pp", "cp"):
+        for size in (getattr(spec, axis) // 2, getattr(spec, axis) * 2):
+            allowed = getattr(space, axis)
+            shards, rest = divmod(spec.dp_shard * getattr(spec, axis), size or 1)
+            if size and not rest and shards and (allowed is None or size in allowed):
+                mesh = replace(spec, **{axis: size, "dp_shard": shards})
+                changed.append((f"{axis}={size}", replace(plain, mesh=mesh)))
+    count = best.microbatches or 1
+    for parts in (count // 2, count * 2):
+        if parts and (space.microbatches is None or parts in space.microbatches):
+            changed.append((f"microbatches={parts}", replace(best, microbatches=parts)))
+    for mode in space.recompute:
+        if mode != best.memory.recompute:
+            changed.append((f"recompute={mode}", replace(best, memory=replace(best.memory, recompute=mode))))
+    if spec.tp > 1 and len(space.sequence) > 1:
+        changed.append((f"sequence={not best.sequence}", replace(best, sequence=not best.sequence)))
+    if spec.pp > 1:
+        for name in space.schedule:
+            if name != best.pipeline.schedule:
+                changed.append((f"schedule={name}", replace(plain, pipeline=replace(plain.pipeline, schedule=name))))
+    for zero in space.zero if spec.pp == 1 else ():
+        if zero != best.zero:
+            changed.append((f"zero={zero}", replace(best, zero=zero)))
+    return changed
