@@ -7,7 +7,9 @@ from itertools import accumulate
 from math import inf
 
 
-def min_max_partition(seconds: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+def min_max_partition(
+    seconds: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
     """Blocks of each stage, at least one each: exact, by dynamic programming. first, last: what those stages do besides.
 
     Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1.

@@ -101,7 +101,9 @@ class Found:
             if self.neighbours:
                 lines += ["", *map(str, self.neighbours)]
             rows = [("seconds", "peak", "flags")]
-            rows += [(f"{each.seconds:.4g}", format_bytes(each.peak_bytes), flags_of(each.strategy)) for each in self.front]
+            rows += [
+                (f"{each.seconds:.4g}", format_bytes(each.peak_bytes), flags_of(each.strategy)) for each in self.front
+            ]
             lines += ["", *table_lines(rows, right=(0, 1))]
         for text, count in sorted(self.refused.items(), key=lambda item: -item[1]):
             lines.append(f"refused {count:,}: {text}")
@@ -113,7 +115,10 @@ def flags_of(strategy: Strategy) -> str:
     mesh = strategy.mesh
     assert isinstance(mesh, MeshSpec)
     recompute = strategy.memory.recompute
-    parts = [f'--mesh "{format_axes(vars(mesh), omit=1) or "dp_shard=1"}"', f"--microbatches {strategy.microbatches or 1}"]
+    parts = [
+        f'--mesh "{format_axes(vars(mesh), omit=1) or "dp_shard=1"}"',
+        f"--microbatches {strategy.microbatches or 1}",
+    ]
     if mesh.pp > 1:
         parts.append(f"--schedule {strategy.pipeline.schedule}")
     if strategy.zero is not None:

@@ -65,7 +65,9 @@ def search(
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
     if not callable(goal) and goal not in ("time", "cost", "fewest ranks"):
-        raise PlanError(f'search(goal={goal!r}): choose "time", "cost", "fewest ranks", or give a function of a Forecast.')
+        raise PlanError(
+            f'search(goal={goal!r}): choose "time", "cost", "fewest ranks", or give a function of a Forecast.'
+        )
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
@@ -157,11 +159,12 @@ class _Pricing:
         return sum(_part_s(prices, part) for stage in profile.stages for part in stage)
 
     def least_bytes(self, strategy: Strategy) -> int:
-        """Of the rank that has most: parameters and gradients, and with AdamW in fp32 its moments, shared evenly."""
+        """Of the rank that has most: parameters, and with AdamW in fp32 its moments, shared evenly."""
         spec = strategy.mesh_for()
         sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
-        trained = {id(param): param for param in self.program.trained.values()}.values()
-        total = sum(param.numel() * param.element_size() for param in trained)
+        parameters, trained = self.program.parameters, self.program.trained
+        alone = {id(param): param for name, param in parameters.items() if name in trained}.values()
+        total = sum(param.numel() * param.element_size() for param in alone)
         return sets * total * spec.dp_replicate // spec.world_size
 
 
@@ -259,9 +262,7 @@ def _computes(strategy: Strategy, batch: Batch) -> Hashable:
     return inner, strategy.sequence, repr(strategy.memory.recompute), strategy.context.scheme, rows
 
 
-def _opened(
-    pricing: _Pricing, strategies: Sequence[Strategy], refused: Counter[str]
-) -> list[tuple[Strategy, float]]:
+def _opened(pricing: _Pricing, strategies: Sequence[Strategy], refused: Counter[str]) -> list[tuple[Strategy, float]]:
     """The group's strategies with their bounds, by the first of them that is not refused. Counts those that are."""
     waiting = list(strategies)
     while waiting:

@@ -65,7 +65,10 @@ class Space:
     def meshes(self, world: int, *, node: int, experts: int) -> Iterator[MeshSpec]:
         """All of the world. node: ranks of one, for tp; experts: of a block of the model, 0 without."""
         every = divisors(world)
-        default = {"tp": [size for size in every if size <= node], "ep": [size for size in every if size <= experts or size == 1]}
+        default = {
+            "tp": [size for size in every if size <= node],
+            "ep": [size for size in every if size <= experts or size == 1],
+        }
         sizes = {axis: getattr(self, axis) or default.get(axis, every) for axis in AXES}
         for pp, replicate, cp, tp in product(sizes["pp"], sizes["dp_replicate"], sizes["cp"], sizes["tp"]):
             dense = pp * replicate * cp * tp
@@ -73,9 +76,7 @@ class Space:
                 continue
             for ep, etp in product(sizes["ep"], sizes["etp"]):
                 if (world // (pp * replicate)) % (ep * etp) == 0:  # both views are of the same ranks
-                    yield MeshSpec(
-                        pp=pp, dp_replicate=replicate, dp_shard=world // dense, cp=cp, tp=tp, ep=ep, etp=etp
-                    )
+                    yield MeshSpec(pp=pp, dp_replicate=replicate, dp_shard=world // dense, cp=cp, tp=tp, ep=ep, etp=etp)
 
     def strategies(self, batch: Batch, world: int, fixed: Strategy, *, node: int, experts: int) -> Iterator[Strategy]:
         """Those that differ: what an axis of one rank would ignore is asked for in one way only."""

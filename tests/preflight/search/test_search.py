@@ -9,8 +9,6 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.preflight.search import min_max_partition
 
-GIB = 2**30
-
 
 def dense(**changes):
     sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
@@ -19,28 +17,43 @@ def dense(**changes):
         return mk.models.Llama(mk.models.LlamaConfig(**(sizes | heads | changes)))
 
 
-MODELS = {"dense": {}, "tied": {"tie_word_embeddings": True, "num_hidden_layers": 5}}
-SPACE = mk.Space(pp=(1, 2, 4), tp=(1, 2), dp_replicate=(1,), microbatches=(2, 4), schedule=("1f1b", "zb-h1"))
-BATCH = mk.Batch(sequences=64, seq_len=512)
+def moe():
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128}
+    with torch.device("meta"):
+        return mk.models.Mixtral(mk.models.MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("room", [None, 0.35])
-def test_bounds_cut_nothing_that_exhaustive_would_choose(name, room):
-    model = dense(**MODELS[name])
-    every = mk.search(model, "h100", BATCH, world=16, space=SPACE, exhaustive=True, recheck=False)
+SPACE = mk.Space(
+    pp=(1, 2),
+    tp=(1, 2),
+    dp_replicate=(1,),
+    microbatches=(2, 4),
+    schedule=("1f1b", "zb-h1"),
+    zero=(None,),
+    sequence=(True,),
+    recompute=("none", "full"),
+)
+BATCH = mk.Batch(sequences=64, seq_len=128)
+
+
+@pytest.mark.parametrize("make", [dense, lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), moe])
+def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
+    model = make()
+    every = mk.search(model, "h100", BATCH, world=16, space=SPACE, exhaustive=True)
     peaks = sorted(each.peak_bytes for each in every.tried)
-    memory = None if room is None else peaks[int(room * len(peaks))]
-    best = min((each.seconds for each in every.tried if memory is None or each.peak_bytes <= memory))
-    found = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
-    assert found.winner is not None
-    assert found.winner.seconds == best
-    assert len(found.tried) < len(every.tried)
-    assert found.winner.fits(memory)
-    if memory is not None:
-        assert found.unfit
-    assert found.neighbours
-    assert str(found)
+    for memory in (None, peaks[len(peaks) // 3], peaks[0]):
+        best = min(each.seconds for each in every.tried if each.fits(memory))
+        found = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
+        assert found.winner is not None
+        assert found.winner.seconds == best
+        assert found.winner.fits(memory)
+        assert len(found.tried) <= len(every.tried)
+        assert found.neighbours
+        assert found.flags in str(found)
+    nothing = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=1000)
+    assert nothing.best is None
+    assert "nothing fits" in str(nothing)
 
 
 def test_partition_is_the_least_of_all():
