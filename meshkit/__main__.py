@@ -1,5 +1,5 @@
-"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, explain a run before it starts, plan its
-energy and its checkpoints, measure a cluster, read the last calls of a run.
+"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, explain a run before it
+starts, plan its energy and its checkpoints, measure a cluster, read the last calls of a run.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html

@@ -59,9 +59,10 @@ class Found:
     """What a search found. `str()` is the printed form.
 
     winner: None where nothing fits. front: of what was priced and fits, all of which nothing else is at least as good in
-    seconds, bytes and ranks. tried: all that was priced, fitting or not. refused: by `resolve`'s own text -> how many. unfit:
+    seconds, bytes and ranks. tried: all that was priced;
+    what does not fit only by an exhaustive search. refused: by `resolve`'s own text -> how many. unfit:
     how many needed more than the device has. cut: how many could not be better than the best by their lower bound, and were
-    not priced. neighbours: one line each.
+    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each.
     """
 
     winner: Tried | None
@@ -70,6 +71,7 @@ class Found:
     refused: Mapping[str, int]
     unfit: int
     cut: int
+    least: tuple[int, Strategy] | None
     neighbours: tuple[Neighbour, ...]
     device_bytes: int | None
     took_s: float
@@ -90,12 +92,14 @@ class Found:
         self.best.write(path)
 
     def __str__(self) -> str:
-        counts = f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.cut:,} cut by their bound"
+        counts = f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} cut by their bound"
         lines = [f"{counts}, in {self.took_s:.1f} s"]
         if self.winner is None:
-            least = min(self.tried, key=lambda each: each.peak_bytes, default=None)
             room = "" if self.device_bytes is None else f" in {format_bytes(self.device_bytes)}"
-            lines.append(f"nothing fits{room}" + ("" if least is None else f"; the least is {least}"))
+            fewest = (
+                "" if self.least is None else f"; the least is {format_bytes(self.least[0])}: {flags_of(self.least[1])}"
+            )
+            lines.append(f"nothing fits{room}{fewest}")
         else:
             lines += ["", str(self.winner.forecast), f"peak {format_bytes(self.winner.peak_bytes)}", "", self.flags]
             if self.neighbours:

@@ -16,7 +16,7 @@ from torch import nn
 from meshkit.cluster import Cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
-from meshkit.preflight.estimate import MemoryProfiles, compose, estimate
+from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, estimate
 from meshkit.preflight.forecast import (
     Batch,
     Forecast,
@@ -35,6 +35,8 @@ from meshkit.strategy import OptimizerPolicy, Strategy
 
 Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
 PHASES = ("forward", "backward", "weight")
+FUSED = ("gpipe", "1f1b")  # the gradients of a stage's inputs leave when those of its weights are there too
+ONE_STAGE = (*FUSED, "zb-h1", "zb-h2")
 
 
 def search(
@@ -80,6 +82,32 @@ def search(
     return found
 
 
+@dataclass(frozen=True)
+class Microbatch:
+    """Seconds of kernels and blocking messages of one microbatch, in all stages together."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+    def least_s(self, strategy: Strategy, *, share: float = 1.0) -> float:
+        """Lower bound of the step's seconds with stages cut anywhere. share: of these seconds, that the microbatch takes.
+
+        A rank of pp computes the mean of all at least. Where each has one stage of seconds x, it waits for the stages before
+        it twice: their x, summed, and m times its own are no longer than the step C. With all of them equal that is least, and
+        C = X / (1 - (1 - 1/m) ** p), X the seconds of all stages.
+        """
+        count, stages = strategy.microbatches or 1, strategy.mesh_for().pp
+        through = self.forward_s + self.backward_s
+        total = through + self.weight_s
+        least = total * count / stages
+        if stages > 1 and strategy.pipeline.schedule in ONE_STAGE:
+            if strategy.pipeline.schedule in FUSED:
+                through = total
+            least = max(least, through / (1 - (1 - 1 / count) ** stages))
+        return least * share
+
+
 class _Pricing:
     """Resolves, composes and prices strategies of one model, batch and cluster, each once."""
 
@@ -88,7 +116,15 @@ class _Pricing:
         self.profiles, self.memory = Profiles(), MemoryProfiles()
         self.program = self.profiles.program_of(model)
         self._resolved: dict[str, Resolved] = {}
+        self._profiles: dict[str, StepProfile] = {}
+        self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
+        self._microbatches: dict[Hashable, Microbatch] = {}
+
+    def forget(self) -> None:
+        """What is large and of single strategies; of thousands it would not fit."""
+        self._resolved.clear()
+        self._profiles.clear()
 
     def resolved(self, strategy: Strategy) -> Resolved:
         key = repr(strategy)
@@ -98,31 +134,23 @@ class _Pricing:
         return self._resolved[key]
 
     def profile(self, strategy: Strategy) -> StepProfile:
-        return profile_step(
-            self.resolved(strategy),
-            self.batch,
-            microbatches=strategy.microbatches or 1,
-            loss=self.loss,
-            kernels=self.cluster.device.kernels,
-            profiles=self.profiles,
-        )
+        key = repr(strategy)
+        if key not in self._profiles:
+            self._profiles[key] = profile_step(
+                self.resolved(strategy),
+                self.batch,
+                microbatches=strategy.microbatches or 1,
+                loss=self.loss,
+                kernels=self.cluster.device.kernels,
+                profiles=self.profiles,
+            )
+        return self._profiles[key]
 
     def tried(self, strategy: Strategy) -> Tried:
         key = repr(strategy)
         if key not in self._tried:
-            resolved = self.resolved(strategy)
             told = forecast_profile(self.profile(strategy), self.cluster)
-            peak = compose(
-                resolved,
-                rows=self.batch.rows(resolved.spec),
-                seq_len=self.batch.seq_len,
-                microbatches=strategy.microbatches,
-                profiles=self.memory,
-                loss=self.loss,
-                kernels=self.cluster.device.kernels,
-            )
-            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=peak, cost=self.cost(told))
-            del self._resolved[key]  # thousands of them would not fit
+            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=self.peak(strategy), cost=self.cost(told))
         return self._tried[key]
 
     def cost(self, told: Forecast) -> float:
@@ -152,11 +180,31 @@ class _Pricing:
         best = min_max_partition(seconds, len(counts), first=around[0], last=around[-1])
         return None if best == counts else replace(strategy, pipeline=replace(strategy.pipeline, stages=best))
 
-    def bound_s(self, strategy: Strategy) -> float:
-        """What the kernels and blocking messages of one microbatch take on all stages of pp together."""
-        profile = self.profile(strategy)
-        prices = Prices(self.cluster, profile.spec)
-        return sum(_part_s(prices, part) for stage in profile.stages for part in stage)
+    def microbatch(self, strategy: Strategy) -> Microbatch:
+        """Of this strategy's microbatch; those that compute alike are traced once."""
+        key = _computes(strategy, self.batch)
+        if key not in self._microbatches:
+            profile = self.profile(strategy)
+            prices = Prices(self.cluster, profile.spec)
+            parts = [prices.part(part) for stage in profile.stages for part in stage]
+            forward, backward, weight = (sum(part.seconds(phase) for part in parts) for phase in PHASES)
+            self._microbatches[key] = Microbatch(forward, backward, weight)
+        return self._microbatches[key]
+
+    def peak(self, strategy: Strategy) -> Composed:
+        key = repr(strategy)
+        if key not in self._peaks:
+            resolved = self.resolved(strategy)
+            self._peaks[key] = compose(
+                resolved,
+                rows=self.batch.rows(resolved.spec),
+                seq_len=self.batch.seq_len,
+                microbatches=strategy.microbatches,
+                profiles=self.memory,
+                loss=self.loss,
+                kernels=self.cluster.device.kernels,
+            )
+        return self._peaks[key]
 
     def least_bytes(self, strategy: Strategy) -> int:
         """Of the rank that has most: parameters, and with AdamW in fp32 its moments, shared evenly."""
@@ -175,12 +223,13 @@ def _part_s(prices: Prices, part: object) -> float:
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: a group of strategies that compute alike, whose microbatch is not traced yet, or one strategy."""
+    """Of the heap: strategies that differ in rows and ranks alone, or one of them, and whether its own microbatch is known."""
 
     bound: float
     number: int
-    group: Hashable = None
+    family: Hashable = None
     strategy: Strategy | None = None
+    is_known: bool = False
 
 
 def _of_world(
@@ -199,37 +248,56 @@ def _of_world(
             pricing.batch, world, base, node=pricing.cluster.tiers[0].ranks, experts=_experts(pricing, base)
         )
     )
-    groups: dict[Hashable, list[Strategy]] = {}
+    families: dict[Hashable, list[Strategy]] = {}
     refused: Counter[str] = Counter()
     unfit = 0
     for strategy in strategies:
         if device_bytes is not None and pricing.least_bytes(strategy) > device_bytes and not exhaustive:
             unfit += 1
-            continue
-        groups.setdefault(_computes(strategy, pricing.batch), []).append(strategy)
+        else:
+            families.setdefault(_computes(strategy, pricing.batch)[:-1], []).append(strategy)
     number = counting()
-    heap = [_Node(0.0, next(number), group=key) for key in groups]
-    left = sum(map(len, groups.values()))
+    heap = [_Node(0.0, next(number), family=key) for key in families]
+    left = sum(map(len, families.values()))
     best: Tried | None = None
+    least: tuple[int, Strategy] | None = None
     tried: list[Tried] = []
     scale = world if pricing.goal == "cost" else 1
     while heap and (exhaustive or best is None or heap[0].bound * scale < best.cost):
         node = heapq.heappop(heap)
         if node.strategy is None:
-            for strategy, bound in _opened(pricing, groups[node.group], refused):
-                heapq.heappush(heap, _Node(max(bound, node.bound), next(number), strategy=strategy))
-            left = sum(1 if each.strategy else len(groups[each.group]) for each in heap)
+            for strategy, bound in _opened(pricing, families[node.family], refused):
+                heapq.heappush(heap, _Node(bound, next(number), strategy=strategy))
+            pricing.forget()
+            left = sum(1 if each.strategy else len(families[each.family]) for each in heap)
+            continue
+        if not node.is_known:
+            try:
+                bound = pricing.microbatch(node.strategy).least_s(node.strategy)
+            except MeshkitError as error:
+                refused[_reason(error)] += 1
+                left -= 1
+                continue
+            heapq.heappush(heap, _Node(max(bound, node.bound), next(number), strategy=node.strategy, is_known=True))
             continue
         left -= 1
-        for each in _priced(pricing, node.strategy, refused, balance=space.balance):
-            tried.append(each)
-            if not each.fits(device_bytes):
-                unfit += 1
-            elif best is None or each.cost < best.cost:
-                if recheck and not _is_right(pricing, each, device_bytes):
+        for strategy in _variants(pricing, node.strategy, refused, balance=space.balance):
+            try:
+                peak_bytes = pricing.peak(strategy).peak_bytes
+                least = min(least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
+                fits = device_bytes is None or peak_bytes <= device_bytes
+                unfit += not fits
+                if fits or exhaustive:
+                    tried.append(pricing.tried(strategy))
+            except MeshkitError as error:
+                refused[_reason(error)] += 1
+                continue
+            if fits and (best is None or tried[-1].cost < best.cost):
+                if recheck and not _is_right(pricing, tried[-1], device_bytes):
                     unfit += 1
                     continue
-                best = each
+                best = tried[-1]
+        pricing.forget()
         if progress is not None:
             progress(len(tried), left, best)
     fitting = [each for each in tried if each.fits(device_bytes)]
@@ -240,6 +308,7 @@ def _of_world(
         refused=dict(refused),
         unfit=unfit,
         cut=left if heap else 0,
+        least=least,
         neighbours=() if best is None else tuple(_neighbours(pricing, best, space, device_bytes)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
@@ -254,42 +323,49 @@ def _experts(pricing: _Pricing, base: Strategy) -> int:
     return max((each if isinstance(each, int) and each else pricing.batch.tokens for each in counts), default=0)
 
 
-def _computes(strategy: Strategy, batch: Batch) -> Hashable:
-    """What one microbatch of a rank depends on: strategies with equal ones trace the same."""
+def _computes(strategy: Strategy, batch: Batch) -> tuple[Hashable, ...]:
+    """What one microbatch of a rank depends on, its rows last: strategies with equal ones trace the same."""
     spec = strategy.mesh_for()
-    rows = ceil(batch.rows(spec) / (strategy.microbatches or 1))
     inner = spec.cp, spec.tp, spec.ep, spec.etp
-    return inner, strategy.sequence, repr(strategy.memory.recompute), strategy.context.scheme, rows
+    recompute = repr(strategy.memory.recompute)
+    return inner, strategy.sequence, recompute, strategy.context.scheme, _rows(strategy, batch)
 
 
 def _opened(pricing: _Pricing, strategies: Sequence[Strategy], refused: Counter[str]) -> list[tuple[Strategy, float]]:
-    """The group's strategies with their bounds, by the first of them that is not refused. Counts those that are."""
-    waiting = list(strategies)
+    """The family's strategies with their bounds, by the largest microbatch, whose rows take the least seconds each."""
+    waiting = sorted(strategies, key=lambda each: -_rows(each, pricing.batch))
     while waiting:
         try:
-            microbatch_s = pricing.bound_s(waiting[0])
+            largest = pricing.microbatch(waiting[0])
         except MeshkitError as error:
             refused[_reason(error)] += 1
             waiting.pop(0)
             continue
-        # A rank of pp computes the mean of all at least, for each microbatch.
-        return [(each, microbatch_s * (each.microbatches or 1) / each.mesh_for().pp) for each in waiting]
+        most = _rows(waiting[0], pricing.batch)
+        # A model of rates favours size; measured points may not.
+        is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
+        return [
+            (each, largest.least_s(each, share=_rows(each, pricing.batch) / most) if is_modelled else 0.0)
+            for each in waiting
+        ]
     return []
 
 
-def _priced(pricing: _Pricing, strategy: Strategy, refused: Counter[str], *, balance: bool) -> list[Tried]:
+def _rows(strategy: Strategy, batch: Batch) -> int:
+    """Of a microbatch."""
+    return ceil(batch.rows(strategy.mesh_for()) / (strategy.microbatches or 1))
+
+
+def _variants(pricing: _Pricing, strategy: Strategy, refused: Counter[str], *, balance: bool) -> list[Strategy]:
+    """The strategy, and the same with stages that are as fast as can be."""
+    if not balance or strategy.mesh_for().pp == 1:
+        return [strategy]
     try:
-        other = pricing.balanced(strategy) if balance else None
-        priced = [pricing.tried(strategy)]
+        other = pricing.balanced(strategy)
     except MeshkitError as error:
         refused[_reason(error)] += 1
         return []
-    if other is not None:
-        try:
-            priced.append(pricing.tried(other))
-        except MeshkitError as error:
-            refused[_reason(error)] += 1
-    return priced
+    return [strategy] if other is None else [strategy, other]
 
 
 def _reason(error: MeshkitError) -> str:

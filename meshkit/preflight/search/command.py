@@ -26,10 +26,10 @@ from meshkit.strategy import PipelinePolicy, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Find the strategy with the fastest step that fits: flags for the script, one line for each neighbour that loses, and why.
+    """Find the strategy whose step is fastest of those that fit: flags for the script, and why its neighbours lose.
 
-    The script's own flags follow, as in its launch: --model llama3-8b --global-batch 512. Those of --mesh, --zero, --schedule,
-    --sequence, --recompute and --microbatches that are given stay; the others are searched. No GPU, no data, one process.
+    The script's own flags follow, as in its launch: --model llama3-8b --global-batch 512. Those of --mesh, --zero,
+    --schedule, --sequence, --recompute and --microbatches that are given stay; the others are searched. No GPU, no data, one process.
     """
 
     script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]

@@ -1,6 +1,6 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -8,10 +8,12 @@ import torch
 import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.preflight.search import min_max_partition
+from meshkit.preflight.search._search import _Pricing
+from meshkit.step import next_token_loss
 
 
 def dense(**changes):
-    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512}
     with torch.device("meta"):
         return mk.models.Llama(mk.models.LlamaConfig(**(sizes | heads | changes)))
@@ -41,8 +43,11 @@ BATCH = mk.Batch(sequences=64, seq_len=128)
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
     every = mk.search(model, "h100", BATCH, world=16, space=SPACE, exhaustive=True)
+    pricing = _Pricing(model, mk.Cluster.read("h100"), BATCH, next_token_loss, "time")
+    for each in every.tried:
+        assert pricing.microbatch(each.strategy).least_s(each.strategy) <= each.seconds
     peaks = sorted(each.peak_bytes for each in every.tried)
-    for memory in (None, peaks[len(peaks) // 3], peaks[0]):
+    for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
         found = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
         assert found.winner is not None
@@ -51,7 +56,10 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
         assert len(found.tried) <= len(every.tried)
         assert found.neighbours
         assert found.flags in str(found)
-    nothing = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=1000)
+
+
+def test_nothing_fits():
+    nothing = mk.search(dense(), "h100", BATCH, world=16, space=SPACE, device_memory=1000)
     assert nothing.best is None
     assert "nothing fits" in str(nothing)
 
@@ -61,14 +69,14 @@ def test_partition_is_the_least_of_all():
 
     def slowest(counts, first=0.5, last=2.5):
         ends = [sum(counts[:at]) for at in range(len(counts) + 1)]
-        own = [sum(seconds[a:b]) for a, b in zip(ends, ends[1:])]
+        own = [sum(seconds[a:b]) for a, b in pairwise(ends)]
         own[0] += first
         own[-1] += last
         return max(own)
 
     for stages in range(1, 8):
         cuts = combinations(range(1, 7), stages - 1)
-        every = [tuple(b - a for a, b in zip((0, *cut), (*cut, 7))) for cut in cuts]
+        every = [tuple(b - a for a, b in pairwise((0, *cut, 7))) for cut in cuts]
         told = min_max_partition(seconds, stages, first=0.5, last=2.5)
         assert told in every
         assert slowest(told) == min(map(slowest, every))
