@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from meshkit.errors import MeshkitError
 from meshkit.program import Program
 
 Made = TypeVar("Made")
@@ -15,7 +16,7 @@ _MADE: WeakKeyDictionary[Program, dict[Hashable, Any]] = WeakKeyDictionary()
 def once(program: Program, key: Hashable, make: Callable[[], Made]) -> Made:
     """`make()`, kept as long as the program. key: all that it depends on besides; what has no hash is made each time.
 
-    A refusal is not kept: it is raised by who makes it. Modes of modules are part of the key, for proofs depend on them.
+    A refusal is kept too, and raised again. Modes of modules are part of the key, for proofs depend on them.
     """
     mode = tuple(module.training for module in program.model.modules())
     try:
@@ -24,6 +25,12 @@ def once(program: Program, key: Hashable, make: Callable[[], Made]) -> Made:
     except TypeError:
         return make()
     if not found:
-        known[key, mode] = make()
-    made: Made = known[key, mode]
-    return made
+        try:
+            known[key, mode] = make()
+        except MeshkitError as error:
+            known[key, mode] = error
+    made = known[key, mode]
+    if isinstance(made, MeshkitError):
+        raise made.with_traceback(None)
+    result: Made = made
+    return result

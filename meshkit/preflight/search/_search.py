@@ -223,7 +223,7 @@ def _part_s(prices: Prices, part: object) -> float:
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: strategies that differ in rows and ranks alone, or one of them, and whether its own microbatch is known."""
+    """Of the heap: strategies that differ in rows and ranks alone, or one of them; is_known: its own microbatch was traced."""
 
     bound: float
     number: int

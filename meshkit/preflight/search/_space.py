@@ -19,7 +19,8 @@ class Space:
     """Values that a search may choose from. Axes, with None: pp and the dp axes any divisor of the world, tp those inside of
     a node, ep any divisor up to the number of experts; cp and etp are 1 unless they are given.
 
-    zero: None is the strategy's default. microbatches: None is every divisor of a rank's rows. balance: also the partition of
+    zero: None is the strategy's default. microbatches: None is every divisor of a
+    rank's rows that leaves a microbatch at most `rows` of them. balance: also the partition of
     blocks that makes the slowest stage as fast as can be, beside the one by parameters.
     Raises: PlanError for an empty choice.
     """
@@ -37,12 +38,13 @@ class Space:
     recompute: tuple[RecomputeMode, ...] = ("none", "selective", "full")
     scheme: tuple[Scheme, ...] = ("auto",)
     microbatches: tuple[int, ...] | None = None
+    rows: int = 8
     balance: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, str) or not isinstance(value, Sequence | bool | None) or value == ():
+            if isinstance(value, str) or not isinstance(value, Sequence | int | None) or value == ():
                 raise PlanError(f"Space({each.name}={value!r}): give a tuple of the values to choose from.")
 
     def fixed_by(self, fixed: Strategy) -> Space:
@@ -84,7 +86,7 @@ class Space:
             rows = batch.rows(mesh)
             if mesh.dp_replicate * mesh.dp_shard > batch.sequences:
                 continue  # ranks without a row
-            counts = self.microbatches or divisors(rows)
+            counts = self.microbatches or [count for count in divisors(rows) if rows // count <= self.rows]
             sequences = self.sequence if mesh.tp > 1 else self.sequence[:1]
             zeros = self.zero if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else self.zero[:1]
             schedules = self.schedule if mesh.pp > 1 else self.schedule[:1]

@@ -29,7 +29,7 @@ class Search:
     """Find the strategy whose step is fastest of those that fit: flags for the script, and why its neighbours lose.
 
     The script's own flags follow, as in its launch: --model llama3-8b --global-batch 512. Those of --mesh, --zero,
-    --schedule, --sequence, --recompute and --microbatches that are given stay; the others are searched. No GPU, no data, one process.
+    --schedule, --sequence, --recompute and --microbatches that are given stay; the others are searched. No GPU, no data.
     """
 
     script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
