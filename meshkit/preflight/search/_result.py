@@ -129,7 +129,7 @@ def flags_of(strategy: Strategy) -> str:
         parts.append(f"--zero {strategy.zero}")
     if mesh.tp > 1:
         parts.append("--sequence" if strategy.sequence else "--no-sequence")
-    parts.append(f"--recompute {recompute if isinstance(recompute, str) else recompute.mode}")
+    parts.append(f"--recompute {getattr(recompute, 'mode', recompute)}")
     if strategy.pipeline.stages is not None:
         parts.append(f"(stages {','.join(map(str, strategy.pipeline.stages))})")
     return " ".join(parts)

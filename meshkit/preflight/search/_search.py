@@ -94,7 +94,8 @@ class Microbatch:
         """Lower bound of the step's seconds with stages cut anywhere. share: of these seconds, that the microbatch takes.
 
         A rank of pp computes the mean of all at least. Where each has one stage of seconds x, it waits for the stages before
-        it twice: their x, summed, and m times its own are no longer than the step C. With all of them equal that is least, and
+        it, for the first microbatch and after the last: their x, summed, and m times its own are no longer than the step C.
+        With all of them equal C is least:
         C = X / (1 - (1 - 1/m) ** p), X the seconds of all stages.
         """
         count, stages = strategy.microbatches or 1, strategy.mesh_for().pp
@@ -223,7 +224,9 @@ def _part_s(prices: Prices, part: object) -> float:
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: strategies that differ in rows and ranks alone, or one of them; is_known: its own microbatch was traced."""
+    """Of the heap: a family, strategies that differ in rows and ranks alone, or one of them. is_known: its own microbatch was
+    traced.
+    """
 
     bound: float
     number: int

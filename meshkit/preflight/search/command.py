@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -67,9 +67,9 @@ def command(args: list[str]) -> None:
             Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
             world=options.world,
             device_memory=device_bytes,
-            space=Space(cp=options.cp, schedule=options.schedules),
+            space=_space(options, resolved.strategy, _given(rest)),
             goal=options.goal,
-            fixed=_fixed(resolved.strategy, rest),
+            fixed=_fixed(resolved.strategy, _given(rest)),
             loss=step["loss"],
             progress=lambda tried, left, best: _show(status, tried, left, best),
         )
@@ -85,9 +85,24 @@ def _show(status: Status, tried: int, left: int, best: Tried | None) -> None:
     status.update(f"{tried:,} priced, {left:,} left" + ("" if best is None else f"; {best}"))
 
 
-def _fixed(strategy: Strategy, rest: list[str]) -> Strategy:
+def _given(rest: list[str]) -> set[str]:
+    return {each.partition("=")[0].lstrip("-").removeprefix("no-") for each in rest if each.startswith("--")}
+
+
+def _space(options: Search, strategy: Strategy, given: set[str]) -> Space:
+    """A flag that says what is the default anyway stays as well."""
+    said = {
+        "zero": (strategy.zero,),
+        "sequence": (strategy.sequence,),
+        "schedule": (strategy.pipeline.schedule,),
+        "recompute": (strategy.memory.recompute,),
+    }
+    changes: dict[str, Any] = {name: value for name, value in said.items() if name in given}
+    return replace(Space(cp=options.cp, schedule=options.schedules), **changes)
+
+
+def _fixed(strategy: Strategy, given: set[str]) -> Strategy:
     """The script's strategy, less what is searched and was not given as a flag."""
-    given = {each.partition("=")[0].lstrip("-").removeprefix("no-") for each in rest if each.startswith("--")}
     plain = Strategy()
     assert isinstance(strategy.mesh, MeshSpec | None)
     return replace(

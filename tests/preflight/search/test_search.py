@@ -2,6 +2,8 @@
 
 from itertools import combinations, pairwise
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,10 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.preflight.search import min_max_partition
 from meshkit.preflight.search._search import _Pricing
+from meshkit.preflight.search.command import command
 from meshkit.step import next_token_loss
+
+RECIPE = Path(__file__).parents[3] / "examples" / "llama_pretrain.py"
 
 
 def dense(**changes):
@@ -92,3 +97,15 @@ def test_what_is_fixed_stays():
     found = mk.search(dense(), "h100", BATCH, world=8, space=SPACE, fixed=fixed, recheck=False)
     assert {each.strategy.mesh.tp for each in found.tried} == {2}
     assert {each.strategy.memory.recompute for each in found.tried} == {found.best.memory.recompute}
+
+
+def test_the_command_prints_flags_and_writes_the_winner(tmp_path, capsys):
+    out = tmp_path / "strategy.toml"
+    args = [str(RECIPE), "--world", "4", "--cluster", "cpu", "--recompute", "none", "--schedules", "1f1b"]
+    command([*args, "--global-batch", "8", "--seq-len", "64", "--out", str(out)])
+    said = capsys.readouterr().out
+    assert "--mesh" in said
+    assert "priced" in said
+    best = mk.Strategy.read(out)
+    assert best.mesh_for().world_size == 4
+    assert best.memory.recompute.mode == "none"
