@@ -1,7 +1,6 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
 from itertools import combinations, pairwise
-
 from pathlib import Path
 
 import pytest
@@ -108,4 +107,4 @@ def test_the_command_prints_flags_and_writes_the_winner(tmp_path, capsys):
     assert "priced" in said
     best = mk.Strategy.read(out)
     assert best.mesh_for().world_size == 4
-    assert best.memory.recompute.mode == "none"
+    assert best.memory.recompute == "none"
