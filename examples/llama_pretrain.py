@@ -47,12 +47,18 @@ DEMO = mk.models.LlamaConfig(
     head_dim=32,
     max_position_embeddings=256,
 )
-MODELS = {"demo": DEMO, "llama3.2-1b": mk.models.LLAMA32_1B, "llama3-8b": mk.models.LLAMA3_8B}
+MODELS = {
+    "demo": DEMO,
+    "llama3.2-1b": mk.models.LLAMA32_1B,
+    "llama3-8b": mk.models.LLAMA3_8B,
+    "llama3-70b": mk.models.LLAMA3_70B,
+    "llama3.1-405b": mk.models.LLAMA31_405B,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainFlags, ParallelFlags, PretrainFlags):
-    model: Literal["demo", "llama3.2-1b", "llama3-8b"] = "demo"
+    model: Literal["demo", "llama3.2-1b", "llama3-8b", "llama3-70b", "llama3.1-405b"] = "demo"
     """the shape of the model; its vocabulary is the tokenizer's"""
     out: Path = Path("runs/llama")
 

@@ -51,6 +51,8 @@ from meshkit.preflight.estimate import estimate as estimate
 from meshkit.preflight.explain import explain as explain
 from meshkit.preflight.forecast import Batch as Batch
 from meshkit.preflight.forecast import forecast as forecast
+from meshkit.preflight.search import Space as Space
+from meshkit.preflight.search import search as search
 from meshkit.preflight.observe import observe as observe
 from meshkit.step import Run as Run
 from meshkit.step import clip_grad_norm as clip_grad_norm

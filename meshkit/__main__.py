@@ -1,11 +1,12 @@
-"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, explain a run before it starts, plan its
-energy and its checkpoints, measure a cluster, read the last calls of a run.
+"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, explain a run before it
+starts, plan its energy and its checkpoints, measure a cluster, read the last calls of a run.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
+python -m meshkit search examples/llama_pretrain.py --model llama3-8b --world 64 --cluster h100 --device-memory 80GiB
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 python -m meshkit goodput --ranks 1024 --step-s 8 --device-mtbf-h 45000 --state 840GB --storage 20GB
 python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.27 --idle-watts 100 --csv clocks.csv
@@ -49,6 +50,8 @@ from meshkit.preflight.goodput.command import GoodputOptions
 from meshkit.preflight.goodput.command import command as goodput_command
 from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
+from meshkit.preflight.search.command import Search
+from meshkit.preflight.search.command import command as search_command
 
 FILE = arg(metavar="FILE")
 DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as many took 49 s
@@ -182,6 +185,8 @@ def main() -> None:
             command(sys.argv[2:])  # what it does not know are flags of the script
         elif sys.argv[1:2] == ["forecast"]:
             forecast_command(sys.argv[2:])
+        elif sys.argv[1:2] == ["search"]:
+            search_command(sys.argv[2:])
         elif sys.argv[1:2] == ["explain"]:
             explain_command(sys.argv[2:])
         else:
@@ -190,6 +195,7 @@ def main() -> None:
                     "draw": Draw,
                     "estimate": Memory,
                     "forecast": Seconds,
+                    "search": Search,
                     "explain": Explain,
                     "goodput": GoodputOptions,
                     "energy": Energy,

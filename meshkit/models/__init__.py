@@ -33,6 +33,7 @@ from meshkit.models.moe import moe_plan as moe_plan
 from meshkit.models.presets import DEEPSEEK_V3 as DEEPSEEK_V3
 from meshkit.models.presets import LLAMA2_7B as LLAMA2_7B
 from meshkit.models.presets import LLAMA3_8B as LLAMA3_8B
+from meshkit.models.presets import LLAMA31_405B as LLAMA31_405B
 from meshkit.models.presets import LLAMA3_70B as LLAMA3_70B
 from meshkit.models.presets import LLAMA32_1B as LLAMA32_1B
 from meshkit.models.presets import LLAMA32_3B as LLAMA32_3B

@@ -37,6 +37,21 @@ LLAMA3_70B = replace(
     LLAMA3_8B, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
 )
 
+LLAMA31_405B = replace(
+    LLAMA3_8B,
+    hidden_size=16_384,
+    intermediate_size=53_248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+    max_position_embeddings=131_072,
+    rope=Rope(
+        theta=500_000.0,
+        scaling=Llama3Scaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+    ),
+)
+
 _LLAMA32_ROPE = Rope(
     theta=500_000.0,
     scaling=Llama3Scaling(

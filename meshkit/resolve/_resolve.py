@@ -19,6 +19,7 @@ from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.state_writes import refuse_of_microbatches
 from meshkit.parallel.tensor.derive import derive_plan
@@ -30,6 +31,7 @@ from meshkit.parallel.writes import refuse_writes
 from meshkit.plan import Plan, match_table
 from meshkit.program import Example, Program, ReadingError, Unproved, example_of, outline, with_positions
 from meshkit.resolve._names import Names, name_modules
+from meshkit.resolve._once import once
 from meshkit.resolve._refusals import (
     refuse_backend,
     refuse_batch_norm,
@@ -63,7 +65,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     # several things wrong the text is about the simplest.
     refuse_other_mesh(strategy, spec)
     refuse_without_pp(strategy, spec)
-    names = name_modules(program, strategy.plan)
+    names = once(program, ("names", strategy.plan), lambda: name_modules(program, strategy.plan))
     refuse_without_blocks(strategy, names.blocks)
     refuse_meta(program)
     refuse_pointers(program, spec)
@@ -81,7 +83,11 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         refuse_whole_stream(program.model, names.plan.tensor)
     example = _example(program, spec) if spec.tp > 1 else None
     if example is not None:
-        plan = _prove(program, names, strategy, spec, example, sequence=sequence, auto=strategy.plan is None)
+        plan = once(
+            program,
+            ("proved", strategy.plan, strategy.unproved, spec.tp, spec.cp > 1, sequence),
+            lambda: _prove(program, names, strategy, spec, example, sequence=sequence, auto=strategy.plan is None),
+        )
         names = replace(names, plan=plan)
     experts = plan_experts(program.model, names.plan.tensor, strategy.experts, ep=spec.ep, etp=spec.etp, tp=spec.tp)
     closed = dict.fromkeys(experts, "experts")  # which sort tokens, and are proved apart
@@ -102,7 +108,11 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names, example, closed)
-    layout = _tensor_layout(program, names.plan, spec, sequence=sequence)
+    layout = once(
+        program,
+        ("layout", names.plan, spec.tp, sequence),
+        lambda: _tensor_layout(program, names.plan, spec, sequence=sequence),
+    )
     reading = plan_context(
         program,
         strategy.context,
@@ -148,7 +158,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         treatments=treated,
         choices=tuple(choices),
         example=example,
-        outline=None if example is None or layout is None else outline(program.read(example, closed_of(layout))),
+        outline=None if example is None or layout is None else _outline(program, example, layout),
         rows=rows,
     )
     refuse_units(resolved)
@@ -206,20 +216,32 @@ def _plan_cut(
         except ReadingError:
             if program.example is not None:
                 raise  # else it takes something else
-    cut = plan_pipeline(
-        program.model,
-        spec.pp,
-        blocks=names.blocks,
-        schedule=policy.schedule,
-        split=policy.stages,
-        example=program.example,
-        closed=closed,
-        read=read,
-    )
+
+    def planned() -> Cut:
+        return plan_pipeline(
+            program.model,
+            spec.pp,
+            blocks=names.blocks,
+            schedule=policy.schedule,
+            split=policy.stages,
+            example=program.example,
+            closed=closed,
+            read=read,
+        )
+
+    # A name has one table; a file or a function may have another one the next time.
+    key = ("cut", policy.schedule, policy.stages, spec.pp, names.blocks, frozenset(closed), spec.tp, spec.cp > 1)
+    cut = once(program, key, planned) if policy.schedule in NAMES else planned()
     refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
         check(cut.generate(spec.pp, strategy.microbatches))
     return cut
+
+
+def _outline(program: Program, example: Example, layout: TensorLayout) -> str:
+    closed = closed_of(layout)
+    key = "outline", example.key, tuple(closed.items())
+    return once(program, key, lambda: outline(program.read(example, closed)))
 
 
 def _tensor_layout(program: Program, plan: Plan, spec: MeshSpec, *, sequence: bool) -> TensorLayout | None:

@@ -38,7 +38,7 @@ def test_the_largest_difference_has_a_name() -> None:
     ],
 )
 def test_a_recipe_says_it(corpus: Path, tmp_path: Path, cluster: str, status: int, said: str) -> None:
-    flags = {"data": corpus, "out": tmp_path, "cache": corpus.parent / "cache", "steps": 12, "seq-len": 32}
+    flags = {"data": corpus, "out": tmp_path, "cache": corpus.parent / "cache", "steps": 20, "seq-len": 32}
     more = {"global-batch": 4, "eval-every": 100, "save-every": 100, "sample-tokens": 4, "mesh": "dp_shard=2"}
     found, output = run(2, RECIPE, *command_line(flags | more, forecast=cluster))
     assert found == status, output

@@ -1,0 +1,158 @@
+"""Found: the result of `search`, and its printed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshkit.mesh import MeshSpec
+from meshkit.preflight._format import format_axes, format_bytes, table_lines
+from meshkit.preflight.estimate import Composed
+from meshkit.preflight.forecast import Forecast
+from meshkit.strategy import Strategy
+
+SHOWN = 2  # lines of a ledger that a neighbour's line names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One strategy, priced. cost: what the goal makes of its forecast; the least is best."""
+
+    strategy: Strategy
+    forecast: Forecast
+    memory: Composed
+    cost: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forecast.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    @property
+    def ranks(self) -> int:
+        return self.forecast.ranks
+
+    def fits(self, device_bytes: int | None) -> bool:
+        return device_bytes is None or self.peak_bytes <= device_bytes
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.4g} s, {format_bytes(self.peak_bytes)}: {flags_of(self.strategy)}"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A strategy that differs from the best in one choice, and why it loses."""
+
+    change: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found. `str()` is the printed form.
+
+    winner: None where nothing fits. front: of what was priced and fits, all of which nothing else is at least as good in
+    seconds, bytes and ranks. tried: all that was priced;
+    what does not fit only by an exhaustive search. refused: by `resolve`'s own text -> how many. unfit:
+    how many needed more than the device has. cut: how many could not be better than the best by their lower bound, and were
+    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each.
+    """
+
+    winner: Tried | None
+    front: tuple[Tried, ...]
+    tried: tuple[Tried, ...]
+    refused: Mapping[str, int]
+    unfit: int
+    cut: int
+    least: tuple[int, Strategy] | None
+    neighbours: tuple[Neighbour, ...]
+    device_bytes: int | None
+    took_s: float
+
+    @property
+    def best(self) -> Strategy | None:
+        """For `parallelize(model, mk.init_mesh(found.best.mesh), found.best)`."""
+        return None if self.winner is None else self.winner.strategy
+
+    @property
+    def flags(self) -> str:
+        """The winner's flags of a recipe."""
+        return "" if self.best is None else flags_of(self.best)
+
+    def write(self, path: str | Path) -> None:
+        """The winner as TOML, for `Strategy.read` and a recipe's --strategy."""
+        assert self.best is not None, "nothing fits"
+        self.best.write(path)
+
+    def __str__(self) -> str:
+        counts = f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} cut by their bound"
+        lines = [f"{counts}, in {self.took_s:.1f} s"]
+        if self.winner is None:
+            room = "" if self.device_bytes is None else f" in {format_bytes(self.device_bytes)}"
+            fewest = (
+                "" if self.least is None else f"; the least is {format_bytes(self.least[0])}: {flags_of(self.least[1])}"
+            )
+            lines.append(f"nothing fits{room}{fewest}")
+        else:
+            lines += ["", str(self.winner.forecast), f"peak {format_bytes(self.winner.peak_bytes)}", "", self.flags]
+            if self.neighbours:
+                lines += ["", *map(str, self.neighbours)]
+            rows = [("seconds", "peak", "flags")]
+            rows += [
+                (f"{each.seconds:.4g}", format_bytes(each.peak_bytes), flags_of(each.strategy)) for each in self.front
+            ]
+            lines += ["", *table_lines(rows, right=(0, 1))]
+        for text, count in sorted(self.refused.items(), key=lambda item: -item[1]):
+            lines.append(f"refused {count:,}: {text}")
+        return "\n".join(lines)
+
+
+def flags_of(strategy: Strategy) -> str:
+    """As a recipe takes them."""
+    mesh = strategy.mesh
+    assert isinstance(mesh, MeshSpec)
+    recompute = strategy.memory.recompute
+    parts = [
+        f'--mesh "{format_axes(vars(mesh), omit=1) or "dp_shard=1"}"',
+        f"--microbatches {strategy.microbatches or 1}",
+    ]
+    if mesh.pp > 1:
+        parts.append(f"--schedule {strategy.pipeline.schedule}")
+    if strategy.zero is not None:
+        parts.append(f"--zero {strategy.zero}")
+    if mesh.tp > 1:
+        parts.append("--sequence" if strategy.sequence else "--no-sequence")
+    parts.append(f"--recompute {getattr(recompute, 'mode', recompute)}")
+    if strategy.pipeline.stages is not None:
+        parts.append(f"(stages {','.join(map(str, strategy.pipeline.stages))})")
+    return " ".join(parts)
+
+
+def pareto(tried: Iterable[Tried]) -> tuple[Tried, ...]:
+    """By seconds: those than which nothing is at least as good in seconds, bytes and ranks."""
+    front: list[Tried] = []
+    for each in sorted(tried, key=lambda one: (one.seconds, one.peak_bytes, one.ranks)):
+        if not any(other.peak_bytes <= each.peak_bytes and other.ranks <= each.ranks for other in front):
+            front.append(each)
+    return tuple(front)
+
+
+def why_it_loses(best: Tried, other: Tried, device_bytes: int | None) -> str:
+    """As "3.1 % slower: tp 2.0 s → 0.9 s, bubble +1.4 s"; or by how much it does not fit, and where."""
+    if not other.fits(device_bytes):
+        assert device_bytes is not None
+        where = other.memory.where.removeprefix("the ")
+        return f"does not fit, {format_bytes(other.peak_bytes)} of {format_bytes(device_bytes)} in the {where}"
+    names = dict.fromkeys([*best.forecast.ledger, *other.forecast.ledger])
+    pairs = [(name, best.forecast.ledger.get(name, 0.0), other.forecast.ledger.get(name, 0.0)) for name in names]
+    largest = sorted(pairs, key=lambda item: -abs(item[2] - item[1]))[:SHOWN]
+    parts = ", ".join(f"{name} {was:.3g} → {now:.3g} s" for name, was, now in largest if was != now)
+    ratio = other.cost / best.cost - 1
+    return f"{'as good' if ratio <= 0 else f'{ratio:.1%} worse'}" + (f": {parts}" if parts else "")

@@ -1,0 +1,111 @@
+"""The space of a search: which values each choice of a strategy may have, and all strategies of a world in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from meshkit.errors import PlanError
+from meshkit.mesh import MeshSpec
+from meshkit.preflight.forecast import Batch
+from meshkit.strategy import RecomputeMode, Scheme, Strategy
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Values that a search may choose from. Axes, with None: pp and the dp axes any divisor of the world, tp those inside of
+    a node, ep any divisor up to the number of experts; cp and etp are 1 unless they are given.
+
+    zero: None is the strategy's default. microbatches: None is every divisor of a
+    rank's rows that leaves a microbatch at most `rows` of them. balance: also the partition of
+    blocks that makes the slowest stage as fast as can be, beside the one by parameters.
+    Raises: PlanError for an empty choice.
+    """
+
+    pp: tuple[int, ...] | None = None
+    dp_replicate: tuple[int, ...] | None = None
+    dp_shard: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = (1,)
+    tp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    etp: tuple[int, ...] | None = (1,)
+    schedule: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv")
+    zero: tuple[int | None, ...] = (None, 1)
+    sequence: tuple[bool, ...] = (False, True)
+    recompute: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+    scheme: tuple[Scheme, ...] = ("auto",)
+    microbatches: tuple[int, ...] | None = None
+    rows: int = 8
+    balance: bool = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, str) or not isinstance(value, Sequence | int | None) or value == ():
+                raise PlanError(f"Space({each.name}={value!r}): give a tuple of the values to choose from.")
+
+    def fixed_by(self, fixed: Strategy) -> Space:
+        """Less what the strategy says already: its mesh's axes that are not 1, and choices that are not the default."""
+        changes: dict[str, tuple[object, ...]] = {}
+        if isinstance(fixed.mesh, MeshSpec):
+            changes |= {axis: (size,) for axis, size in vars(fixed.mesh).items() if size not in (1, -1)}
+        plain = Strategy()
+        chosen: dict[str, tuple[object, object]] = {
+            "schedule": (fixed.pipeline.schedule, plain.pipeline.schedule),
+            "zero": (fixed.zero, plain.zero),
+            "sequence": (fixed.sequence, plain.sequence),
+            "recompute": (fixed.memory.recompute, plain.memory.recompute),
+            "scheme": (fixed.context.scheme, plain.context.scheme),
+            "microbatches": (fixed.microbatches, plain.microbatches),
+        }
+        changes |= {name: (given,) for name, (given, default) in chosen.items() if given != default}
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def meshes(self, world: int, *, node: int, experts: int) -> Iterator[MeshSpec]:
+        """All of the world. node: ranks of one, for tp; experts: of a block of the model, 0 without."""
+        every = divisors(world)
+        default = {
+            "tp": [size for size in every if size <= node],
+            "ep": [size for size in every if size <= experts or size == 1],
+        }
+        sizes = {axis: getattr(self, axis) or default.get(axis, every) for axis in AXES}
+        for pp, replicate, cp, tp in product(sizes["pp"], sizes["dp_replicate"], sizes["cp"], sizes["tp"]):
+            dense = pp * replicate * cp * tp
+            if world % dense or world // dense not in sizes["dp_shard"]:
+                continue
+            for ep, etp in product(sizes["ep"], sizes["etp"]):
+                if (world // (pp * replicate)) % (ep * etp) == 0:  # both views are of the same ranks
+                    yield MeshSpec(pp=pp, dp_replicate=replicate, dp_shard=world // dense, cp=cp, tp=tp, ep=ep, etp=etp)
+
+    def strategies(self, batch: Batch, world: int, fixed: Strategy, *, node: int, experts: int) -> Iterator[Strategy]:
+        """Those that differ: what an axis of one rank would ignore is asked for in one way only."""
+        for mesh in self.meshes(world, node=node, experts=experts):
+            rows = batch.rows(mesh)
+            if mesh.dp_replicate * mesh.dp_shard > batch.sequences:
+                continue  # ranks without a row
+            counts = self.microbatches or [count for count in divisors(rows) if rows // count <= self.rows]
+            sequences = self.sequence if mesh.tp > 1 else self.sequence[:1]
+            zeros = self.zero if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else self.zero[:1]
+            schedules = self.schedule if mesh.pp > 1 else self.schedule[:1]
+            schemes = self.scheme if mesh.cp > 1 else self.scheme[:1]
+            for count, sequence, zero, schedule, scheme, recompute in product(
+                counts, sequences, zeros, schedules, schemes, self.recompute
+            ):
+                if count <= rows:
+                    yield replace(
+                        fixed,
+                        mesh=mesh,
+                        microbatches=count,
+                        sequence=sequence,
+                        zero=zero,
+                        pipeline=fixed.pipeline if mesh.pp == 1 else replace(fixed.pipeline, schedule=schedule),
+                        context=replace(fixed.context, scheme=scheme),
+                        memory=replace(fixed.memory, recompute=recompute),
+                    )
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

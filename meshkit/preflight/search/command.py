@@ -1,0 +1,116 @@
+"""`python -m meshkit search`: the best strategy of a training script's model on a cluster, as flags and as TOML."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.status import Status
+from tyro.conf import Positional, arg
+
+from meshkit.cluster import Cluster
+from meshkit.mesh import MeshSpec
+from meshkit.preflight._resolved_run import resolved_run
+from meshkit.preflight.estimate.command import parse_bytes
+from meshkit.preflight.estimate.recipe import Recipe, load_script
+from meshkit.preflight.forecast import Batch
+from meshkit.preflight.search._result import Tried
+from meshkit.preflight.search._search import search
+from meshkit.preflight.search._space import Space
+from meshkit.strategy import PipelinePolicy, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Find the strategy whose step is fastest of those that fit: flags for the script, and why its neighbours lose.
+
+    The script's own flags follow, as in its launch: --model llama3-8b --global-batch 512. Those of --mesh, --zero,
+    --schedule, --sequence, --recompute and --microbatches that are given stay; the others are searched. No GPU, no data.
+    """
+
+    script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
+    world: int
+    """ranks of the run"""
+    cluster: str = "h100"
+    """a datasheet that comes with meshkit (a100, b200, cpu, h100, h200, mi300x), or a file, as measure-cluster writes it"""
+    device_memory: str | None = None
+    """what a device may use, as 80GiB; default: memory is not looked at"""
+    goal: Literal["time", "cost", "fewest ranks"] = "time"
+    """what is least: seconds of a step, seconds times ranks, or the ranks on which it fits"""
+    cp: tuple[int, ...] = (1,)
+    """sizes of cp to try"""
+    schedules: tuple[str, ...] = Space().schedule
+    """pipeline schedules to try"""
+    out: Path | None = None
+    """write the winner as TOML, for --strategy"""
+
+
+def command(args: list[str]) -> None:
+    """args: what follows `search`."""
+    options, rest = tyro.cli(Search, args=args, prog="python -m meshkit search", return_unknown_args=True)
+    device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
+    cluster = Cluster.read(options.cluster)
+    recipe = Recipe.read(load_script(options.script, verb="search"), rest, script=options.script)
+    spec = recipe.spec(options.world)
+    step = recipe.step(spec)
+    with resolved_run(recipe.build, spec, None, {}, kernels=cluster.device.kernels, verb="search") as resolved:
+        pass  # what is resolved outlives the world in which it was
+    console = Console(stderr=True)
+    with console.status("reading") as status:
+        found = search(
+            resolved.program.model,
+            cluster,
+            Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
+            world=options.world,
+            device_memory=device_bytes,
+            space=_space(options, resolved.strategy, _given(rest)),
+            goal=options.goal,
+            fixed=_fixed(resolved.strategy, _given(rest)),
+            loss=step["loss"],
+            progress=lambda tried, left, best: _show(status, tried, left, best),
+        )
+    print(found)
+    if options.out is not None and found.best is not None:
+        found.write(options.out)
+        print(f"wrote {options.out}")
+    if found.best is None:
+        sys.exit(1)
+
+
+def _show(status: Status, tried: int, left: int, best: Tried | None) -> None:
+    status.update(f"{tried:,} priced, {left:,} left" + ("" if best is None else f"; {best}"))
+
+
+def _given(rest: list[str]) -> set[str]:
+    return {each.partition("=")[0].lstrip("-").removeprefix("no-") for each in rest if each.startswith("--")}
+
+
+def _space(options: Search, strategy: Strategy, given: set[str]) -> Space:
+    """A flag that says what is the default anyway stays as well."""
+    said = {
+        "zero": (strategy.zero,),
+        "sequence": (strategy.sequence,),
+        "schedule": (strategy.pipeline.schedule,),
+        "recompute": (strategy.memory.recompute,),
+    }
+    changes: dict[str, Any] = {name: value for name, value in said.items() if name in given}
+    return replace(Space(cp=options.cp, schedule=options.schedules), **changes)
+
+
+def _fixed(strategy: Strategy, given: set[str]) -> Strategy:
+    """The script's strategy, less what is searched and was not given as a flag."""
+    plain = Strategy()
+    assert isinstance(strategy.mesh, MeshSpec | None)
+    return replace(
+        strategy,
+        mesh=strategy.mesh if "mesh" in given else None,
+        zero=strategy.zero if "zero" in given else plain.zero,
+        sequence=strategy.sequence if "sequence" in given else plain.sequence,
+        microbatches=strategy.microbatches if "microbatches" in given else None,
+        pipeline=strategy.pipeline if "schedule" in given else PipelinePolicy(),
+        memory=strategy.memory if "recompute" in given else replace(strategy.memory, recompute="none"),
+    )
