@@ -13,6 +13,8 @@ from meshkit.preflight.search._search import _Pricing
 from meshkit.preflight.search.command import command
 from meshkit.step import next_token_loss
 
+pytestmark = pytest.mark.turns(4)
+
 RECIPE = Path(__file__).parents[3] / "examples" / "llama_pretrain.py"
 
 
