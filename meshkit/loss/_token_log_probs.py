@@ -148,7 +148,8 @@ class _TokenLogProbs(torch.autograd.Function):
             local_labels.add_to_(wide, d_log_prob)
             wide.div_(settings.temperature)
             if d_logits is not None:
-                d_logits[tokens] = wide
+                # Rounded here: chunks are slices or, on a CPU with ignored labels, indices, which take no other dtype.
+                d_logits[tokens] = wide.to(d_logits.dtype)
             elif grads is not None:
                 grads.add(tokens, wide.to(hidden.dtype))
             del wide

@@ -63,6 +63,16 @@ def test_values_and_gradients_of_whole_logits_are_those_of_torch() -> None:
     assert ours.equal(before), "the logits were written over"
 
 
+def test_whole_logits_in_bf16_have_the_gradient_of_fp32_rounded_once() -> None:
+    """With ignored labels, which a CPU leaves out by an index, and without, by slices."""
+    for _, labels in (inputs(2, 7, 8, 13, torch.float64), (None, torch.arange(13)[None])):
+        ours = torch.randn(*labels.shape, 13).bfloat16().requires_grad_()
+        theirs = ours.detach().float().requires_grad_()
+        for logits in (ours, theirs):
+            weighted(mk.loss.token_log_probs(logits, labels)).backward()
+        assert ours.grad.equal(theirs.grad.bfloat16())
+
+
 def test_log_sum_squares_of_chunks_and_of_whole_logits_are_the_closed_form() -> None:
     plain, chunked = heads(8, 13, bias=True, tokens=5, dtype=torch.float64)
     hidden, _ = inputs(2, 7, 8, 13, torch.float64)

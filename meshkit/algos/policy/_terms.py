@@ -21,6 +21,7 @@ RATIOS: tuple[Ratio, ...] = ("token", "sequence", "sequence_token", "trajectory"
 
 LIMIT = 20.0  # e^20 is half a billion: beyond it a ratio is constant and passes no gradient, as in verl
 ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
+OTHER_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}  # verl's
 
 
 def exp(log: Tensor) -> Tensor:
@@ -68,12 +69,7 @@ class KL:
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        if self.estimator not in ESTIMATORS:
-            near = difflib.get_close_matches(self.estimator, ESTIMATORS, n=1, cutoff=0.4)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise PlanError(
-                f"KL: estimator={self.estimator!r} is not known. {hint}Choose from {', '.join(ESTIMATORS)}."
-            )
+        _refuse_unknown("KL", self.estimator)
         if self.place not in ("loss", "reward"):
             raise PlanError(f"KL: place={self.place!r} is not known. Choose loss or reward.")
         if self.coefficient < 0:
@@ -103,9 +99,10 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor, estimator: str)
     | k3        | e^-D + D - 1, >= 0    | that of KL(pi_ref || pi), the other direction                    |
     | k1+, k3+  | that of k1, k3        | that of k2: value and gradient are both right                    |
 
-    Beyond |D| = 20, e^-D is constant.
+    Beyond |D| = 20, e^-D is constant. Raises: PlanError for another name.
     Source: Schulman 2020, "Approximating KL divergence"; the + are verl's.
     """
+    _refuse_unknown("kl_estimates", estimator)
     if estimator.endswith("+"):
         k2 = kl_estimates(log_probs, reference_log_probs, "k2")
         # The gradient of k2, and the value of the other estimate.
@@ -115,6 +112,17 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor, estimator: str)
     if estimator == "k1":
         return difference
     return difference.square() / 2 if estimator == "k2" else exp(-difference) + difference - 1
+
+
+def _refuse_unknown(caller: str, estimator: str) -> None:
+    if estimator in ESTIMATORS:
+        return
+    # A name of verl's is known by what it is called here; verl's |D| ("abs") is of no divergence, and has no name here.
+    near = OTHER_NAMES.get(estimator) or next(
+        iter(difflib.get_close_matches(estimator, ESTIMATORS, n=1, cutoff=0.4)), ""
+    )
+    hint = f"Did you mean {near!r}? " if near else ""
+    raise PlanError(f"{caller}: estimator={estimator!r} is not known. {hint}Choose from {', '.join(ESTIMATORS)}.")
 
 
 @dataclass

@@ -357,6 +357,12 @@ def test_every_preset_can_be_computed() -> None:
         (lambda: PolicyLoss(entropy=-0.1), "entropy=-0.1 is a bonus"),
         (lambda: Clip(low=0.2, high=0.2, dual=1.1), "dual=1.1 is inside of 1 \\+ high=1.2"),
         (lambda: KL(estimator="k4"), "estimator='k4' is not known. Did you mean 'k"),
+        (
+            lambda: kl_estimates(torch.zeros(1), torch.zeros(1), "abs"),
+            "kl_estimates: estimator='abs' is not known. Choose",
+        ),
+        (lambda: kl_estimates(torch.zeros(1), torch.zeros(1), "low_var_kl"), "Did you mean 'k3'"),
+        (lambda: kl_estimates(torch.zeros(1), torch.zeros(1), "k2+"), "Did you mean 'k2'"),
         (lambda: KL(estimator="k3+", place="reward"), "place='reward' passes no gradient"),
         (lambda: Correction(level="word"), "level='word' is not known. Choose from token, sequence, geometric"),
         (lambda: GroupAdvantage(baseline="mean"), "baseline='mean' is not known. Choose from none, group"),
