@@ -27,6 +27,7 @@ ALSO = (
     "meshkit.algos.reallocate",
     "meshkit.algos.dataflow",
     "meshkit.recipes",
+    "meshkit.resolve",
 )
 
 

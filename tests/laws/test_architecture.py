@@ -20,8 +20,6 @@ import pytest
 from tests.docs.api import INDEX, MODULES, public
 from tests.laws.terms import TERMS
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "meshkit"
 CODE = ("meshkit", "tests", "examples", "benchmarks")

@@ -93,8 +93,8 @@ class Found:
 
     def __str__(self) -> str:
         counts = (
-            f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} cut "
-            "by their bound"
+            f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} "
+            "cut by their bound"
         )
         lines = [f"{counts}, in {self.took_s:.1f} s"]
         if self.winner is None:
