@@ -92,7 +92,10 @@ class Found:
         self.best.write(path)
 
     def __str__(self) -> str:
-        counts = f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} cut by their bound"
+        refused = sum(self.refused.values())
+        counts = (
+            f"{len(self.tried):,} priced, {refused:,} refused, {self.unfit:,} do not fit, {self.cut:,} cut by bounds"
+        )
         lines = [f"{counts}, in {self.took_s:.1f} s"]
         if self.winner is None:
             room = "" if self.device_bytes is None else f" in {format_bytes(self.device_bytes)}"
