@@ -92,9 +92,9 @@ class Found:
         self.best.write(path)
 
     def __str__(self) -> str:
+        refused = sum(self.refused.values())
         counts = (
-            f"{len(self.tried):,} priced, {sum(self.refused.values()):,} refused, {self.unfit:,} do not fit, {self.cut:,} "
-            "cut by their bound"
+            f"{len(self.tried):,} priced, {refused:,} refused, {self.unfit:,} do not fit, {self.cut:,} cut by bounds"
         )
         lines = [f"{counts}, in {self.took_s:.1f} s"]
         if self.winner is None:

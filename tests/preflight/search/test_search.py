@@ -42,20 +42,23 @@ SPACE = mk.Space(
     sequence=(True,),
     recompute=("none", "full"),
 )
+# Where launches and latencies cost nothing, the bound is within 10 % of small models' steps too: a wrong one shows.
+FREE = {"device.launch_s": 0.0, "tiers.0.latency_s": 0.0, "tiers.1.latency_s": 0.0}
+CLUSTER = mk.Cluster.read("h100").changed(**FREE)
 BATCH = mk.Batch(sequences=64, seq_len=128)
 
 
 @pytest.mark.parametrize("make", [dense, lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), moe])
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
-    every = mk.search(model, "h100", BATCH, world=16, space=SPACE, exhaustive=True)
-    pricing = _Pricing(model, mk.Cluster.read("h100"), BATCH, next_token_loss, "time")
+    every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
+    pricing = _Pricing(model, CLUSTER, BATCH, next_token_loss, "time")
     for each in every.tried:
         assert pricing.microbatch(each.strategy).least_s(each.strategy) <= each.seconds
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
-        found = mk.search(model, "h100", BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
+        found = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
         assert found.winner is not None
         assert found.winner.seconds == best
         assert found.winner.fits(memory)
