@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -23,14 +24,18 @@ from meshkit.models import (
     DeepseekV3Config,
     Llama,
     build_model,
+    config_from_pretrained,
     load_pretrained,
     meta_parameters,
+    model_plan,
     moe_plan,
     save_pretrained,
     stream_pretrained,
 )
+from tests.laws.parity.cases import mesh_for
+from tests.models.test_moe import deepseek
 from tests.tiny import tiny_config
-from tests.world import run_ranks
+from tests.world import pool, run_ranks
 
 RANKS = 4
 
@@ -246,3 +251,33 @@ def streamed(folder: str, mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["dp_shard=2 tp=2", "pp=2 dp_shard=2", "dp_shard=4 ep=2"])
 def test_every_rank_gets_every_whole_tensor_as_a_folder_has_it(mesh: str, tmp_path: Path) -> None:
     run_ranks(RANKS, streamed, str(tmp_path / "out"), mesh)
+
+
+def load_with_modules_ahead(folder: str, expected: dict[str, Tensor] | None) -> str:
+    """On pp=2: the text that refuses the folder, or "" where every parameter of this rank has its value."""
+    config = config_from_pretrained(Path(folder))
+    run = mk.parallelize(build_model(config), mesh_for("pp=2"), plan=model_plan(config))
+    try:
+        load_pretrained(run.model, folder)
+    except CheckpointError as error:
+        return str(error)
+    assert expected is not None
+    wrong = [
+        name for name, param in run.named_parameters() if not torch.equal(full_tensor(param).cpu(), expected[name])
+    ]
+    return ", ".join(wrong)
+
+
+def test_modules_ahead_are_loaded_on_stages_or_refused_on_each(tmp_path: Path) -> None:
+    model = deepseek(num_nextn_predict_layers=1)
+    save_pretrained(model, model.config, tmp_path / "with")
+    expected = {name: param.detach() for name, param in model.named_parameters()}
+    assert any(name.startswith("mtp.") for name in expected)
+    assert pool(2).run(load_with_modules_ahead, str(tmp_path / "with"), expected) == ["", ""]
+    # As transformers writes it: the config says one module, and the files have none of it.
+    without = deepseek(num_nextn_predict_layers=0)
+    save_pretrained(without, without.config, tmp_path / "without")
+    shutil.copy(tmp_path / "with" / "config.json", tmp_path / "without" / "config.json")
+    (tmp_path / "without" / "meshkit_digests.json").unlink()
+    for text in pool(2).run(load_with_modules_ahead, str(tmp_path / "without"), None):
+        assert "of a module that predicts further ahead" in text and "num_nextn_predict_layers=0" in text

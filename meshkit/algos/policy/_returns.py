@@ -23,8 +23,9 @@ from meshkit.errors import PlanError
 class GAE:
     """Generalised advantage estimation: delta_t = r_t + discount V_{t+1} - V_t, A_t = delta_t + discount decay A_{t+1}.
 
-    V after the end of an answer is 0. bootstrap: an answer that was cut off has no score, and goes on with the value of
-    its last state (ReaL); False: it has its score, and ends (TRL, which takes a penalty from it).
+    V after the end of an answer is 0. bootstrap: an answer that was cut off has no score, keeps what its tokens earned
+    before its end, and goes on with the value of its last state (ReaL); False: it has its score, and ends (TRL, which takes a
+    penalty from it).
     whiten: the advantages, not the returns; over all learnt tokens of the step.
     Source: Schulman et al. 2015 (1506.02438), equations 11 and 12.
     """

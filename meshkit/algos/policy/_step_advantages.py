@@ -127,8 +127,8 @@ class StepAdvantages(NamedTuple):
     """values: entries to add to the batch, [B, T] fp64 each: `advantages`, and with GAE `returns`.
 
     The rest is of the whole step and the same on every rank. answers, groups: their numbers. tokens: learnt tokens.
-    unscored: answers without a score, whose advantages are 0. uniform: groups whose scores are all equal. reward: the mean
-    of the scores.
+    unscored: answers without a score, whose advantages are 0. uniform: groups whose scores are all equal. truncated: answers
+    that were cut off. reward: the mean of the scores.
     """
 
     values: dict[str, Tensor]
@@ -137,6 +137,7 @@ class StepAdvantages(NamedTuple):
     unscored: int
     groups: int
     uniform: int
+    truncated: int
     reward: float
 
 
@@ -147,9 +148,10 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
     batch: of `pack_rollouts`, or with the same names: `rewards` [B, T], at the end of an answer or at each token; `groups`
     and `truncated` at the ends; for GAE `old_values`; for KL in the reward `old_log_probs` and `reference_log_probs`; for a
     greedy baseline `greedy_rewards` at the ends. An answer with a NaN among its rewards has no score.
-    With GAE and bootstrap, an answer that was cut off keeps only the KL of its reward, and is continued by the critic's value
-    at its end.
-    Every rank must call it. Wire: over the data ranks, a gather of five numbers per answer as objects, and for whitening an
+    With GAE and bootstrap, an answer that was cut off has no score, which is what stands at its end; it keeps the rewards
+    that it earned before, and is continued by the critic's value at its end. A step in which no answer ended or earned
+    anything has advantages of 0, and the critic's own values as returns.
+    Every rank must call it. Wire: over the data ranks, a gather of seven numbers per answer as objects, and for whitening an
     all-reduce of three numbers.
     Raises: DataError for an input that the advantage needs and the batch lacks.
     """
@@ -165,7 +167,8 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
     rewards = raw_rewards
     # An answer that was cut off has not earned its score: the value of its last state stands for what would have come.
     if isinstance(advantage, GAE) and advantage.bootstrap:
-        rewards = raw_rewards.masked_fill(_answer_sums(answers, batch["truncated"]) > 0, 0.0)
+        # Rewards of tokens before its end it has earned, and keeps.
+        rewards = raw_rewards.masked_fill(_cut(batch), 0.0)
     # After the line above: the NaN of an answer that was cut off is no reason to drop it, where the critic continues it.
     scored = _answer_sums(answers, rewards.isnan().double()) == 0
     penalised = token_rewards(
@@ -182,15 +185,22 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         batch["groups"],
         learn.double(),
         batch.get("greedy_rewards", torch.zeros_like(rewards)),
+        batch["truncated"],
+        rewards.nan_to_num(0.0).abs(),
     )
     # On the host, and by objects: ranks have different numbers of answers, perhaps none.
-    (totals_A, scores_A, groups_A, lengths_A, greedy_A), local = gather_answers(mesh, torch.stack(local_sums))
+    gathered, local = gather_answers(mesh, torch.stack(local_sums))
+    totals_A, scores_A, groups_A, lengths_A, greedy_A, truncated_A, earned_A = gathered
     if isinstance(advantage, GroupAdvantage):
         by_answer = group_advantages(totals_A, groups_A.long(), advantage, lengths_A=lengths_A, greedy_A=greedy_A)
         # A rank without answers has no index to spread by.
         by_token = answers.spread(by_answer.advantages[local]) if answers.count else torch.zeros_like(rewards)
         values = {"advantages": torch.where(learn, by_token, 0.0)}
     else:
+        # Where nothing was earned, GAE is a sum of differences of the critic's values alone, which whitening would make as
+        # large as any advantage: the policy would follow the critic's noise.
+        if isinstance(advantage, GAE) and advantage.bootstrap and not ((truncated_A == 0) | (earned_A > 0)).any():
+            scored = torch.zeros_like(scored)
         values = _token_advantages(advantage, batch, penalised, learn, scored)
     # Over the tokens of all ranks, after each rank has its own: moments are added, and no advantage leaves its rank.
     if advantage.whiten:
@@ -205,6 +215,7 @@ def step_advantages(mesh: Mesh, batch: Batch, loss: PolicyLoss) -> StepAdvantage
         unscored=int(scores_A.isnan().sum()),
         groups=len(groups_A.unique()),
         uniform=len(groups_A[equal_A].unique()),
+        truncated=int((truncated_A > 0).sum()),
         reward=float(scores_A.nanmean()) if len(scores_A) else 0.0,
     )
 
@@ -235,7 +246,6 @@ def _token_advantages(
     if isinstance(advantage, RewardToGo):
         to_go = rewards_to_go(rewards, learn, segments, discount=advantage.discount)
         return {"advantages": torch.where(scored, to_go, 0.0)}
-    cut = (batch["truncated"] > 0) & (batch["ends"] > 0)
     estimated = gae(
         rewards,
         batch["old_values"],
@@ -243,12 +253,17 @@ def _token_advantages(
         segments,
         discount=advantage.discount,
         decay=advantage.decay,
-        open_BT=cut if advantage.bootstrap else None,
+        open_BT=_cut(batch) if advantage.bootstrap else None,
     )
     return {
         "advantages": torch.where(scored, estimated.advantages, 0.0),
         "returns": torch.where(scored, estimated.returns, batch["old_values"] * learn),
     }
+
+
+def _cut(batch: Batch) -> Tensor:
+    """[B, T] bool, the last token of each answer that was cut off."""
+    return (batch["truncated"] > 0) & (batch["ends"] > 0)
 
 
 def _answer_sums(answers: SegmentIndex, values: Tensor) -> Tensor:

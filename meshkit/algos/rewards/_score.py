@@ -119,15 +119,23 @@ class MeshScores:
     """of them"""
     mean: float
     """score of the step's answers that have one; NaN if none has"""
+    truncated: int
+    """answers of the whole step that were cut off"""
     unscored: dict[str, int]
     """of the whole step, by kind"""
     first_unscored: str | None
     """of the lowest data rank that has one"""
 
     def scalars(self) -> dict[str, float]:
-        """For a logger: mean reward, mean tokens of an answer, and the number of answers without a score, by kind."""
+        """For a logger: mean reward, mean tokens of an answer, the share that was cut off, and the number without a score, by
+        kind."""
         unscored = {f"unscored/{kind}": count for kind, count in self.unscored.items()}
-        return {"reward": self.mean, "answer_tokens": self.tokens / max(self.answers, 1), **unscored}
+        means = {"answer_tokens": self.tokens, "truncated": self.truncated}
+        return {
+            "reward": self.mean,
+            **{name: total / max(self.answers, 1) for name, total in means.items()},
+            **unscored,
+        }
 
     @staticmethod
     def joined(parts: Sequence[MeshScores]) -> MeshScores:
@@ -145,6 +153,7 @@ class MeshScores:
             answers=sum(part.answers for part in parts),
             tokens=sum(part.tokens for part in parts),
             mean=sum(totals) / sum(scored) if totals else math.nan,
+            truncated=sum(part.truncated for part in parts),
             unscored=dict(unscored),
             first_unscored=next((part.first_unscored for part in parts if part.first_unscored), None),
         )
@@ -171,10 +180,10 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
                 failure = f"RewardError: {len(scores.values)} scores for {len(answers)} answers"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-    by_rank: list[tuple[int, Scores | None, str | None, int]] = [(0, None, None, 0)] * mesh.spec.world_size
-    dist.all_gather_object(
-        by_rank, (mesh.data_rank, scores, failure, sum(len(answer.ids) for answer in answers)), group=mesh.group
-    )
+    counts = sum(len(answer.ids) for answer in answers), sum(answer.truncated for answer in answers)
+    by_rank: list[tuple[int, Scores | None, str | None, tuple[int, int]]]
+    by_rank = [(0, None, None, (0, 0))] * mesh.spec.world_size
+    dist.all_gather_object(by_rank, (mesh.data_rank, scores, failure, counts), group=mesh.group)
     for rank, (_, _, text, _) in enumerate(by_rank):
         if text is not None:
             raise RewardError(f"scoring failed on rank {rank}: {text}. Mend the scorer.")
@@ -192,7 +201,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
     )
     totals = np.concatenate([each.totals for each in by_data_rank.values()])
     # By data rank, whose ranks all give the same number.
-    tokens = sum({data_rank: tokens for data_rank, _, _, tokens in by_rank}.values())
+    tokens, truncated = map(sum, zip(*{data_rank: counts for data_rank, _, _, counts in by_rank}.values(), strict=True))
     if fail_fast and first is not None:
         raise RewardError(
             f"{sum(unscored.values())} of {len(totals)} answers have no score; the first: {first}. "
@@ -209,6 +218,7 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
         answers=len(totals),
         tokens=tokens,
         mean=mean,
+        truncated=truncated,
         unscored=dict(unscored),
         first_unscored=first,
     )

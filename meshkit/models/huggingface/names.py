@@ -144,7 +144,7 @@ def _pieces(model: nn.Module, tensors: dict[str, Tensor], verb: str, *, adapters
         if not name.endswith(TRAINING_STATE[:1] if isinstance(model, DeepseekV3) else TRAINING_STATE)
         for key, piece in _in_files(model, name, tensor)
     }
-    return pieces if adapters else pieces | _shared_copies(model)
+    return pieces if adapters else pieces | _shared_copies(model, tensors)
 
 
 def _in_files(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
@@ -172,14 +172,15 @@ def _layer_name(model: nn.Module, name: str) -> str:
     return f"layers.{model.config.num_hidden_layers + int(index)}.{rest}"
 
 
-def _shared_copies(model: nn.Module) -> dict[str, Piece]:
+def _shared_copies(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Piece]:
     """Second names of embedding and head, which DeepSeek's files repeat in each module of `mtp`."""
     copies: dict[str, Piece] = {}
     if isinstance(model, DeepseekV3):
+        # Of `tensors`, and not of the modules: those of another stage of a pipeline have no values here.
         for index in range(len(model.mtp)):
             layer = f"model.layers.{model.config.num_hidden_layers + index}"
-            copies[f"{layer}.embed_tokens.weight"] = Piece(model.embed_tokens.weight)
-            copies[f"{layer}.shared_head.head.weight"] = Piece(model.lm_head.weight)
+            copies[f"{layer}.embed_tokens.weight"] = Piece(tensors["embed_tokens.weight"])
+            copies[f"{layer}.shared_head.head.weight"] = Piece(tensors["lm_head.weight"])
     return copies
 
 
