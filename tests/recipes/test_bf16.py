@@ -18,6 +18,8 @@ from tests.recipes.launch import command_line
 from tests.recipes.pairs import write_pairs
 from tests.world import pool
 
+pytestmark = pytest.mark.turns(4)
+
 MESHES = {"one": "dp_shard=1", "tp": "tp=2", "pp": "pp=2", "ep": "dp_shard=2 ep=2", "cp": "cp=2"}
 SHARED = {"precision": "bf16", "seq-len": 64, "warmup-steps": 0, "eval-every": 1, "lr": 1e-4}
 ROLLOUTS = {"max-new-tokens": 4, "prompts": 4, "samples": 2, "held-out": 0.1, "eval-prompts": 2, "steps": 1}

@@ -19,6 +19,8 @@ from meshkit.preflight.observe import Peak
 from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
 from tests.world import pool
 
+pytestmark = pytest.mark.turns(4)
+
 BUCKET_BYTES = 4096
 
 

@@ -15,6 +15,8 @@ from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
+pytestmark = pytest.mark.turns(4)
+
 TOL = 1e-10
 ROWS, TOKENS, VOCAB = 3, 13, 17
 

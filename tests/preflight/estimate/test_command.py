@@ -13,6 +13,8 @@ from meshkit.errors import PlanError
 from meshkit.preflight.estimate.command import parse_bytes
 from tests.recipes.launch import ROOT
 
+pytestmark = pytest.mark.turns(4)
+
 LLAMA = str(ROOT / "examples" / "llama_pretrain.py")
 
 RECIPE = """
