@@ -120,9 +120,17 @@ class TrainFlags(StepFlags):
     """a TOML file with that Strategy; without a mesh the ranks keep theirs"""
     forecast: str = ""
     """say after some steps how long a forecast on this cluster says that they take: a datasheet's name, or a file"""
+    replan: NotNegative = 0.0
+    """with --forecast: where it is wrong by more than this share of the step, search for the best strategy on the cluster as
+    it was measured, and go on with that if it is faster; 0: never"""
 
     def move_strategy(self) -> Strategy | None:
         """Of --move-to; None without. Raises: PlanError for one flag without the other, and for what the loop says itself."""
+        if self.replan and (not self.forecast or self.move_at):
+            what = f"--move-at {self.move_at}" if self.move_at else "no --forecast"
+            raise PlanError(
+                f"--replan {self.replan} with {what}. Give a cluster's --forecast, and leave --move-at out."
+            )
         if self.move_to is None and not self.move_at:
             return None
         if self.move_to is None or not 0 < self.move_at < self.steps:
