@@ -4,7 +4,7 @@ CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 
 another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
-                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
+                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
 with vLLM       torchrun --nproc-per-node 8 examples/grpo.py --engine vllm ...
 is it sound?    torchrun --nproc-per-node 2 examples/grpo.py --mesh "tp=2" --selftest
 
@@ -59,7 +59,6 @@ class Config(PolicyFlags, ParallelFlags):
     selftest: bool = False
     """two steps at a learning rate of 0, without checkpoints: ratios must be 1, and generator and trainer agree"""
     out: Path = Path("runs/grpo")
-    seq_len: int = 64
     steps: int = 300
     lr: float = 5e-4
     warmup_steps: int = 10
@@ -126,19 +125,19 @@ def main() -> None:
                 max_new_tokens=tasks.max_new_tokens,
                 rounds=config.sampling_rounds,
             )
-            batch, advantages = policy.policy_batch(
+            batch, advantages, microbatches, balance = policy.policy_batch(
                 run,
                 rollouts,
                 loss,
-                seq_len=config.seq_len,
+                tokens_per_microbatch=config.tokens_per_microbatch,
+                microbatches=config.microbatches,
                 temperature=config.temperature,
                 reference=reference,
                 snapshot=config.updates > 1 or config.selftest,
-                microbatches=config.microbatches,
             )
             for _ in range(config.updates):
                 objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
-                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": microbatches}
                 with session.trace_pipeline(run):
                     loss_value = run.forward_backward(batch, **options)
                 norm = mk.clip_grad_norm(run, config.clip)
@@ -151,6 +150,7 @@ def main() -> None:
                 check_selftest(metrics, step, "fp32" if config.parallel().memory.precision is None else "bf16")
             session.log(loss=loss_value, grad_norm=norm, **metrics, **scores.scalars())
             session.log(learnt_answers=advantages.answers / max(scores.answers, 1))
+            session.log(microbatches=microbatches, tokens_max_over_mean=balance.max_over_mean)
             session.log(uniform_groups=advantages.uniform / max(advantages.groups, 1))
             session.stop_clock(tokens=scores.tokens)
             if scores.first_unscored is not None:

@@ -61,7 +61,6 @@ class Config(ParallelFlags, RolloutFlags):
     """passes over the answers of a round"""
     global_batch: mk.recipes.Count = 32
     """answers of one optimizer step, over all ranks"""
-    seq_len: int = 64
     lr: float = 5e-4
     warmup_steps: int = 2
     weight_decay: float = 0.0
