@@ -57,7 +57,7 @@ class Balance:
         most = max((self._tokens(part) for rank in self.parts for one in rank for part in one), default=0)
         return (
             f"{len(self.lengths)} examples of {sum(self.lengths)} tokens on {len(self.parts)} data ranks: max/mean "
-            f"{self.max_over_mean:.3f}, {sum(self.microbatches)} microbatches of at most {most} tokens, {self.moved} tokens moved"
+            f"{self.max_over_mean:.3f}, {sum(self.microbatches)} microbatches of at most {most} tokens, {self.moved} moved"
         )
 
     def _tokens(self, numbers: Sequence[int]) -> int:
@@ -89,8 +89,8 @@ def balance_tokens(
     for number, length in enumerate(lengths):
         if length > tokens_per_microbatch:
             raise DataError(
-                f"example {number} takes {length} tokens, but a microbatch holds tokens_per_microbatch={tokens_per_microbatch}. "
-                "Give a larger tokens_per_microbatch, or shorter examples."
+                f"example {number} takes {length} tokens, but a microbatch holds "
+                f"tokens_per_microbatch={tokens_per_microbatch}. Give a larger tokens_per_microbatch, or shorter examples."
             )
     weights = [work(length) for length in lengths]
     parts: list[list[list[list[int]]]] = [[] for _ in range(ranks)]
@@ -182,7 +182,7 @@ def _stay_home(sets: list[list[int]], lengths: Sequence[int], home: Sequence[int
 def _microbatches(
     numbers: Sequence[int], lengths: Sequence[int], weights: Sequence[float], most: int, *, at_most: int | None = None
 ) -> list[list[int]]:
-    """Sets of about equal work and of at most `most` tokens, none empty: as few as there are, or `at_most` if that is given."""
+    """Sets of about equal work and of at most `most` tokens, none empty: as few as there are, or at most `at_most`."""
     if not numbers:
         return []
     tokens = [lengths[number] for number in numbers]

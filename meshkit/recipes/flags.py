@@ -406,11 +406,11 @@ class RolloutFlags(LearnFlags, ModelFlags):
     """Rollouts of reinforcement learning: prompts, the inference engine, and rewards."""
 
     seq_len: Count = 64
-    """tokens of a row of the steps on right answers before"""
+    """tokens of a row of supervised steps"""
     microbatches: Count = 1
     """gradient accumulation: the number of microbatches is a multiple of this"""
     tokens_per_microbatch: Count = 16_384
-    """token budget: answers are shared out over data ranks by tokens, in as few microbatches as keep to it (cp splits each)"""
+    """token budget: answers are shared out over data ranks by tokens, in as few microbatches as keep to it; cp splits each"""
     pretrained: Path | None = None
     """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
     task: Literal["addition", "reversal", "countdown"] = "addition"

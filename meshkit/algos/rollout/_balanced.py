@@ -44,7 +44,9 @@ class BalancedBatch:
         A rank with fewer rows than microbatches runs rows of padding for the others, with weight 0.
         """
         rows, steps = 0, []
-        for minibatch, microbatches in zip(self.balance.parts[self.mesh.data_rank], self.balance.microbatches, strict=True):
+        for minibatch, microbatches in zip(
+            self.balance.parts[self.mesh.data_rank], self.balance.microbatches, strict=True
+        ):
             rows, first = rows + len(minibatch), rows
             steps.append(({name: tensor[first:rows] for name, tensor in batch.items()}, microbatches))
         return steps
@@ -119,11 +121,14 @@ def balance_examples(
     here = {first + index: example for index, example in enumerate(examples)}
     # What stays is neither packed nor copied.
     outgoing = [
-        np.concatenate([np.zeros(0), *(_packed(here[n], vectors, scalars) for n in numbers if n in here and to != rank)])
+        np.concatenate(
+            [np.zeros(0), *(_packed(here[n], vectors, scalars) for n in numbers if n in here and to != rank)]
+        )
         for to, numbers in enumerate(balance.taken)
     ]
     coming = [
-        [n for n in balance.taken[rank] if balance.home[n] == sender and sender != rank] for sender in range(mesh.data_ranks)
+        [n for n in balance.taken[rank] if balance.home[n] == sender and sender != rank]
+        for sender in range(mesh.data_ranks)
     ]
     sizes = [[balance.lengths[n] * (2 + len(vectors)) + len(scalars) + 1 for n in numbers] for numbers in coming]
     received = _all_to_all(mesh, outgoing, [sum(of_rank) for of_rank in sizes])
@@ -170,4 +175,3 @@ def _all_to_all(mesh: Mesh, outgoing: Sequence[np.ndarray], incoming: Sequence[i
     received = sent.new_empty(sum(incoming))
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
     return [part.numpy() for part in received.cpu().split(list(incoming))]
-

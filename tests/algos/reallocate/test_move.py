@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from meshkit.core._torch import TorchDispatchMode
 
 import meshkit as mk
 from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
+from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.model_state import model_tensors
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.preflight.observe import Peak
