@@ -32,7 +32,7 @@ def model_scores(
     Raises: DataError, on every rank, for a sequence longer than a microbatch.
     """
     examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
-    sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
+    sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
     balanced = balance_examples(run.mesh, examples, **sizes)
     scores_BT = token_values(run, balanced.batch, _token_scores, microbatches=balanced.microbatches)
     values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)

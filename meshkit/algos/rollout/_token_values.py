@@ -102,7 +102,7 @@ def example_values(
     Every rank must call it. Wire: `balance_examples`, `token_values`, and `BalancedBatch.back`.
     """
     plain = [replace(example, token_values={}, scalars={}) for example in examples]
-    sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
+    sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
     balanced = balance_examples(run.mesh, plain, **sizes)
     values_BT = token_values(run, balanced.batch, function, microbatches=balanced.microbatches)
     values = [np.zeros(len(example)) for example in examples]

@@ -1,4 +1,4 @@
-"""Balanced steps: whichever data ranks answers begin on and move to, losses, gradients and metrics are those of one device."""
+"""Balanced steps: wherever answers begin and whoever learns them, losses, gradients and metrics are those of one device."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from meshkit.data import Example
 from meshkit.errors import DataError
 from meshkit.mesh import gather_over_data
 from meshkit.models import Llama, RewardModel
+from meshkit.preflight.observe import Peak
+from meshkit.recipes.tasks import REFERENCE_TASKS
 from tests.algos.policy.test_objective import (
     ANSWERS,
     LOSSES,
@@ -125,9 +127,7 @@ def _answers(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def test_a_minibatch_has_the_same_groups_on_every_mesh() -> None:
     expected = [
         sorted(
-            tuple([*answer["prompt_ids"].tolist(), *answer["ids"].tolist()])
-            for answer in answers()
-            if answer["key"] == key
+            (*answer["prompt_ids"].tolist(), *answer["ids"].tolist()) for answer in answers() if answer["key"] == key
         )
         for key in (0, 1)
     ]
@@ -184,3 +184,49 @@ def test_bytes_that_move_are_those_of_the_moved_tokens_and_all_refuse_alike(rank
         "balance_examples: some examples have the values ['a', 'b', 'c', 'd'], others ['e']."
     )
     assert "takes 300 tokens, but a microbatch holds tokens_per_microbatch=128" in results[0][3][1]
+
+
+# ------------------------------------------------------------------------- tokens and memory at examples/grpo.py's own sizes
+
+
+def step_of(phase: str, ranks: int) -> list[list[Example]]:
+    """By data rank, the 512 answers of a step of the recipe's reversal task, a prompt's answers on one rank.
+
+    right: as long as the word. cut: of a policy that never ends, at the length to which it may write. mixed: the first
+    prompts are answered right and the last ones cut, as where tasks are of different difficulty.
+    """
+    draw = np.random.default_rng(len(phase))
+    task = REFERENCE_TASKS["reversal"]
+    by_rank: list[list[Example]] = [[] for _ in range(ranks)]
+    for prompt in range(32):
+        letters = len(task.rows(count=64).train[prompt].fields["completion"])
+        for _ in range(16):
+            cut = phase == "cut" or (phase == "mixed" and prompt >= 24)
+            length = 1 + letters + 1 + (8 * task.max_new_tokens if cut else letters + 1)
+            ids = draw.integers(0, 32, length)
+            by_rank[prompt * ranks // 32].append(Example(ids=ids, learn=np.arange(length) > letters + 1))
+    return by_rank
+
+
+def peaks_on_mesh(axes: str, budget: int) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
+    mesh = mesh_for(axes)
+    run = start(Llama, mesh, 0)
+    peaks, ratios, before = {}, {}, {}
+    for phase in ("warm", "right", "cut", "mixed"):  # gradients are made in the first, which is left out
+        by_rank = step_of(phase, mesh.data_ranks)
+        balanced = balance_examples(mesh, by_rank[mesh.data_rank], tokens_per_microbatch=budget)
+        with Peak() as peak:
+            run.forward_backward(balanced.batch, microbatches=balanced.microbatches)
+        tokens = [sum(map(len, of_rank)) for of_rank in by_rank]
+        peaks[phase], ratios[phase] = peak.bytes, balanced.balance.max_over_mean
+        before[phase] = max(tokens) * len(tokens) / sum(tokens)
+    peaks.pop("warm")
+    return peaks, ratios, before
+
+
+def test_tokens_are_balanced_and_the_peak_of_memory_stays_whatever_the_lengths() -> None:
+    results = pool(4).run(peaks_on_mesh, "dp_shard=4", 128)
+    peaks = [size for by_phase, *_ in results for size in by_phase.values()]
+    assert max(peaks) / min(peaks) <= 1.05, results
+    assert all(ratio <= 1.05 for _, ratios, _ in results for ratio in ratios.values()), results
+    assert results[0][2]["mixed"] > 1.5  # where answers were written
