@@ -51,7 +51,7 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
         "entropy": 0.01,
         "updates": 2,
         "microbatches": 2,
-        "tokens_per_microbatch": 40,
+        "tokens_per_microbatch": 96,
         "preset": "DAPO",
         "temperature": 0.9,
     }

@@ -41,7 +41,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, *, secret: str) -> Manifest:
-        """Raises: CheckpointError for what is no manifest, names files outside of its folder, or is not signed by `secret`."""
+        """Raises: CheckpointError for no manifest, one that names files outside of its folder, or not signed by `secret`."""
         try:
             fields = json.loads(text)
             files = tuple((str(path), int(size)) for path, size in fields["files"])
