@@ -131,7 +131,7 @@ def main() -> None:
         """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""
         rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
         options = {"values": value_names, "minibatches": config.minibatches, **sizes}
-        balanced = policy.balance_rollouts(actor_mesh, rollouts, **options)
+        balanced = policy.balance_rollouts(actor, rollouts, **options)
         advantages = policy.step_advantages(actor_mesh, balanced.batch, loss)
         session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
         session.log(tokens_max_over_mean=balanced.balance.max_over_mean)

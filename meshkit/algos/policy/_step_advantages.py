@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from meshkit.algos.rollout import (
     REFERENCE,
     BalancedBatch,
     Rollout,
+    answer_work,
     balance_examples,
     label_log_probs,
     learnt,
@@ -115,29 +116,28 @@ class PolicyBatch(NamedTuple):
 
 
 def balance_rollouts(
-    mesh: Mesh,
+    run: Run,
     rollouts: Sequence[Rollout],
     *,
     tokens_per_microbatch: int,
     microbatches: int = 1,
     minibatches: int = 1,
     values: Sequence[str] = (),
-    work: Callable[[int], float] = float,
 ) -> BalancedBatch:
-    """`balance_examples` of this data rank's rollouts (perhaps none), instead of `pack_rollouts`.
+    """`balance_examples` of this data rank's rollouts (perhaps none), by `answer_work`, instead of `pack_rollouts`.
 
     minibatches: optimizer steps, of which each has all answers to its prompts, so that they are the same on every mesh.
     values: the names in `Rollout.values`. Every rank must call it. Wire: that of `balance_examples`.
     """
     return balance_examples(
-        mesh,
+        run.mesh,
         [rollout.example() for rollout in rollouts],
         tokens_per_microbatch=tokens_per_microbatch,
         names=(*NAMES, *values),
         microbatches=microbatches,
         minibatches=minibatches,
         minibatch_of=[rollout.key % minibatches for rollout in rollouts],
-        work=work,
+        work=answer_work(run),
     )
 
 
@@ -148,21 +148,19 @@ def policy_batch(
     *,
     tokens_per_microbatch: int,
     microbatches: int = 1,
-    work: Callable[[int], float] = float,
     temperature: float = 1.0,
     reference: Run | None = None,
     snapshot: bool = False,
 ) -> PolicyBatch:
     """The batch that `policy_objective` reads from this data rank's rollouts, balanced by tokens, with the step's advantages.
 
-    tokens_per_microbatch, microbatches, work: see `balance_tokens`. A data rank learns from rollouts of others, too.
+    tokens_per_microbatch, microbatches: see `balance_tokens`. A data rank learns from rollouts of others, too.
     reference: the reference model, for KL. snapshot: keep the present log-probabilities as the old ones, for several updates
     on one batch; losses with corrections or KL in the reward do so anyway. Every rank must call it, also without rollouts.
     Wire: that of `balance_rollouts`, of `token_values`, once for the snapshot and once for the reference model, and of
     `step_advantages`.
     """
-    sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches, "work": work}
-    balanced = balance_rollouts(run.mesh, rollouts, **sizes)
+    balanced = balance_rollouts(run, rollouts, tokens_per_microbatch=tokens_per_microbatch, microbatches=microbatches)
     batch, count = balanced.batch, balanced.microbatches
     log_probs = partial(label_log_probs, temperature=temperature)
     # pi_old is the trainer's own, before the first update; the engine's numbers have other rounding and other kernels. For

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.algos.rewards._score import Scores, Unscored
-from meshkit.algos.rollout import balance_examples, model_inputs, token_values
+from meshkit.algos.rollout import answer_work, balance_examples, model_inputs, token_values
 from meshkit.data.examples import Example
 from meshkit.step import Run
 
@@ -33,7 +33,7 @@ def model_scores(
     """
     examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
     sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
-    balanced = balance_examples(run.mesh, examples, **sizes)
+    balanced = balance_examples(run.mesh, examples, **sizes, work=answer_work(run))
     scores_BT = token_values(run, balanced.batch, _token_scores, microbatches=balanced.microbatches)
     values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)
     for index, by_place in enumerate(balanced.back(scores_BT)):

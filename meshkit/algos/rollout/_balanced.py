@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from meshkit.data.balance import Balance, balance_tokens
 from meshkit.data.bins import build_rows, value_names
 from meshkit.data.examples import Example
-from meshkit.errors import DataError
+from meshkit.errors import DataError, MeshkitError
 from meshkit.mesh import Mesh, gather_over_data
-from meshkit.step import Batch
+from meshkit.metrics import ModelFlops
+from meshkit.step import Batch, Run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,6 +142,18 @@ def balance_examples(
     length = -(-longest // mesh.row_multiple) * mesh.row_multiple
     wanted = value_names([example for row in rows for example in row]) if names is None else tuple(names)
     return BalancedBatch(batch=build_rows(rows, length=length, names=wanted), balance=balance, mesh=mesh)
+
+
+def answer_work(run: Run) -> Callable[[int], float]:
+    """The work of an answer of so many tokens, for `balance_tokens`: FLOPs, in which attention grows with their square.
+
+    Of a model whose configuration `ModelFlops` cannot count, its tokens.
+    """
+    try:
+        flops = ModelFlops.from_config(run.resolved.program.model.config)  # type: ignore[arg-type]
+    except (AttributeError, MeshkitError):
+        return float
+    return lru_cache(maxsize=None)(lambda tokens: tokens * flops.per_token(tokens).causal)
 
 
 def _packed(example: Example, vectors: Sequence[str], scalars: Sequence[str]) -> np.ndarray:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshkit.algos.rollout._balanced import balance_examples
+from meshkit.algos.rollout._balanced import answer_work, balance_examples
 from meshkit.data.examples import Example
 from meshkit.loss import IGNORED, token_log_probs
 from meshkit.parallel.data import after_inference
@@ -103,7 +103,7 @@ def example_values(
     """
     plain = [replace(example, token_values={}, scalars={}) for example in examples]
     sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
-    balanced = balance_examples(run.mesh, plain, **sizes)
+    balanced = balance_examples(run.mesh, plain, **sizes, work=answer_work(run))
     values_BT = token_values(run, balanced.batch, function, microbatches=balanced.microbatches)
     values = [np.zeros(len(example)) for example in examples]
     for example, of_example, by_place in zip(examples, values, balanced.back(values_BT), strict=True):

@@ -57,7 +57,7 @@ class Manifest:
         inside = [PurePosixPath(path) for path, size in files if size >= 0]
         if len(inside) < len(files) or any(path.is_absolute() or ".." in path.parts for path in inside):
             raise CheckpointError("shardcast: a manifest names files outside of its folder. Do not trust who sent it.")
-        if manifest.shard_bytes < 1 or len(manifest.shards) != -(-manifest.bytes // manifest.shard_bytes):
+        if manifest.shard_bytes < 1 or len(manifest.shards) != -(-manifest.total_bytes // manifest.shard_bytes):
             raise CheckpointError(
                 "shardcast: a manifest has other shards than its files make. Do not trust who sent it."
             )
@@ -72,12 +72,12 @@ class Manifest:
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def pieces(self, shard: int) -> Iterator[tuple[str, int, int]]:
         """(file, offset in it, bytes) of a shard, in order."""
-        start, stop = shard * self.shard_bytes, min((shard + 1) * self.shard_bytes, self.bytes)
+        start, stop = shard * self.shard_bytes, min((shard + 1) * self.shard_bytes, self.total_bytes)
         for (path, size), end in zip(self.files, self._ends, strict=True):
             first, last = max(start, end - size), min(stop, end)
             if first < last:
@@ -103,9 +103,9 @@ class Manifest:
     def make_files(self, folder: Path) -> None:
         """Files of the right sizes and no others; what they hold already stays."""
         names = {path for path, _ in self.files}
-        for path in folder.rglob("*"):
-            if path.is_file() and path.relative_to(folder).as_posix() not in names:
-                path.unlink()
+        for old in folder.rglob("*"):
+            if old.is_file() and old.relative_to(folder).as_posix() not in names:
+                old.unlink()
         for path, size in self.files:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with (folder / path).open("ab") as stream:

@@ -21,7 +21,7 @@ from meshkit.algos.policy import (
     step_advantages,
     value_objective,
 )
-from meshkit.algos.rollout import Rollout, balance_examples, label_log_probs, token_values
+from meshkit.algos.rollout import Rollout, answer_work, balance_examples, label_log_probs, token_values
 from meshkit.data import Example, balance_tokens
 from meshkit.errors import DataError
 from meshkit.mesh import gather_over_data
@@ -78,14 +78,14 @@ def policies_on_mesh(axes: str, where: str, budget: int, microbatches: int) -> d
 def critic_on_mesh(axes: str, where: str, budget: int, microbatches: int) -> dict[str, float]:
     mesh = mesh_for(axes)
     sizes = {"tokens_per_microbatch": budget, "microbatches": microbatches}
-    balanced = balance_rollouts(mesh, own_rollouts(mesh, where), **sizes)
+    run = start(RewardModel, mesh, 4)
+    balanced = balance_rollouts(run, own_rollouts(mesh, where), **sizes)
     batch, count = balanced.batch, balanced.microbatches
     for name, seed in (("old_log_probs", 1), ("reference_log_probs", 2)):
         batch[name] = token_values(start(Llama, mesh, seed), batch, LOG_PROBS, microbatches=count)
     batch["old_values"] = token_values(start(RewardModel, mesh, 3), batch, critic_values, microbatches=count)
     batch |= step_advantages(mesh, batch, PPO).values
     *_, expected, gradients = gae_of_one_device()
-    run = start(RewardModel, mesh, 4)
     loss = run.forward_backward(batch, loss=value_objective(mesh, batch), microbatches=count)
     return {"critic": abs(loss.item() - expected), "critic gradient": farthest(run, gradients)}
 
@@ -110,7 +110,8 @@ def test_any_assignment_equals_one_device(
 
 def minibatches_on_mesh(axes: str) -> list[list[tuple[int, ...]]]:
     mesh = mesh_for(axes)
-    balanced = balance_rollouts(mesh, own_rollouts(mesh, "turns"), tokens_per_microbatch=16, minibatches=2)
+    run = start(Llama, mesh, 0)
+    balanced = balance_rollouts(run, own_rollouts(mesh, "turns"), tokens_per_microbatch=16, minibatches=2)
     steps = []
     for batch, microbatches in balanced.minibatches(balanced.batch):
         told = gather_over_data(mesh, (microbatches, [tuple(row.tolist()) for row in _answers(batch)]))
@@ -184,6 +185,19 @@ def test_bytes_that_move_are_those_of_the_moved_tokens_and_all_refuse_alike(rank
         "balance_examples: some examples have the values ['a', 'b', 'c', 'd'], others ['e']."
     )
     assert "takes 300 tokens, but a microbatch holds tokens_per_microbatch=128" in results[0][3][1]
+
+
+def test_work_is_flops_with_attention() -> None:
+    assert pool(1).run(doubled)[0] == [True, True]
+
+
+def doubled() -> list[bool]:
+    """An answer twice as long costs twice as much, and for its attention four times."""
+    run = start(Llama, mesh_for(""), 0)
+    work, shape = answer_work(run), run.full_model.config
+    per_pair = 2 * 2 * 3 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    beyond = [work(2 * tokens) - 2 * work(tokens) for tokens in (100, 1000)]
+    return [abs(more / (per_pair * tokens**2) - 1) < 0.02 for more, tokens in zip(beyond, (100, 1000), strict=True)]
 
 
 # ------------------------------------------------------------------------- tokens and memory at examples/grpo.py's own sizes
