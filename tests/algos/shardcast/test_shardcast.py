@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import filecmp
+import runpy
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -10,11 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from meshkit import init_weights
 from meshkit.algos.shardcast import Manifest, Origin, Relay
 from meshkit.algos.shardcast._serve import Server
 from meshkit.algos.shardcast._store import Store
 from meshkit.errors import CheckpointError
+from meshkit.models import Llama, load_pretrained, save_pretrained
+from tests.tiny import tiny_config
 from tests.world import fork
 
 SHARD = 1000
@@ -183,3 +189,36 @@ def test_a_restarted_relay_gets_only_what_it_lacks(tmp_path: Path) -> None:
         assert_same(again.wait(timeout_s=30)[1], slow.model)
         assert again.upstreams.received.total() == 11021 - 8 * SHARD
     slow.server.close()
+
+
+def command_line_relay(arguments: list[str], out: Path) -> None:
+    with out.open("w") as stream:
+        sys.stdout = sys.stderr = stream
+        sys.argv = ["meshkit", "relay", *arguments]
+        runpy.run_module("meshkit", run_name="__main__")
+
+
+def test_a_chain_of_relays_in_processes_of_their_own_ends_in_a_model_that_answers_alike(tmp_path: Path) -> None:
+    model, shape = Llama(tiny_config()), tiny_config()
+    init_weights(model, seed=3)
+    save_pretrained(model, shape, tmp_path / "model")
+    (tmp_path / "secret").write_text("s\n")
+    with Origin(host=HOST, shard_bytes=SHARD, secret="s") as origin:
+        origin.publish(tmp_path / "model", 1)
+        upstream, relays = at(origin.port), []
+        for hop in ("first", "second"):
+            arguments = ["--host", HOST, "--port", "0", "--secret-file", str(tmp_path / "secret")]
+            arguments = [upstream, "--folder", str(tmp_path / hop), *arguments]
+            relays.append(fork(command_line_relay, arguments, tmp_path / f"{hop}.txt", daemon=True))
+            said = tmp_path / f"{hop}.txt"
+            until(lambda said=said: said.exists() and said.read_text().startswith("relay on port "))
+            upstream = at(int(said.read_text().split("\n")[0].rpartition(" ")[2]))
+        with Relay([upstream], tmp_path / "engine", secret="s", **QUICK) as engine:
+            _, folder = engine.wait(timeout_s=60)
+        for relay in relays:
+            relay.kill()
+            relay.join()
+    found = Llama(tiny_config())
+    load_pretrained(found, folder)  # which looks at the digests that the folder brings along
+    ids = torch.arange(12).view(1, 12) % 32
+    assert torch.equal(found(ids), model(ids))
