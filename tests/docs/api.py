@@ -25,6 +25,7 @@ ALSO = (
     "meshkit.algos.preference",
     "meshkit.algos.sft",
     "meshkit.algos.reallocate",
+    "meshkit.algos.shardcast",
     "meshkit.algos.dataflow",
     "meshkit.recipes",
     "meshkit.resolve",
