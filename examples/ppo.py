@@ -41,6 +41,7 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
+    report_unscored,
     run_from,
     show_rollouts,
 )
@@ -89,9 +90,10 @@ def main() -> None:
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
     for name, mesh in meshes.items():
         print0(f"{name}  {mesh.describe()}")
+    print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
-    tasks, tokenizer, sampling = policy_tasks(config)
+    config, tasks, tokenizer, sampling = policy_tasks(config)
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
     print0(f"data  {tasks}")
 
@@ -130,11 +132,13 @@ def main() -> None:
     def learn(samples: list[dataflow.Sample]) -> None:
         """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""
         rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
-        options = {"values": value_names, "minibatches": config.minibatches, **sizes}
-        balanced = policy.balance_rollouts(actor, rollouts, **options)
+        balanced = policy.balance_rollouts(actor, rollouts, values=value_names, minibatches=config.minibatches, **sizes)
         advantages = policy.step_advantages(actor_mesh, balanced.batch, loss)
-        session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
-        session.log(tokens_max_over_mean=balanced.balance.max_over_mean)
+        balance = {"tokens": advantages.tokens, "tokens_max_over_mean": balanced.balance.max_over_mean}
+        session.log(reward=advantages.reward, unscored=advantages.unscored, **balance)
+        if advantages.unscored:
+            reason = dataflow.first_unscored(actor_mesh, samples)
+            report_unscored(flow.iteration + 1, advantages.unscored, advantages.answers, reason)
         for minibatch, count in balanced.minibatches(balanced.batch | advantages.values) * config.epochs:
             objective = policy.value_objective(actor_mesh, minibatch, metrics=critic_sums)
             session.log(value_loss=critic.forward_backward(minibatch, loss=objective, microbatches=count))
@@ -164,7 +168,7 @@ def main() -> None:
     value_calls += [call(rollout.REFERENCE, reference, log_probs)] if config.kl else []
     value_names = [each.name for each in value_calls]
     rewards_on = "actor" if config.reward_model else "sampler"
-    needs = (*dataflow.ROLLOUT, "reward", *value_names)
+    needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
     options = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
     flow = dataflow.Flow(
         meshes,
