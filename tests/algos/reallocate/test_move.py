@@ -18,6 +18,7 @@ from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.model_state import model_tensors
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.preflight.observe import Peak
+from meshkit.preflight.order import EAGER, LAZY, Call, deadlock, gathered, mismatches, recording
 from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
 from tests.world import pool
 
@@ -145,14 +146,19 @@ class SentTo(TorchDispatchMode):
 
 
 def relayed(mix: float, dtype: str) -> tuple[dict[int, int], int, int]:
-    """One trainer, and an engine with a whole model on each of three other ranks; two ranks a node."""
+    """One trainer, and an engine with a whole model on each of four other ranks; two ranks a node."""
+    world = mesh_on("dp_shard=-1", tuple(range(dist.get_world_size())))
     src = start(DENSE, "tp=1", (0,), "float32", values=True)
     dst = start(DENSE, "dp_replicate=4", (1, 2, 3, 4), dtype, values=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         run = prepare_reallocation(src, dst, mix=mix, bucket_bytes=BUCKET_BYTES)
-    with SentTo() as seen:
+    with recording(world) as events, SentTo() as seen:
         run()
+    ranks = gathered(events, world)
+    # What a relay passes on waits for what it receives: on NCCL, too, all of it ends.
+    assert not mismatches(ranks) and not any(deadlock(ranks, rules) for rules in (LAZY, EAGER))
+    assert len(run.plan.rounds) > 2 and any(isinstance(event, Call) and event.parts for event in ranks[0])
     whole = model_tensors(whole_model(DENSE))
     for name, tensor in held_by(dst).items():
         values, before = whole[name], torch.full_like(local_tensor(tensor), -7)
