@@ -27,8 +27,6 @@ import torch.distributed as dist
 import meshkit as mk
 from meshkit.algos import dataflow, distill
 from meshkit.data import PromptLoader, pack_step
-from meshkit.loss import Divergence
-from meshkit.metrics import MetricSums
 from meshkit.recipes import (
     ParallelFlags,
     RolloutFlags,
@@ -116,11 +114,11 @@ def main() -> None:
             mk.init_weights(student.model, seed=config.seed, plan=student.plan)
         optimizer = mk.adamw(student, lr=config.lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
-        sums = MetricSums(student_mesh, ("divergence", "tokens"))
+        sums = mk.metrics.MetricSums(student_mesh, ("divergence", "tokens"))
     engine = engine_of(config, student) if student is not None else None
 
     # ---------------------------------------------------------------------------------------------- calls of the dataflow
-    divergence = Divergence(kind=config.divergence, temperature=config.divergence_temperature)
+    divergence = mk.loss.Divergence(kind=config.divergence, temperature=config.divergence_temperature)
     what = distill.Distillation(divergence=divergence, top=config.top or None, nll=config.nll)
 
     def learn(samples: list[dataflow.Sample]) -> None:
@@ -147,7 +145,7 @@ def main() -> None:
         else dataflow.completion_call(tokenizer, on="teacher")
     )
     tell = distill.teacher_call(
-        "teacher", teacher, what, on="teacher", seq_len=config.seq_len, microbatches=config.microbatches
+        "teacher", teacher, what, on="teacher", tokens_per_microbatch=config.seq_len, microbatches=config.microbatches
     )
     needs = (*dataflow.ROLLOUT, "teacher")
     flow = dataflow.Flow(

@@ -61,7 +61,6 @@ class Config(PolicyFlags, ParallelFlags):
     selftest: bool = False
     """two steps at a learning rate of 0, without checkpoints: ratios must be 1, and generator and trainer agree"""
     out: Path = Path("runs/grpo")
-    seq_len: int = 64
     steps: int = 300
     lr: float = 5e-4
     warmup_steps: int = 10
@@ -128,19 +127,19 @@ def main() -> None:
                 max_new_tokens=tasks.max_new_tokens,
                 rounds=config.sampling_rounds,
             )
-            batch, advantages = policy.policy_batch(
+            batch, advantages, microbatches, balance = policy.policy_batch(
                 run,
                 rollouts,
                 loss,
-                seq_len=config.seq_len,
+                tokens_per_microbatch=config.tokens_per_microbatch,
+                microbatches=config.microbatches,
                 temperature=config.temperature,
                 reference=reference,
                 snapshot=config.updates > 1 or config.selftest,
-                microbatches=config.microbatches,
             )
             for _ in range(config.updates):
                 objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
-                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": microbatches}
                 with session.trace_pipeline(run):
                     loss_value = run.forward_backward(batch, **options)
                 norm = mk.clip_grad_norm(run, config.clip)
@@ -153,6 +152,7 @@ def main() -> None:
                 check_selftest(metrics, step, "fp32" if config.parallel().memory.precision is None else "bf16")
             session.log(loss=loss_value, grad_norm=norm, **metrics, **scores.scalars())
             session.log(learnt_answers=advantages.answers / max(scores.answers, 1))
+            session.log(microbatches=microbatches, tokens_max_over_mean=balance.max_over_mean)
             session.log(uniform_groups=advantages.uniform / max(advantages.groups, 1))
             session.stop_clock(tokens=scores.tokens)
             report_unscored(step, sum(scores.unscored.values()), scores.answers, scores.first_unscored)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import meshkit as mk
 from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
-from meshkit.data import PromptLoader, take_segments
+from meshkit.data import PromptLoader
 from meshkit.recipes import (
     PolicyFlags,
     SamplerFlags,
@@ -66,7 +66,6 @@ class Config(PolicyFlags, SamplerFlags):
     prompts: int = 128
     samples: int = 4
     out: Path = Path("runs/ppo")
-    seq_len: int = 64
     steps: int = 150
     lr: float = 5e-4
     warmup_steps: int = 10
@@ -123,30 +122,26 @@ def main() -> None:
     engine = engine_of(config, sampler) if sampler is not None else None
 
     # ---------------------------------------------------------------------------------------------- calls of the dataflow
+    sizes = {"tokens_per_microbatch": config.tokens_per_microbatch, "microbatches": config.microbatches}
+
     def scores(rollouts: list[rollout.Rollout]) -> rewards.Scores:
         if reward_model is not None:
-            return rewards.model_scores(reward_model, [each.tokens for each in rollouts], seq_len=config.seq_len)
+            return rewards.model_scores(reward_model, [each.tokens for each in rollouts], **sizes)
         return rewards.score_on_mesh(meshes[rewards_on], rollouts, tasks.score, fail_fast=config.fail_fast).local
 
     def learn(samples: list[dataflow.Sample]) -> None:
         """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""
         rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
-        batch = policy.pack_rollouts(
-            rollouts, seq_len=config.seq_len, values=value_names, pad_multiple=actor_mesh.row_multiple
-        )
-        advantages = policy.step_advantages(actor_mesh, batch, loss)
-        batch |= advantages.values
-        session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
+        balanced = policy.balance_rollouts(actor, rollouts, values=value_names, minibatches=config.minibatches, **sizes)
+        advantages = policy.step_advantages(actor_mesh, balanced.batch, loss)
+        balance = {"tokens": advantages.tokens, "tokens_max_over_mean": balanced.balance.max_over_mean}
+        session.log(reward=advantages.reward, unscored=advantages.unscored, **balance)
         if advantages.unscored:
             reason = dataflow.first_unscored(actor_mesh, samples)
             report_unscored(flow.iteration + 1, advantages.unscored, advantages.answers, reason)
-        # All answers to a prompt are in one minibatch, so that minibatches are the same on every mesh.
-        minibatch_of = batch["groups"] % config.minibatches
-        for index in [*range(config.minibatches)] * config.epochs:
-            segments = batch["segment_ids"][(batch["ends"] > 0) & (minibatch_of == index)].tolist()
-            minibatch = take_segments(batch, segments)
+        for minibatch, count in balanced.minibatches(balanced.batch | advantages.values) * config.epochs:
             objective = policy.value_objective(actor_mesh, minibatch, metrics=critic_sums)
-            session.log(value_loss=critic.forward_backward(minibatch, loss=objective, microbatches=config.microbatches))
+            session.log(value_loss=critic.forward_backward(minibatch, loss=objective, microbatches=count))
             if session.guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
@@ -155,7 +150,7 @@ def main() -> None:
             objective = policy.policy_objective(
                 actor_mesh, minibatch, loss, temperature=config.temperature, metrics=actor_sums
             )
-            options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": config.microbatches}
+            options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": count}
             with session.trace_pipeline(actor):
                 loss_value = actor.forward_backward(minibatch, **options)
             norm = mk.clip_grad_norm(actor, config.clip)
@@ -168,7 +163,7 @@ def main() -> None:
         session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 
     log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
-    call = partial(dataflow.log_prob_call, on="actor", seq_len=config.seq_len, microbatches=config.microbatches)
+    call = partial(dataflow.log_prob_call, on="actor", **sizes)
     value_calls = [call("old_log_probs", actor, log_probs), call("old_values", critic, policy.critic_values)]
     value_calls += [call(rollout.REFERENCE, reference, log_probs)] if config.kl else []
     value_names = [each.name for each in value_calls]

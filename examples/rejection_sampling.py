@@ -28,7 +28,6 @@ import torch
 import meshkit as mk
 from meshkit.algos import policy, rewards, rollout, sft
 from meshkit.data import Example, PromptLoader
-from meshkit.mesh import gather_over_data
 from meshkit.recipes import (
     ParallelFlags,
     RolloutFlags,
@@ -62,7 +61,6 @@ class Config(ParallelFlags, RolloutFlags):
     """passes over the answers of a round"""
     global_batch: mk.recipes.Count = 32
     """answers of one optimizer step, over all ranks"""
-    seq_len: int = 64
     lr: float = 5e-4
     warmup_steps: int = 2
     weight_decay: float = 0.0
@@ -118,7 +116,7 @@ def main() -> None:
             selected = [
                 learnt_example(each) for each, keep in zip(scores.rollouts, chosen.tolist(), strict=True) if keep
             ]
-            kept = [example for part in gather_over_data(mesh, selected) for example in part]
+            kept = [example for part in mk.mesh.gather_over_data(mesh, selected) for example in part]
 
             # Learn from them.
             session.log(kept=len(kept), **scores.scalars())

@@ -1,5 +1,5 @@
 """Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, explain a run before it
-starts, plan its energy and its checkpoints, measure a cluster, read the last calls of a run.
+starts, plan its energy and its checkpoints, measure a cluster, read the last calls of a run, relay weights.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
@@ -12,6 +12,7 @@ python -m meshkit goodput --ranks 1024 --step-s 8 --device-mtbf-h 45000 --state 
 python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.27 --idle-watts 100 --csv clocks.csv
 python -m meshkit calls runs/sft/calls
 python -m meshkit measure-cluster
+python -m meshkit relay http://trainer:8000 --folder weights
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ except ModuleNotFoundError as missing:
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from meshkit.algos.shardcast.command import RelayOptions
+from meshkit.algos.shardcast.command import command as relay_command
 from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
@@ -198,6 +201,7 @@ def main() -> None:
                     "search": Search,
                     "explain": Explain,
                     "goodput": GoodputOptions,
+                    "relay": RelayOptions,
                     "energy": Energy,
                     "calls": Calls,
                     "measure-cluster": MeasureCluster,
@@ -209,6 +213,8 @@ def main() -> None:
                 print(read_calls(chosen.folder))
             elif isinstance(chosen, GoodputOptions):
                 goodput_command(chosen)
+            elif isinstance(chosen, RelayOptions):
+                relay_command(chosen)
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)

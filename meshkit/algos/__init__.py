@@ -1,1 +1,1 @@
-"""Post-training: SFT, preferences, policies (RL), rollouts, rewards, dataflow, weight sync (reallocate)."""
+"""Post-training: SFT, preferences, policies (RL), rollouts, rewards, dataflow, distillation, weight sync."""

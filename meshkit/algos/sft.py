@@ -54,7 +54,7 @@ def sft_steps(
     warmup_steps: int = 20,
     each: Callable[[int, dict[str, float]], None] = lambda step, scalars: None,
 ) -> None:
-    """Take `steps` training steps on the learnt tokens of `global_batch` examples each, packed, in a shuffled order.
+    """Take `steps` training steps on the learnt tokens of `global_batch` examples each, balanced, in a shuffled order.
 
     examples: the same on every rank. lr_kind: see `lr_factor`; schedules that fall end at a tenth of the peak.
     microbatches: gradient accumulation. each: called after every step with its scalars, on every rank.
@@ -68,7 +68,7 @@ def sft_steps(
         seed=seed,
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
-        packing="step",
+        packing="balanced",
         pad_multiple=mesh.row_multiple,
     )
     # A call may be shorter than the warm-up, as a round of rejection sampling is.

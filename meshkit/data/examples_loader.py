@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 
 from meshkit.data._cursor import Cursor, check_rank, rank_rows
+from meshkit.data.balance import balance_tokens
 from meshkit.data.bins import build_rows, check_vocabulary, first_fit_decreasing, value_names
 from meshkit.data.examples import Unit, members, unit_length, units_fingerprint
 from meshkit.errors import DataError
 from meshkit.mesh import Mesh
 
-Packing = Literal["rows", "step", "none"]
+Packing = Literal["rows", "step", "balanced", "none"]
 
 
 class ExampleLoader:
@@ -24,6 +25,8 @@ class ExampleLoader:
     "rows": a row of seq_len tokens, filled once for all with as many units as fit. Steps have equal sizes in tokens.
     "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds, which are then
     made as short as still hold them. Steps have equal numbers of units, and between steps the rows differ.
+    "balanced": a unit. Those of a step are shared out over the ranks so that all have about as many tokens, and each rank's
+    packed into rows of at most seq_len that are about equally full, of the ranks equally many where there are enough units.
     "none": a unit, alone in its row; rows are as long as the longest of the step. A pair is one row too, its answers one
     after the other, so that no split of the rows parts them.
     pad_multiple: lengths of rows other than seq_len are rounded up to it; with sequence parallelism a multiple of tp.
@@ -81,6 +84,12 @@ class ExampleLoader:
         # in a row must not depend on the number of ranks.
         step = [self._samples[index] for index in self._cursor.indices(range(self.global_batch))]
         length = self._seq_len
+        if self._packing == "balanced":
+            units = [unit for sample in step for unit in sample]
+            rows = _balanced(units, length, self._rank, self._ranks)
+            batch = build_rows(rows, length=_rounded(rows, self._pad_multiple, length), names=self._names)
+            self._cursor.advance()
+            return batch
         if self._packing == "step":
             step, length = _pack_short([unit for sample in step for unit in sample], self._pad_multiple, length)
         elif self._packing == "none":
@@ -168,8 +177,8 @@ def _share(
 
 
 def _samples(units: Sequence[Unit], seq_len: int, packing: str, vocab_size: int | None) -> list[list[Unit]]:
-    if packing not in ("rows", "step", "none"):
-        raise DataError(f"packing={packing!r}: no such way. Give rows, step or none.")
+    if packing not in ("rows", "step", "balanced", "none"):
+        raise DataError(f"packing={packing!r}: no such way. Give rows, step, balanced or none.")
     if not units:
         raise DataError("there are no examples. Check the path, and what was dropped on the way.")
     for unit in units:
@@ -208,7 +217,15 @@ def _pack_short(units: Sequence[Unit], multiple: int, seq_len: int) -> tuple[lis
     return rows, length
 
 
+def _balanced(units: Sequence[Unit], seq_len: int, rank: int, ranks: int) -> list[list[Unit]]:
+    """The rows of one rank."""
+    # Every rank has all units: where each is beforehand does not matter.
+    home = [0] * len(units)
+    balance = balance_tokens(list(map(unit_length, units)), home, ranks=ranks, tokens_per_microbatch=seq_len)
+    return [[units[index] for index in row] for row in balance.parts[rank][0]]
+
+
 def _rounded(rows: Sequence[Sequence[Unit]], multiple: int, seq_len: int) -> int:
     """The longest row's length, up to a multiple, and to seq_len at most."""
-    longest = max(sum(unit_length(unit) for unit in row) for row in rows)
+    longest = max((sum(unit_length(unit) for unit in row) for row in rows), default=1)
     return min(seq_len, -(-longest // multiple) * multiple)

@@ -413,6 +413,8 @@ class PairFlags(ModelFlags):
 class RolloutFlags(LearnFlags, ModelFlags):
     """Rollouts of reinforcement learning: prompts, the inference engine, and rewards."""
 
+    seq_len: Count = 64
+    """tokens of a row of supervised steps"""
     pretrained: Path | None = None
     """start from the weights, shape and tokenizer of this Hugging Face folder; default: a small model, trained here first"""
     task: Literal["addition", "reversal", "countdown"] = "addition"
@@ -452,6 +454,10 @@ class RolloutFlags(LearnFlags, ModelFlags):
 class PolicyFlags(StepFlags, RolloutFlags):
     """Policy gradients on rollouts."""
 
+    microbatches: Count = 1
+    """gradient accumulation: the number of microbatches is a multiple of this"""
+    tokens_per_microbatch: Count = 16_384
+    """token budget: answers are shared out over data ranks by tokens, in as few microbatches as keep to it; cp splits each"""
     preset: str = "GRPO"
     """a loss of meshkit.algos.policy; the recipe says which it can"""
     kl: NotNegative = 0.0

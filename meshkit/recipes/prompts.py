@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshkit.algos.rollout import Sampling
-from meshkit.algos.rollout._rollout import prompt_ids
+from meshkit.algos.rollout import Sampling, encode_prompts
 from meshkit.core.read_file import read_json_object
 from meshkit.data import Chat, Record, Tokenizer, load_chat_template
 from meshkit.errors import DataError
 from meshkit.models import config_from_pretrained
 
-from .flags import RolloutFlags
+from .flags import PolicyFlags, RolloutFlags
 
 Config = TypeVar("Config", bound=RolloutFlags)
 
@@ -75,11 +74,14 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None) -> tuple[int, ...]:
 
 
 def fit_rows(config: Config, rows: Sequence[Record], tokenizer: Tokenizer, sampling: Sampling) -> Config:
-    """The flags with rows that hold the longest prompt and its answer: as --seq-len says, or longer where nobody said it.
+    """The flags with rows that hold the longest prompt and its answer: as they say, or longer where nobody said it.
 
-    Raises: DataError for a --seq-len that is too short, and for a model that reads no such rows.
+    Rows are of --tokens-per-microbatch in policy gradients, else of --seq-len.
+    Raises: DataError for rows that are too short, and for a model that reads no such rows.
     """
-    longest = max((len(prompt_ids(row, tokenizer)) for row in rows), default=0)
+    name = "tokens_per_microbatch" if isinstance(config, PolicyFlags) else "seq_len"
+    flag, row = "--" + name.replace("_", "-"), getattr(config, name)
+    longest = max((len(prompt.ids) for prompt in encode_prompts(list(enumerate(rows)), tokenizer)), default=0)
     needed = longest + sampling.max_new_tokens
     what = f"the longest prompt has {longest} tokens and an answer up to {sampling.max_new_tokens}, together {needed}"
     if config.pretrained is not None:
@@ -89,12 +91,10 @@ def fit_rows(config: Config, rows: Sequence[Record], tokenizer: Tokenizer, sampl
                 f"--pretrained {config.pretrained} reads {most} tokens at most: {what}. Give fewer --max-new-tokens, or "
                 "leave out long prompts."
             )
-    if needed <= config.seq_len:
+    if needed <= row:
         return config
     fitting = -(-needed // ROW) * ROW
-    default = next(field.default for field in dataclasses.fields(config) if field.name == "seq_len")
-    if config.seq_len != default:
-        raise DataError(
-            f"--seq-len {config.seq_len}: {what}. Give --seq-len {fitting}, fewer --max-new-tokens, or shorter prompts."
-        )
-    return dataclasses.replace(config, seq_len=fitting)
+    default = next(field.default for field in dataclasses.fields(config) if field.name == name)
+    if row != default:
+        raise DataError(f"{flag} {row}: {what}. Give {flag} {fitting}, fewer --max-new-tokens, or shorter prompts.")
+    return dataclasses.replace(config, **{name: fitting})  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def steps_on(spec: str, packing: Any, microbatches: int) -> list[tuple[float, li
     return found
 
 
-@pytest.mark.parametrize("packing", ["rows", "step", "none"])
+@pytest.mark.parametrize("packing", ["rows", "step", "balanced", "none"])
 def test_every_mesh_sees_each_pair_once_and_has_the_loss_of_one_device(packing: str) -> None:
     (expected,) = pool(1).run(steps_on, "dp_shard=1", packing, 1)
     for _, segments in expected:

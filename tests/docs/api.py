@@ -25,6 +25,8 @@ ALSO = (
     "meshkit.algos.preference",
     "meshkit.algos.sft",
     "meshkit.algos.reallocate",
+    "meshkit.algos.shardcast",
+    "meshkit.algos.distill",
     "meshkit.algos.dataflow",
     "meshkit.recipes",
     "meshkit.resolve",

@@ -51,6 +51,7 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
         "entropy": 0.01,
         "updates": 2,
         "microbatches": 2,
+        "tokens_per_microbatch": 96,
         "preset": "DAPO",
         "temperature": 0.9,
     }
@@ -68,6 +69,9 @@ def test_a_run_is_the_same_on_other_meshes_and_across_a_stop(tmp_path: Path) -> 
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step in expected:
         assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+    rows = [json.loads(line) for line in (split / "metrics.jsonl").read_text().splitlines()]
+    # Dynamic sampling keeps groups wherever they were written, and learning shares their tokens out.
+    assert all(row["tokens_max_over_mean"] <= 1.05 and row["microbatches"] % 2 == 0 for row in rows)
     for *_, learnt, uniform in expected.values():
         assert 0 < learnt < 1 and uniform == 0  # groups of one score are written, and not learnt
     assert "held out, 16 prompts" in output

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from examples.grpo import Config as GrpoConfig
+from examples.rejection_sampling import Config as RejectionConfig
 from meshkit.algos.rollout import Sampling, encode_prompts
 from meshkit.data import ChatTemplate, Record, load_tokenizer, save_chat_template, save_tokenizer, train_tokenizer
 from meshkit.errors import DataError
@@ -103,18 +105,23 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
         stop_ids(load_tokenizer(tmp_path), tmp_path)
 
 
-def test_rows_hold_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "answer"),
+    [(GrpoConfig, "tokens_per_microbatch", 20_000), (RejectionConfig, "seq_len", 256)],
+)
+def test_rows_hold_the_longest_prompt_and_its_answer(config: Any, name: str, answer: int, tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(["one"], vocab_size=300), tmp_path)
-    tokenizer, sampling = load_tokenizer(tmp_path), Sampling(max_new_tokens=256)
+    tokenizer, sampling = load_tokenizer(tmp_path), Sampling(max_new_tokens=answer)
     given = rows("one", "one " * 30)
     longest = len(encode_prompts([(0, given[1])], tokenizer)[0].ids)
-    fitted = fit_rows(GrpoConfig(), given, tokenizer, sampling)
-    assert longest + 256 <= fitted.seq_len == -(-(longest + 256) // 64) * 64
-    assert fit_rows(GrpoConfig(seq_len=1000), given, tokenizer, sampling).seq_len == 1000
+    fitted = getattr(fit_rows(config(), given, tokenizer, sampling), name)
+    assert longest + answer <= fitted == -(-(longest + answer) // 64) * 64
+    assert getattr(fit_rows(config(**{name: 30_000}), given, tokenizer, sampling), name) == 30_000
+    flag = name.replace("_", "-")
     with pytest.raises(
-        DataError, match=rf"--seq-len 100: the longest prompt has {longest} tokens and an answer up to 256"
+        DataError, match=rf"--{flag} 100: the longest prompt has {longest} tokens and an answer up to {answer}"
     ):
-        fit_rows(GrpoConfig(seq_len=100), given, tokenizer, sampling)
+        fit_rows(config(**{name: 100}), given, tokenizer, sampling)
     LlamaConfig(max_position_embeddings=128).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="reads 128 tokens at most: the longest prompt"):
-        fit_rows(replace(GrpoConfig(), pretrained=tmp_path), given, tokenizer, sampling)
+        fit_rows(replace(config(), pretrained=tmp_path), given, tokenizer, sampling)

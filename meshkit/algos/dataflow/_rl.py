@@ -101,7 +101,7 @@ def log_prob_call(
     function: Callable[[nn.Module, dict[str, Any]], Tensor],
     *,
     on: str,
-    seq_len: int,
+    tokens_per_microbatch: int,
     microbatches: int = 1,
 ) -> Call:
     """The call that adds `name`, a number for each token by a model's present weights: log-probabilities, a critic's values.
@@ -112,7 +112,8 @@ def log_prob_call(
     def compute(samples: list[Sample]) -> list[Sample]:
         assert run is not None
         examples = [rollout_of(sample).example() for sample in samples]
-        values = example_values(run, examples, function, seq_len=seq_len, microbatches=microbatches)
+        sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
+        values = example_values(run, examples, function, **sizes)
         return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
 
     # In the train stage, before `learn`: pi_old has the weights of this step's beginning, also where rollouts were made

@@ -26,7 +26,13 @@ def teacher_values(run: Run, batch: Batch, distillation: Distillation, *, microb
 
 
 def teacher_call(
-    name: str, run: Run | None, distillation: Distillation, *, on: str, seq_len: int, microbatches: int = 1
+    name: str,
+    run: Run | None,
+    distillation: Distillation,
+    *,
+    on: str,
+    tokens_per_microbatch: int,
+    microbatches: int = 1,
 ) -> Call:
     """The call that adds `name`, what a teacher says of each token of a rollout, [L, width]. It may run ahead of training.
 
@@ -36,8 +42,9 @@ def teacher_call(
     def tell(samples: list[Sample]) -> list[Sample]:
         assert run is not None
         examples = [rollout_of(sample).example() for sample in samples]
-        options = {"seq_len": seq_len, "microbatches": microbatches, "width": distillation.width(vocabulary_of(run))}
-        values = example_values(run, examples, partial(_told, distillation=distillation), **options)
+        options = {"microbatches": microbatches, "width": distillation.width(vocabulary_of(run))}
+        told = partial(_told, distillation=distillation)
+        values = example_values(run, examples, told, tokens_per_microbatch=tokens_per_microbatch, **options)
         return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
 
     return Call(name=name, on=on, function=tell, needs=ROLLOUT, gives=[name])

@@ -63,7 +63,9 @@ from ._sampling import overlong_penalty as overlong_penalty
 from ._sampling import select_above as select_above
 from ._sampling import select_best as select_best
 from ._segments import SegmentIndex as SegmentIndex
+from ._step_advantages import PolicyBatch as PolicyBatch
 from ._step_advantages import StepAdvantages as StepAdvantages
+from ._step_advantages import balance_rollouts as balance_rollouts
 from ._step_advantages import gather_answers as gather_answers
 from ._step_advantages import pack_rollouts as pack_rollouts
 from ._step_advantages import policy_batch as policy_batch

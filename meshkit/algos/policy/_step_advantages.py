@@ -17,8 +17,17 @@ from meshkit.algos.policy._returns import GAE, RewardToGo, gae, rewards_to_go, t
 from meshkit.algos.policy._sampling import RolloutRules, keep_informative, overlong_penalty
 from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.rewards import MeshScores
-from meshkit.algos.rollout import REFERENCE, Rollout, label_log_probs, learnt, token_values
-from meshkit.data import pack_step
+from meshkit.algos.rollout import (
+    REFERENCE,
+    BalancedBatch,
+    Rollout,
+    answer_work,
+    balance_examples,
+    label_log_probs,
+    learnt,
+    token_values,
+)
+from meshkit.data import Balance, pack_step
 from meshkit.errors import DataError
 from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Batch, Run
@@ -94,33 +103,74 @@ def pack_rollouts(
     return pack_step(examples, seq_len=seq_len, names=(*NAMES, *values), pad_multiple=pad_multiple)
 
 
+class PolicyBatch(NamedTuple):
+    """batch: what `policy_objective` reads, of this data rank. microbatches: for `forward_backward`, the same on every rank.
+
+    balance: which data rank learns from which rollouts.
+    """
+
+    batch: Batch
+    advantages: StepAdvantages
+    microbatches: int
+    balance: Balance
+
+
+def balance_rollouts(
+    run: Run,
+    rollouts: Sequence[Rollout],
+    *,
+    tokens_per_microbatch: int,
+    microbatches: int = 1,
+    minibatches: int = 1,
+    values: Sequence[str] = (),
+) -> BalancedBatch:
+    """`balance_examples` of this data rank's rollouts (perhaps none), by `answer_work`, instead of `pack_rollouts`.
+
+    minibatches: optimizer steps, of which each has all answers to its prompts, so that they are the same on every mesh.
+    values: the names in `Rollout.values`. Every rank must call it. Wire: that of `balance_examples`.
+    """
+    return balance_examples(
+        run.mesh,
+        [rollout.example() for rollout in rollouts],
+        tokens_per_microbatch=tokens_per_microbatch,
+        names=(*NAMES, *values),
+        microbatches=microbatches,
+        minibatches=minibatches,
+        minibatch_of=[rollout.key % minibatches for rollout in rollouts],
+        work=answer_work(run),
+    )
+
+
 def policy_batch(
     run: Run,
     rollouts: Sequence[Rollout],
     loss: PolicyLoss,
     *,
-    seq_len: int,
+    tokens_per_microbatch: int,
+    microbatches: int = 1,
     temperature: float = 1.0,
     reference: Run | None = None,
     snapshot: bool = False,
-    microbatches: int = 1,
-) -> tuple[Batch, StepAdvantages]:
-    """Pack this data rank's rollouts into the batch that `policy_objective` reads, with the advantages of the step.
+) -> PolicyBatch:
+    """The batch that `policy_objective` reads from this data rank's rollouts, balanced by tokens, with the step's advantages.
 
+    tokens_per_microbatch, microbatches: see `balance_tokens`. A data rank learns from rollouts of others, too.
     reference: the reference model, for KL. snapshot: keep the present log-probabilities as the old ones, for several updates
     on one batch; losses with corrections or KL in the reward do so anyway. Every rank must call it, also without rollouts.
-    Wire: that of `token_values`, once for the snapshot and once for the reference model, and of `step_advantages`.
+    Wire: that of `balance_rollouts`, of `token_values`, once for the snapshot and once for the reference model, and of
+    `step_advantages`.
     """
-    batch = pack_rollouts(rollouts, seq_len=seq_len, pad_multiple=run.mesh.row_multiple)
+    balanced = balance_rollouts(run, rollouts, tokens_per_microbatch=tokens_per_microbatch, microbatches=microbatches)
+    batch, count = balanced.batch, balanced.microbatches
     log_probs = partial(label_log_probs, temperature=temperature)
     # pi_old is the trainer's own, before the first update; the engine's numbers have other rounding and other kernels. For
     # a single update on policy it is log_probs itself, and this forward is saved.
     if snapshot or loss.corrections or loss.kl.in_reward:
-        batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=microbatches).cpu()
+        batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=count).cpu()
     if reference is not None:
-        batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=microbatches).cpu()
+        batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=count).cpu()
     advantages = step_advantages(run.mesh, batch, loss)
-    return batch | advantages.values, advantages
+    return PolicyBatch(batch | advantages.values, advantages, count, balanced.balance)
 
 
 class StepAdvantages(NamedTuple):

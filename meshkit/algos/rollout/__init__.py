@@ -1,5 +1,8 @@
 """Rollouts (generation, inference): answers of the model in training, on its mesh or by vLLM, with log-probabilities."""
 
+from ._balanced import BalancedBatch as BalancedBatch
+from ._balanced import answer_work as answer_work
+from ._balanced import balance_examples as balance_examples
 from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling

@@ -45,11 +45,10 @@ def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> 
 
     A row with the field `prompt_ids`, as of a chat whose template wrote them, has those as they are.
     """
-    return [Prompt(ids=np.array(prompt_ids(row, tokenizer)), key=key, fields=row.fields) for key, row in rows]
+    return [Prompt(ids=np.array(_prompt_ids(row, tokenizer)), key=key, fields=row.fields) for key, row in rows]
 
 
-def prompt_ids(row: Record, tokenizer: Tokenizer) -> list[int]:
-    """As `encode_prompts` has them."""
+def _prompt_ids(row: Record, tokenizer: Tokenizer) -> list[int]:
     if "prompt_ids" in row.fields:
         return list(row.fields["prompt_ids"])
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshkit.data.bins import build_rows, first_fit_decreasing
+from meshkit.algos.rollout._balanced import answer_work, balance_examples
 from meshkit.data.examples import Example
 from meshkit.loss import IGNORED, token_log_probs
 from meshkit.parallel.data import after_inference
@@ -95,25 +95,24 @@ def example_values(
     examples: Sequence[Example],
     function: Callable[[nn.Module, dict[str, Any]], Tensor],
     *,
-    seq_len: int,
+    tokens_per_microbatch: int,
     microbatches: int = 1,
     width: int | None = None,
 ) -> list[np.ndarray]:
     """Compute function(model, part) -> [rows, T] at each label of each example: [L] fp64, 0 at tokens that are not learnt.
 
     width: of a function that returns [rows, T, width]: the values are then [L, width].
-    examples: of this data rank, which may have none. The results go into `Example.token_values` or `Rollout.values`.
-    Every rank must call it. Wire: `token_values`.
+    examples: of this data rank, which may have none; they are computed where `balance_examples` puts them, with the same
+    sizes of microbatches. The results go into `Example.token_values` or `Rollout.values`.
+    Every rank must call it. Wire: `balance_examples`, `token_values`, and `BalancedBatch.back`.
     """
-    bins = first_fit_decreasing([len(example) for example in examples], seq_len)
     plain = [replace(example, token_values={}, scalars={}) for example in examples]
-    batch = build_rows([[plain[index] for index in row] for row in bins], length=seq_len)
-    values_BT = token_values(run, batch, function, microbatches=microbatches, width=width).cpu().numpy()
-    segments, learnt_BT = batch["segment_ids"].numpy(), learnt(batch).numpy()
+    sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
+    balanced = balance_examples(run.mesh, plain, **sizes, work=answer_work(run))
+    values_BT = token_values(run, balanced.batch, function, microbatches=balanced.microbatches, width=width)
     values = [np.zeros((len(example), *values_BT.shape[2:])) for example in examples]
-    # segment_ids count the examples from 1 on, row by row.
-    for segment, index in enumerate((index for row in bins for index in row), start=1):
-        is_label = examples[index].learn.copy()
-        is_label[0] = False  # nothing predicts the first token of a sequence
-        values[index][is_label] = values_BT[learnt_BT & (segments == segment)]
+    for example, of_example, by_place in zip(examples, values, balanced.back(values_BT), strict=True):
+        # Place t predicts token t + 1; nothing predicts the first token of a sequence.
+        is_label = example.learn[1:]
+        of_example[1:][is_label] = by_place[:-1][is_label]
     return values

@@ -31,10 +31,15 @@ class Exchange:
     @torch.no_grad()
     def __call__(self, src: Shards, dst: Shards, mix: float = 1.0) -> None:
         """dst <- mix src + (1 - mix) dst."""
+        rank = dist.get_rank()
         previous: _Round | None = None
         for transfers in self._rounds:
+            # What a relay passes on may be still on its way to it.
+            if previous is not None and any(each.relayed and each.sender == rank for each in transfers):
+                previous.finish(dst, mix)
+                previous = None
             # Packs while the messages of the previous round are on their way.
-            current = _Round(transfers, src, self._group, self._device)
+            current = _Round(transfers, src, dst, self._group, self._device)
             if previous is not None:
                 previous.finish(dst, mix)
             previous = current
@@ -70,7 +75,7 @@ class _Round:
     """One round in flight: the messages that this rank sends and receives, one for each pair of ranks."""
 
     def __init__(
-        self, transfers: Iterable[Transfer], src: Shards, group: dist.ProcessGroup, device: torch.device
+        self, transfers: Iterable[Transfer], src: Shards, dst: Shards, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         rank = dist.get_rank()
         by_link: dict[tuple[int, int], list[Transfer]] = {}
@@ -89,7 +94,7 @@ class _Round:
             ]
             if sender == rank:
                 for transfer, value in zip(of_link, values, strict=True):
-                    value.copy_(src.read(transfer))
+                    value.copy_((dst if transfer.relayed else src).read(transfer))
                 operations.append(dist.P2POp(dist.isend, message, receiver, group))
             else:
                 self._arriving += zip(of_link, values, strict=True)
@@ -105,5 +110,6 @@ class _Round:
             for work in self._works:
                 work.wait()
         for transfer, values in self._arriving:
-            dst.write(transfer, values, mix)
+            # A relay passes on what it has mixed: replicas have equal values before, so they have after.
+            dst.write(transfer, values, 1.0 if transfer.relayed else mix)
         self._works, self._messages, self._arriving = [], [], []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,13 +20,17 @@ LINKS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box of one tensor, from the rank `sender` to the rank `receiver` of the world, in `dtype`."""
+    """A box of one tensor, from the rank `sender` to the rank `receiver` of the world, in `dtype`.
+
+    relayed: the sender does not hold it in the source; it has got it from another rank, in an earlier round.
+    """
 
     name: str
     region: Region
     sender: int
     receiver: int
     dtype: torch.dtype
+    relayed: bool = False
 
     @property
     def bytes(self) -> int:
@@ -39,8 +43,8 @@ class ReallocationPlan:
 
     rounds: transfers in flight at the same time; in a round no rank sends and receives more than `bucket_bytes` together.
     copies: within a rank, which already has the region.
-    lower_bound_bytes: summed over receivers, the bytes to hold that they do not hold yet, in the narrower of the two dtypes.
-    ranks_per_node: senders on the receiver's node are preferred.
+    lower_bound_bytes: summed over receivers, the bytes to hold that they do not hold yet, in the dtypes of the messages.
+    ranks_per_node: each byte comes once to each node that lacks it, and goes on from there.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -88,19 +92,22 @@ def plan_reallocation(
 ) -> ReallocationPlan:
     """Give every rank of `dst` its regions, each byte once: from itself if it has it in `src`, else from a rank that has.
 
-    Of several senders, one on the receiver's node is taken, and of those the one that has sent least so far.
-    Messages are in the narrower dtype of the two; with `exact` in the source's, for a receiver that computes with it.
+    A node gets each byte once, from outside only what none of its ranks has, and its ranks give it to each other: ranks on
+    it that have the byte in `src`, else the first to get it. Nodes that have got a byte send it on to others (a tree), so
+    that no node sends to all of them. Of several senders the one that has sent least so far is taken.
+    Messages are in the narrower dtype of the two; with `exact` in the source's, for a receiver that computes with it, and
+    what is passed on then is what the relay has computed, in its own dtype.
     Raises: PlanError for two different models, naming the first tensor that differs, and for a source with gaps.
     """
     _refuse_other_model(src, dst)
-    sent: Counter[int] = Counter()
-    copies: list[Transfer] = []
-    moving: list[Transfer] = []
-    bound = 0
+    routes = _Routes(ranks_per_node)
     for name, want in dst.tensors.items():
         have = src.tensors[name]
         # Rounding before or after the wire gives the same values in the destination; before, it sends fewer bytes.
         dtype = have.dtype if exact or want.dtype.itemsize >= have.dtype.itemsize else want.dtype
+        relay_dtype = want.dtype if exact else dtype
+        # Pieces of at most a quarter of a bucket, so that buckets fill up well, and a relay sends while it receives.
+        most = max(1, bucket_bytes // 4 // max(dtype.itemsize, relay_dtype.itemsize))
         # By distinct region, not by rank: replicas hold the same boxes, and thousands of ranks would be compared with each
         # other.
         cells = _holders(have)
@@ -110,22 +117,13 @@ def plan_reallocation(
             missing = volume(region) - sum(volume(box) for box, _ in boxes)
             if missing:
                 raise PlanError(_gap(name, have, missing))
-            for receiver in receivers:
-                local = intersect(region, have.regions[receiver]) if receiver in have.regions else None
-                bound += (volume(region) - (volume(local) if local is not None else 0)) * dtype.itemsize
-                for box, holders in boxes:
-                    # Decided in one order on every rank, from equal data: nobody has to be asked.
-                    sender = receiver if receiver in holders else _sender(holders, receiver, sent, ranks_per_node)
-                    transfer = Transfer(name, box, sender, receiver, dtype)
-                    if sender == receiver:
-                        copies.append(transfer)
-                    else:
-                        moving.append(transfer)
-                        sent[sender] += transfer.bytes
+            for box, holders in boxes:
+                for piece in split(box, most):
+                    routes.deliver(Transfer(name, piece, -1, -1, dtype), holders, receivers, relay_dtype)
     return ReallocationPlan(
-        rounds=_rounds(moving, bucket_bytes),
-        copies=tuple(piece for copy in copies for piece in _pieces(copy, bucket_bytes)),
-        lower_bound_bytes=bound,
+        rounds=_rounds(routes.moving, bucket_bytes),
+        copies=tuple(routes.copies),
+        lower_bound_bytes=sum(transfer.bytes for transfer in routes.moving),
         bucket_bytes=bucket_bytes,
         ranks_per_node=ranks_per_node,
     )
@@ -139,34 +137,81 @@ def _holders(tensor: TensorRegions) -> dict[Region, list[int]]:
     return cells
 
 
-def _sender(holders: Sequence[int], receiver: int, sent: Counter[int], ranks_per_node: int) -> int:
-    # The lowest rank last, as a tie-break: the plan must not depend on the order of a dict.
-    node = receiver // ranks_per_node
-    return min(holders, key=lambda rank: (rank // ranks_per_node != node, sent[rank], rank))
+class _Routes:
+    """Chooses who sends. Decided in one order on every rank, from equal data: nobody has to be asked."""
 
+    def __init__(self, ranks_per_node: int) -> None:
+        self.copies: list[Transfer] = []
+        self.moving: list[Transfer] = []
+        """a relayed one after that which brings it"""
+        self._ranks_per_node = ranks_per_node
+        # Bytes so far by rank: sent in all, sent to other nodes, received from other nodes.
+        self._sent: Counter[int] = Counter()
+        self._sent_out: Counter[int] = Counter()
+        self._from_outside: Counter[int] = Counter()
 
-def _pieces(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
-    """Parts of at most a quarter of a bucket, so that buckets fill up well."""
-    for region in split(transfer.region, max(1, bucket_bytes // 4 // transfer.dtype.itemsize)):
-        yield Transfer(transfer.name, region, transfer.sender, transfer.receiver, transfer.dtype)
+    def deliver(
+        self, piece: Transfer, holders: Sequence[int], receivers: Sequence[int], relay_dtype: torch.dtype
+    ) -> None:
+        """Bring the box to each receiver. holders: the ranks that have it in the source."""
+        has, lacking = self._by_node(holders), self._by_node(rank for rank in receivers if rank not in holders)
+        self.copies += [replace(piece, sender=rank, receiver=rank) for rank in receivers if rank in holders]
+        # The lowest rank last, as a tie-break: the plan must not depend on the order of a dict.
+        outside = deque(sorted(holders, key=lambda rank: (self._sent_out[rank], rank)))
+        for node, ranks in sorted(lacking.items()):
+            near, relays = has.get(node, []), set[int]()
+            if not near:
+                # Ranks take turns as the relay of their node: each link out of it carries as much.
+                relay = min(ranks, key=lambda rank: (self._from_outside[rank], rank))
+                sender = outside.popleft()
+                self._send(piece, sender, relay, None if sender in holders else relay_dtype)
+                # Who has not sent it yet comes first: the tree is as deep as it must be for equal loads.
+                outside += [relay, sender]
+                near, relays = [relay], {relay}
+            for receiver in ranks:
+                if receiver not in relays:
+                    sender = min(near, key=lambda rank: (self._sent[rank], rank))
+                    self._send(piece, sender, receiver, relay_dtype if relays else None)
+
+    def _by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(rank // self._ranks_per_node, []).append(rank)
+        return by_node
+
+    def _send(self, piece: Transfer, sender: int, receiver: int, relay_dtype: torch.dtype | None) -> None:
+        relayed = relay_dtype is not None
+        transfer = Transfer(piece.name, piece.region, sender, receiver, relay_dtype or piece.dtype, relayed)
+        self.moving.append(transfer)
+        self._sent[sender] += transfer.bytes
+        if sender // self._ranks_per_node != receiver // self._ranks_per_node:
+            self._sent_out[sender] += transfer.bytes
+            self._from_outside[receiver] += transfer.bytes
 
 
 def _rounds(moving: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
-    """Put each piece into the first round in which both of its ranks have room; rounds nearly full for a rank are skipped."""
+    """Put each piece into the first round in which both of its ranks have room, and after the one that brings it to a relay.
+
+    Rounds nearly full for a rank are skipped.
+    """
     # `first[rank]` is the first round with room for more on a rank. Rounds more than three quarters full are passed over for
     # good, since a piece is up to a quarter of a bucket; else each piece would search all rounds.
     rounds: list[list[Transfer]] = []
     used: list[Counter[int]] = []
     first: Counter[int] = Counter()
-    for piece in (piece for transfer in moving for piece in _pieces(transfer, bucket_bytes)):
+    arrived: dict[tuple[str, Region, int], int] = {}
+    for piece in moving:
         ends, size = (piece.sender, piece.receiver), piece.bytes
         number = max(first[end] for end in ends)
+        if piece.relayed:
+            number = max(number, arrived[piece.name, piece.region, piece.sender] + 1)
         while number < len(rounds) and any(used[number][end] + size > bucket_bytes for end in ends):
             number += 1
         if number == len(rounds):
             rounds.append([])
             used.append(Counter())
         rounds[number].append(piece)
+        arrived[piece.name, piece.region, piece.receiver] = number
         for end in ends:
             used[number][end] += size
             while first[end] < len(rounds) and used[first[end]][end] > bucket_bytes * 3 // 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import nn
 
 import meshkit as mk
 from meshkit.algos.reallocate import layout_of, prepare_reallocation, reallocate
+from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.model_state import model_tensors
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.preflight.observe import Peak
+from meshkit.preflight.order import EAGER, LAZY, Call, deadlock, gathered, mismatches, recording
 from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
 from tests.world import pool
 
@@ -126,6 +129,60 @@ def test_tensors_of_several_dtypes_share_a_message_whatever_their_sizes() -> Non
     for values, dtypes in pool(2).run(mixed_dtypes):
         assert values == [[20.0 * at + index for index in range(9)] for at in range(3)]
         assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float64"]
+
+
+class SentTo(TorchDispatchMode):
+    """Bytes that this rank really sends, by the receiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::send":
+            (message,), _, receiver = args[:3]
+            self.bytes[receiver] = self.bytes.get(receiver, 0) + message.numel() * message.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def relayed(mix: float, dtype: str) -> tuple[dict[int, int], int, int]:
+    """One trainer, and an engine with a whole model on each of four other ranks; two ranks a node."""
+    world = mesh_on("dp_shard=-1", tuple(range(dist.get_world_size())))
+    src = start(DENSE, "tp=1", (0,), "float32", values=True)
+    dst = start(DENSE, "dp_replicate=4", (1, 2, 3, 4), dtype, values=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        run = prepare_reallocation(src, dst, mix=mix, bucket_bytes=BUCKET_BYTES)
+    with recording(world) as events, SentTo() as seen:
+        run()
+    ranks = gathered(events, world)
+    # What a relay passes on waits for what it receives: on NCCL, too, all of it ends.
+    assert not mismatches(ranks) and not any(deadlock(ranks, rules) for rules in (LAZY, EAGER))
+    assert len(run.plan.rounds) > 2 and any(isinstance(event, Call) and event.parts for event in ranks[0])
+    whole = model_tensors(whole_model(DENSE))
+    for name, tensor in held_by(dst).items():
+        values, before = whole[name], torch.full_like(local_tensor(tensor), -7)
+        wide = torch.lerp(before.float(), values, mix) if mix < 1 else values
+        assert torch.equal(local_tensor(tensor), wide.to(tensor.dtype)), name
+    return seen.bytes, run.plan.bytes_between_nodes, sum(tensor.numel() for tensor in whole.values())
+
+
+@pytest.mark.parametrize(
+    ("mix", "dtype", "itemsizes"), [(1.0, "float32", (4, 4)), (1.0, "bfloat16", (2, 2)), (0.25, "bfloat16", (4, 2))]
+)
+def test_bytes_that_really_pass_between_nodes_are_one_model_a_node(
+    mix: float, dtype: str, itemsizes: tuple[int, int]
+) -> None:
+    results = pool(5).run(relayed, mix, dtype)
+    ((between, elements),) = {result[1:] for result in results}
+    seen = sum(
+        size
+        for sender, (sent, *_) in enumerate(results)
+        for receiver, size in sent.items()
+        if sender // 2 != receiver // 2
+    )
+    # To nodes (2, 3) and (4,), the second from the first, which passes on what it has mixed; rank 1 is on the trainer's own.
+    assert seen == between == elements * sum(itemsizes)
 
 
 def again_and_mixed() -> tuple[list[float], list[float]]:

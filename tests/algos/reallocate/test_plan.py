@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -62,11 +63,15 @@ def move(plan: ReallocationPlan, src: Layout, dst: Layout) -> None:
         for rank, region in src.tensors[name].regions.items():
             have[rank][slices(region)] = whole[slices(region)]
         got = {rank: np.zeros_like(whole) for rank in dst.ranks}
-        for transfer in [*plan.copies, *(transfer for transfers in plan.rounds for transfer in transfers)]:
-            if transfer.name == name:
+        for transfers in [plan.copies, *plan.rounds]:
+            sent = []
+            for transfer in (transfer for transfer in transfers if transfer.name == name):
                 at = slices(transfer.region)
                 assert not got[transfer.receiver][at].any()
-                got[transfer.receiver][at] = have[transfer.sender][at]
+                # All of a round is read before any of it arrives: a relay has what came in an earlier round.
+                sent.append((transfer, at, (got if transfer.relayed else have)[transfer.sender][at].copy()))
+            for transfer, at, values in sent:
+                got[transfer.receiver][at] = values
         for rank in dst.ranks:
             expected = np.zeros_like(whole)
             if rank in there.regions:
@@ -89,6 +94,21 @@ def missing_bytes(src: Layout, dst: Layout) -> int:
     return total
 
 
+def missing_on_nodes(src: Layout, dst: Layout, ranks_per_node: int) -> int:
+    """Element by element, what each node needs and none of its ranks has, in the narrower dtype."""
+    total = 0
+    for name, there in dst.tensors.items():
+        have = src.tensors[name]
+        needed: dict[int, np.ndarray] = {}
+        for rank, region in there.regions.items():
+            needed.setdefault(rank // ranks_per_node, np.zeros(there.shape, bool))[slices(region)] = True
+        for rank, region in have.regions.items():
+            if rank // ranks_per_node in needed:
+                needed[rank // ranks_per_node][slices(region)] = False
+        total += sum(int(of_node.sum()) for of_node in needed.values()) * min(have.dtype.itemsize, there.dtype.itemsize)
+    return total
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(MODELS), st.sampled_from([256, 4096, 2**20]))
 def test_every_element_arrives_once_and_no_byte_too_many(data: st.DataObject, model: Model, bucket_bytes: int) -> None:
@@ -96,6 +116,7 @@ def test_every_element_arrives_once_and_no_byte_too_many(data: st.DataObject, mo
     plan = plan_reallocation(src, dst, bucket_bytes=bucket_bytes, ranks_per_node=4)
     move(plan, src, dst)
     assert plan.bytes_moved == plan.lower_bound_bytes == missing_bytes(src, dst)
+    assert plan.bytes_between_nodes == missing_on_nodes(src, dst, 4)
     for transfers in plan.rounds:
         busy = dict.fromkeys({*src.ranks, *dst.ranks}, 0)
         for transfer in transfers:
@@ -135,6 +156,36 @@ def test_replicas_share_the_sending_and_one_of_the_same_node_comes_first() -> No
     near = plan_reallocation(src, laid(DENSE, "dp_shard=2", 4), ranks_per_node=3)
     assert {a for (a, b) in near.links} == {3}
     assert near.bytes_between_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "engines", "nodes"),
+    [
+        ("dp_shard=8", 0, "dp_replicate=8", 1),  # a trainer's node, and eight whole models on another
+        ("dp_shard=8", 0, "dp_replicate=64", 8),
+        ("pp=2 dp_shard=2 tp=2", 0, "dp_replicate=6 tp=4", 3),  # six models, each on half of a node
+        ("tp=1", 7, "dp_replicate=8 tp=8", 8),
+    ],
+)
+def test_a_sync_sends_one_model_to_each_node(source: str, ranks: int, engines: str, nodes: int) -> None:
+    src, dst = laid(DENSE, source, ranks), laid(DENSE, engines, 8, torch.bfloat16)
+    plan = plan_reallocation(src, dst, bucket_bytes=2**16)
+    model = sum(2 * int(np.prod(laid.shape)) for laid in dst.tensors.values())
+    assert plan.bytes_between_nodes == nodes * model
+    assert plan.bytes_moved == plan.lower_bound_bytes == missing_bytes(src, dst)
+    move(plan, src, dst)
+    leaves, enters = (
+        Counter[int](),
+        Counter[int](),
+    )
+    for (sender, receiver), size in plan.links.items():
+        if sender // 8 != receiver // 8:
+            leaves[sender // 8] += size
+            enters[receiver] += size
+    # A tree: the trainer's node does not send to all others; and the ranks of a node take turns as its relay.
+    assert leaves[0] <= max(1, -(-nodes // 2)) * model
+    by_node = [[enters[rank] for rank in dst.ranks if rank // 8 == node] for node in range(1, nodes + 1)]
+    assert all(max(sizes) <= 2 * model / 8 for sizes in by_node), by_node
 
 
 def test_what_is_rounded_travels_rounded_unless_the_receiver_computes_with_it() -> None:

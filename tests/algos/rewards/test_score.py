@@ -213,7 +213,7 @@ def scores_by_model(spec: str, lengths: list[list[int]]) -> list[float]:
         draws = [np.random.default_rng(length) for length in lengths[mesh.data_rank]]
         sequences = [draw.integers(0, 32, length) for draw, length in zip(draws, lengths[mesh.data_rank], strict=True)]
         cut = [length == 3 for length in lengths[mesh.data_rank]]
-        return model_scores(run, sequences, seq_len=16, truncated=cut).totals.tolist()
+        return model_scores(run, sequences, tokens_per_microbatch=16, truncated=cut).totals.tolist()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -226,5 +226,5 @@ def test_a_models_scores_are_those_of_each_sequence_alone() -> None:
     assert together[0] == []
     assert together[1] == pytest.approx(alone, rel=TOL_FP64_SUM, nan_ok=True)
     assert len({round(value, 6) for value in alone if value == value}) == 5
-    with pytest.raises(RankError, match="a sequence has 17 tokens, but a row holds seq_len=16"):
+    with pytest.raises(RankError, match="takes 17 tokens, but a microbatch holds tokens_per_microbatch=16"):
         pool(1).run(scores_by_model, "", [[17]])

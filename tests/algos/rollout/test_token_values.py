@@ -40,7 +40,7 @@ def values_on(spec: str) -> tuple[int, list[np.ndarray]]:
     mesh = mk.init_mesh(spec)
     run = build(mesh)
     own = examples()[mesh.data_rank :: mesh.data_ranks] if mesh.data_ranks < 3 else examples()[: 0 if mesh.rank else 6]
-    found = example_values(run, own, label_log_probs, seq_len=16, microbatches=2)
+    found = example_values(run, own, label_log_probs, tokens_per_microbatch=16, microbatches=2)
     batch = pack_step(
         [replace(e, token_values={"v": v}) for e, v in zip(own, found, strict=True)], seq_len=12, names=["v"]
     )

@@ -1,0 +1,5 @@
+"""Weights to generators in other jobs or sites (SHARDCAST): checksummed shards over HTTP, relayed in a pipeline."""
+
+from ._manifest import Manifest as Manifest
+from ._nodes import Origin as Origin
+from ._nodes import Relay as Relay

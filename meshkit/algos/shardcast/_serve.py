@@ -1,0 +1,64 @@
+"""HTTP server of a node of shardcast: versions, manifests and shards, also of versions that are still on their way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from meshkit.algos.shardcast._store import Store
+
+WAIT_S = 5.0
+"""how long a request waits for a shard that is on its way, before it is told to ask elsewhere"""
+
+
+class Server:
+    """Serves a store in threads of its own until it is closed.
+
+    GET /versions: a list. GET /N/manifest. GET /N/shards/I: bytes; 503 where it has not come yet, 404 where there is none.
+    """
+
+    def __init__(self, store: Store, host: str, port: int) -> None:
+        self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"store": store}))
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="shardcast server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    store: Store
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        parts = self.path.strip("/").split("/")
+        try:
+            if parts == ["versions"]:
+                return self._send(200, json.dumps(self.store.versions).encode())
+            version = int(parts[0])
+            if parts[1:] == ["manifest"] and (there := self.store.get(version)) is not None:
+                return self._send(200, there.manifest.to_json().encode())
+            if len(parts) == 3 and parts[1] == "shards":
+                data = self.store.read(version, int(parts[2]), wait_s=WAIT_S)
+                return self._send(503, b"not yet") if data is None else self._send(200, data)
+        except (ValueError, KeyError):
+            pass
+        self._send(404, b"no such version or shard")
+
+    def _send(self, status: int, data: bytes) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except ConnectionError:  # who asked is gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a line for each shard would bury all else."""
