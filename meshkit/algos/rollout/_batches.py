@@ -45,13 +45,13 @@ class RowsGeneration:
     def __init__(
         self,
         run: Run,
-        rows: Rows,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         samples: int,
         seed: int,
         stopping: Stopping,
         policy: CachePolicy,
+        rows: Rows,
     ) -> None:
         self._run, self._rows, self._prompts, self._seed = run, rows, prompts, seed
         self._sampling, self._stopping = sampling, stopping

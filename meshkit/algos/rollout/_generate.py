@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._rows import takes_of
 from meshkit.algos.rollout._scheduler import Growing, Scheduler
-from meshkit.algos.rollout._trial import rows_of
+from meshkit.algos.rollout._trial import refuted, rows_of
 from meshkit.core.rng import stream_of
 from meshkit.loss.linear_logits import LinearLogits, head_of
 from meshkit.parallel.data import after_inference, kept_gathered
@@ -76,19 +77,24 @@ def generate(
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change every step: it would compile each
         if cache.keep_parameters:
             stack.enter_context(kept_gathered(run.model))
-        generation: _Generation | RowsGeneration
         if _takes_mask(run):
-            generation = _Generation(run, prompts, sampling, samples, seed, stopping, cache)
-            stack.enter_context(generation.few_logits())
-        else:
-            rows = rows_of(run, prompts, vocabulary)
-            generation = RowsGeneration(run, rows, prompts, sampling, samples, seed, stopping, cache)
-        steps = 0
-        while lockstep or not generation.done:
-            if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _any_works(run, not generation.done):
-                break
-            generation.step()
-            steps += 1
+            paged = _Generation(run, prompts, sampling, samples, seed, stopping, cache)
+            stack.enter_context(paged.few_logits())
+            return _to_the_end(run, paged, lockstep=lockstep)
+        rows = rows_of(run, prompts, vocabulary)
+        by_rows = partial(RowsGeneration, run, prompts, sampling, samples, seed, stopping, cache)
+        rollouts = _to_the_end(run, by_rows(rows), lockstep=lockstep)
+        right_rows = refuted(run, rows, rollouts, sampling.temperature)
+        return rollouts if right_rows is None else _to_the_end(run, by_rows(right_rows), lockstep=lockstep)
+
+
+def _to_the_end(run: Run, generation: _Generation | RowsGeneration, *, lockstep: bool) -> list[Rollout]:
+    steps = 0
+    while lockstep or not generation.done:
+        if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _any_works(run, not generation.done):
+            break
+        generation.step()
+        steps += 1
     return generation.rollouts()
 
 

@@ -6,7 +6,7 @@ Dims: N rows, P tokens of the longest prompt, T of a whole row, V vocabulary of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -88,7 +88,9 @@ class CachedRows:
         self._seen_NT, self._position_N = self._seen_NT[rows], self._position_N[rows]
         assert self._cache is not None
         name, cache = self._cache
-        if hasattr(cache, "reorder_cache"):
+        if all(hasattr(layer, "batch_select_indices") for layer in getattr(cache, "layers", [None])):
+            cache.batch_select_indices(rows)
+        elif hasattr(cache, "reorder_cache"):
             cache.reorder_cache(rows)
         else:
             self._cache = name, tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), cache)
@@ -181,13 +183,17 @@ def _read_tokens(model: nn.Module, part: dict[str, Any]) -> Tensor:
     return wrap(local.flatten(0, 1)[places])
 
 
-def _local(logits: Tensor) -> tuple[Tensor, Any]:
+def _local(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """This rank's vocabulary, and what makes logits of it again."""
     if not isinstance(logits, DTensor):
-        return logits, lambda local: local
+        return logits, _same
     vocabulary = logits.shape[-1]
     local, _, axis = vocabulary_part("generate", logits)
     return local, lambda local: sharded_logits(local, axis, vocabulary)
+
+
+def _same(logits: Tensor) -> Tensor:
+    return logits
 
 
 def _made(logits: Any) -> Tensor:
@@ -198,3 +204,8 @@ def _made(logits: Any) -> Tensor:
 def takes_of(model: nn.Module) -> set[str]:
     """Names of what its forward takes."""
     return set(inspect.signature(model.forward).parameters)
+
+
+def takes_any(model: nn.Module) -> bool:
+    """Does its forward take keywords that it does not name?"""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(model.forward).parameters.values())
