@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from meshkit.algos.rollout._token_values import model_logits
 from meshkit.loss import vocabulary_part
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
+from meshkit.parallel.tensor.guard import tried_by_values
 from meshkit.step import Run
 
 Ids = Sequence[Tensor]
@@ -96,7 +97,8 @@ class CachedRows:
             self._cache = name, tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), cache)
 
     def idle(self) -> None:
-        self._model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self._device))
+        with tried_by_values():
+            self._model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self._device))
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[N, V] of the last tokens."""
@@ -107,7 +109,9 @@ class CachedRows:
             inputs["attention_mask"] = self._seen_NT
         if self._positions:
             inputs["position_ids"] = positions
-        output = self._model(**inputs)
+        # A trial, and each call's longest answer, hold what these forwards give against training's.
+        with tried_by_values():
+            output = self._model(**inputs)
         caches = [(name, cache) for name in CACHES if (cache := getattr(output, name, None)) is not None]
         if not caches:
             raise LookupError("its forward returns no cache with use_cache=True")
