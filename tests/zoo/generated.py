@@ -77,6 +77,7 @@ def _try(cell: Cell, stages: list[str]) -> Said:
         found = generate(run, [every[index] for index in own], sampling=sampling, samples=SAMPLES)
     assert run.model.training
     text = _text(run, [str(each.message) for each in said])
+    text += f"; {beside_transformers(expected)}" * (mesh.spec.world_size == 1)
     outcome = "equal"
     for rollout, index in zip(found, [index for index in own for _ in range(SAMPLES)], strict=True):
         if rollout.ids.tolist() != expected.ids[index]:
@@ -137,9 +138,9 @@ def transformers_answer(model: Any, prompt: np.ndarray) -> list[int]:
     return answer
 
 
-def beside_transformers(kind: str) -> str:
-    """ "as transformers", or how its `generate` differs from its own forward of whole rows."""
-    expected = alone(kind)
+def beside_transformers(expected: Alone) -> str:
+    """How its `generate` is beside its own forward of whole rows."""
     if isinstance(expected.theirs, str):
         return f"transformers' generate raises {expected.theirs}"
-    return "as transformers" if expected.theirs == expected.ids else "transformers' generate is not its own forward"
+    same = expected.theirs == expected.ids
+    return "as transformers' generate" if same else "transformers' generate is not its own forward"

@@ -26,7 +26,6 @@ from meshkit.program import (
     sizes_of,
 )
 
-
 _TRIED: ContextVar[bool] = ContextVar("tried", default=False)
 
 
