@@ -103,32 +103,32 @@ def _text(run: mk.Run, warned: list[str]) -> str:
 
 @lru_cache(maxsize=2)
 @torch.no_grad()
-def alone(kind: str) -> Alone:
+def alone(kind: str, new: int = NEW) -> Alone:
     model = build(kind).eval()
     every, ids, log_probs = prompts(), list[list[int]](), list[list[float]]()
     for prompt in every:
         row, of_row = prompt.ids.tolist(), list[float]()
-        for _ in range(NEW):
+        for _ in range(new):
             next_token = model(torch.tensor([row])).logits[0, -1].log_softmax(-1)
             row.append(int(next_token.argmax()))
             of_row.append(float(next_token.max()))
         ids.append(row[len(prompt.ids) :])
         log_probs.append(of_row)
     try:
-        theirs: list[list[int]] | str = [transformers_answer(model, prompt.ids) for prompt in every]
+        theirs: list[list[int]] | str = [transformers_answer(model, prompt.ids, new) for prompt in every]
     except Exception as error:
         theirs = f"{type(error).__name__}: {error}"
     return Alone(ids, log_probs, theirs)
 
 
-def transformers_answer(model: Any, prompt: np.ndarray) -> list[int]:
+def transformers_answer(model: Any, prompt: np.ndarray, new: int) -> list[int]:
     ids = torch.from_numpy(prompt)[None]
     # No token is forced or ends an answer: that is the sampler's part, not the model's.
     without = dict.fromkeys(("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"))
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
+        max_new_tokens=new,
         do_sample=False,
         use_cache=True,
         pad_token_id=0,

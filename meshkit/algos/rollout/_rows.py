@@ -89,10 +89,8 @@ class CachedRows:
         self._seen_NT, self._position_N = self._seen_NT[rows], self._position_N[rows]
         assert self._cache is not None
         name, cache = self._cache
-        if all(hasattr(layer, "batch_select_indices") for layer in getattr(cache, "layers", [None])):
-            cache.batch_select_indices(rows)
-        elif hasattr(cache, "reorder_cache"):
-            cache.reorder_cache(rows)
+        if (select := _selection(cache)) is not None:
+            select(rows)
         else:
             self._cache = name, tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), cache)
 
@@ -109,7 +107,7 @@ class CachedRows:
             inputs["attention_mask"] = self._seen_NT
         if self._positions:
             inputs["position_ids"] = positions
-        # A trial, and each call's longest answer, hold what these forwards give against training's.
+        # A trial, and two answers of each call, hold what these forwards give against training's.
         with tried_by_values():
             output = self._model(**inputs)
         caches = [(name, cache) for name in CACHES if (cache := getattr(output, name, None)) is not None]
@@ -151,6 +149,17 @@ class WholeRows:
 
     def _read(self) -> tuple[Tensor | None, Tensor | None]:
         return whole_logits(self._run, self._ids, [[len(row) - 1] for row in self._ids], multiple=self.multiple)
+
+
+def _selection(cache: Any) -> Callable[[Tensor], None] | None:
+    """What keeps some rows of a cache, in place. Of two that transformers has, the one that the cache's class wrote itself: the
+    other may leave out what only this class holds."""
+    for kind in type(cache).__mro__:
+        for name in ("reorder_cache", "batch_select_indices"):
+            if name in vars(kind):
+                select: Callable[[Tensor], None] = getattr(cache, name)
+                return select
+    return None
 
 
 def whole_logits(

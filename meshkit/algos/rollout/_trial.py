@@ -67,11 +67,11 @@ def rows_of(run: Run, prompts: Sequence[Prompt], vocabulary: int) -> Rows:
 
 
 def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: float) -> Rows | None:
-    """Whole rows, where training's forward does not give the longest of these rollouts its log-probabilities; else None.
+    """Whole rows, where training's forward does not give two of these rollouts their log-probabilities; else None.
 
-    A trial is short: what begins after more tokens than it has, as a window, shows here. Every rank must call it; one
-    without rollouts computes a token. Raises: PlanError where whole rows are refuted too. Wire: a forward, and a number
-    over the mesh.
+    A trial is short: what begins after more tokens than it has, as a window, shows in the longest rollout, and what padding
+    does in that of the shortest prompt. Every rank must call it; one without rollouts computes a token.
+    Raises: PlanError where whole rows are refuted too. Wire: a forward, and a number over the mesh.
     """
     found = _FOUND.get(run.model)
     if found is None:
@@ -87,18 +87,22 @@ def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: floa
 
 
 def _off_training(run: Run, rollouts: Sequence[Rollout], temperature: float) -> float:
-    """How far the log-probabilities of the longest are from those of its whole row."""
-    longest = max(rollouts, key=lambda rollout: len(rollout.tokens), default=None)
-    tokens = torch.zeros(1, dtype=torch.int64) if longest is None else torch.from_numpy(longest.tokens)
-    begin = 0 if longest is None else len(longest.prompt_ids) - 1
-    places = [list(range(begin, max(1, len(tokens) - 1)))]
-    logits, held = whole_logits(run, [tokens], places, multiple=WholeRows(run).multiple)
+    """How far the log-probabilities of these two are from those of their whole rows."""
+    chosen: list[Rollout] = []
+    if rollouts:
+        chosen = [
+            max(rollouts, key=lambda each: len(each.tokens)),
+            min(rollouts, key=lambda each: len(each.prompt_ids)),
+        ]
+    tokens = [torch.from_numpy(each.tokens) for each in chosen] or [torch.zeros(1, dtype=torch.int64)]
+    places = [list(range(len(each.prompt_ids) - 1, len(each.tokens) - 1)) for each in chosen] or [[0]]
+    logits, held = whole_logits(run, tokens, places, multiple=WholeRows(run).multiple)
     log_probs = _log_probs(logits, temperature)
-    if longest is None or log_probs is None:
+    if not chosen or log_probs is None:
         return 0.0
-    assert longest.log_probs is not None
-    written = torch.from_numpy(longest.ids).to(log_probs.device).unsqueeze(1)
-    apart = (log_probs.gather(1, written).squeeze(1) - torch.from_numpy(longest.log_probs).to(log_probs)).abs()
+    written = torch.from_numpy(np.concatenate([each.ids for each in chosen])).to(log_probs.device)
+    ours = np.concatenate([each.log_probs for each in chosen if each.log_probs is not None])
+    apart = (log_probs.gather(1, written.unsqueeze(1)).squeeze(1) - torch.from_numpy(ours).to(log_probs)).abs()
     apart = apart if held is None else apart[held]
     return float(apart.amax() if _is_wide(run) else apart.mean()) * temperature if len(apart) else 0.0
 
