@@ -26,6 +26,7 @@ from tests.zoo.shrink import DATA_IDS
 TOL_FP64 = 1e-9  # only the order of summation differs
 LENGTHS, NEW = (5, 9, 5, 12), 8
 SAMPLES = 2  # greedy ones are alike, but each has its rows in the cache
+AS_THEIRS = "as transformers' generate"
 PATHS = ("cache", "cache, rows of one length", "whole rows")
 
 # Of types whose tiny config cannot be generated with by transformers itself, though their real ones can.
@@ -62,10 +63,6 @@ def judge(cell: Cell, folder: str) -> Said:
 
 
 def _try(cell: Cell, stages: list[str]) -> Said:
-    try:
-        expected = alone(cell.model)
-    except Exception as error:
-        raise Unbuilt from error
     mesh = mesh_for(cell.mesh)
     run = mk.parallelize(build(cell.model), mesh, sequence=cell.sequence)
     stages.append("generate")
@@ -76,6 +73,10 @@ def _try(cell: Cell, stages: list[str]) -> Said:
         warnings.simplefilter("always")
         found = generate(run, [every[index] for index in own], sampling=sampling, samples=SAMPLES)
     assert run.model.training
+    try:
+        expected = alone(cell.model)
+    except Exception as error:  # after ours, which may refuse it
+        raise Unbuilt from error
     text = _text(run, [str(each.message) for each in said])
     text += f"; {beside_transformers(expected)}" * (mesh.spec.world_size == 1)
     outcome = "equal"
@@ -143,4 +144,4 @@ def beside_transformers(expected: Alone) -> str:
     if isinstance(expected.theirs, str):
         return f"transformers' generate raises {expected.theirs}"
     same = expected.theirs == expected.ids
-    return "as transformers' generate" if same else "transformers' generate is not its own forward"
+    return AS_THEIRS if same else "transformers' generate is not its own forward"

@@ -152,8 +152,8 @@ class WholeRows:
 
 
 def _selection(cache: Any) -> Callable[[Tensor], None] | None:
-    """What keeps some rows of a cache, in place. Of two that transformers has, the one that the cache's class wrote itself: the
-    other may leave out what only this class holds."""
+    """What keeps some rows of a cache, in place. Of two that transformers has, the one that the cache's class wrote itself:
+    the other may leave out what only this class holds."""
     for kind in type(cache).__mro__:
         for name in ("reorder_cache", "batch_select_indices"):
             if name in vars(kind):
