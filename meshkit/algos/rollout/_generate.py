@@ -50,12 +50,16 @@ def generate(
     Answers depend on the weights, the seed, and a prompt's ids and key. They do not depend on other prompts or on the mesh,
     except through the last bits of logits, and with experts of limited capacity. Ranks of cp compute the same tokens; stages
     of pp take turns.
+    A model that attends by a `mask`, as those of meshkit.models do, has a paged cache. Any other causal one, as those of
+    transformers, uses its own cache where a trial shows that it gives training's log-probabilities; else whole rows are
+    computed for each token, which `generate` warns of. See `rows_of`.
     Every rank must call it. Wire: an all-reduce in which ranks agree on the call. For each step, what a forward of the model
     sends for its tokens, what `choose` sends, and two numbers per draw over tp, cp and pp. Where forwards of ranks with
     different prompts wait for each other, one number every few steps over those ranks. The parameters once, or in each step.
+    Without a `mask`, forwards of a trial and of a check, and a number over the mesh for each.
     Raises: AgreementError where ranks differ in these choices, or ranks of one data rank in prompts; DataError for prompts
-    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that takes no `mask`, and for a
-    cache without room for a prompt.
+    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that is not causal, and for a cache
+    without room for a prompt.
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
     cache = cache or CachePolicy()
