@@ -27,7 +27,7 @@ Way = Literal["padded", "plain", "positions"]
 # What a forward takes and returns a cache as; most of transformers' models have the first, those of state spaces the second.
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 READ = "read_token"  # of a whole row: 0, or the place of the token's logits among those that are read, from 1 on
-PADDED_TO = 16  # where a length is dear: on pp each new one is read as a program
+PADDED_TO = 16  # where a length is dear: on tp, cp and pp a call with a new one is read before it runs
 
 
 class Rows(Protocol):
@@ -126,7 +126,7 @@ class WholeRows:
     def __init__(self, run: Run) -> None:
         self._run, self._ids = run, list[Tensor]()
         spec = run.mesh.spec
-        plain = run.pipeline is None and spec.cp == 1 and not run.resolved.sequence
+        plain = run.pipeline is None and spec.cp == spec.tp == 1
         self.multiple = 1 if plain else PADDED_TO * spec.cp * spec.tp
 
     def begin(self, prompts: Ids, samples: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
