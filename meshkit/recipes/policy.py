@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshkit.algos.policy import RolloutRules
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
 from meshkit.data import REFERENCE_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -19,10 +21,12 @@ from meshkit.optim import adamw
 from meshkit.step import Run
 
 from .flags import RolloutFlags, SamplerFlags
+from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
 
 Build = Callable[[Any], Run]
+Config = TypeVar("Config", bound=RolloutFlags)
 
 
 def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
@@ -42,10 +46,12 @@ def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
     return {"actor": actor, "sampler": init_mesh(config.sampler_mesh, ranks=writers)}
 
 
-def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
-    """The rows with their reward, the tokenizer of --pretrained or of characters for reference tasks, and how to answer.
+def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Config, Tasks, Tokenizer, Sampling]:
+    """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
+    characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for --engine vllm without vLLM.
+    Raises: MeshkitError for --engine vllm without vLLM, prompts and answers that do not fit, and a reward that fails at once:
+    before anything is trained.
     """
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
@@ -57,16 +63,24 @@ def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
         seed=config.seed,
         reward=config.reward,
         reward_timeout_s=config.reward_timeout_s,
+        reward_workers=config.reward_workers,
         max_new_tokens=config.max_new_tokens,
     )
     # Characters for reference tasks: with one token a digit a small model learns them in minutes.
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
-    stop_ids = (tokenizer.eos_id,)
-    return (
+    tasks = replace(
         tasks,
-        tokenizer,
-        Sampling(max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=stop_ids),
+        train=encode_chats(tasks.train, tokenizer, config.pretrained),
+        held_out=encode_chats(tasks.held_out, tokenizer, config.pretrained),
     )
+    sampling = Sampling(
+        max_new_tokens=(rules or RolloutRules()).limit(tasks.max_new_tokens),
+        temperature=config.temperature,
+        stop_ids=stop_ids(tokenizer, config.pretrained),
+    )
+    fitted = fit_rows(config, [*tasks.train, *tasks.held_out], tokenizer, sampling)
+    tasks.refuse_failing_reward()
+    return fitted, tasks, tokenizer, sampling
 
 
 def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:
