@@ -103,11 +103,16 @@ def _off_training(run: Run, rollouts: Sequence[Rollout], temperature: float) -> 
     log_probs = _log_probs(logits, temperature)
     if not chosen or log_probs is None:
         return 0.0
-    written = torch.from_numpy(np.concatenate([each.ids for each in chosen])).to(log_probs.device)
-    ours = np.concatenate([each.log_probs for each in chosen if each.log_probs is not None])
-    apart = (log_probs.gather(1, written.unsqueeze(1)).squeeze(1) - torch.from_numpy(ours).to(log_probs)).abs()
-    apart = apart if held is None else apart[held]
-    return float(apart.double().quantile(MOST)) * temperature if len(apart) else 0.0
+    held = torch.ones(len(log_probs), dtype=torch.bool, device=log_probs.device) if held is None else held
+    worst = 0.0
+    counts = [len(each.ids) for each in chosen]
+    for each, of_row, here in zip(chosen, log_probs.split(counts), held.split(counts), strict=True):
+        assert each.log_probs is not None
+        written = torch.from_numpy(each.ids).to(of_row.device).unsqueeze(1)
+        apart = (of_row.gather(1, written).squeeze(1) - torch.from_numpy(each.log_probs).to(of_row)).abs()[here]
+        if len(apart):
+            worst = max(worst, float(apart.double().quantile(MOST)))
+    return worst * temperature
 
 
 def _not_causal(run: Run, off: float) -> PlanError:
