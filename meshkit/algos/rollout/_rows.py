@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from meshkit.algos.rollout._token_values import model_logits
+from meshkit.core import _torch
 from meshkit.loss import vocabulary_part
 from meshkit.loss.linear_logits import LinearLogits, sharded_logits
 from meshkit.parallel.tensor.guard import tried_by_values
@@ -92,7 +92,8 @@ class CachedRows:
         if (select := _selection(cache)) is not None:
             select(rows)
         else:
-            self._cache = name, tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), cache)
+            kept = _torch.tree_map(lambda leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, cache)
+            self._cache = name, kept
 
     def idle(self) -> None:
         with tried_by_values():
