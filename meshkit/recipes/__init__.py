@@ -32,6 +32,7 @@ from .inputs import text_tokens as text_tokens
 from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
+from .policy import mesh_beside as mesh_beside
 from .policy import policy_tasks as policy_tasks
 from .policy import run_from as run_from
 from .ranges import Count as Count

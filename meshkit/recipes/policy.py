@@ -30,20 +30,25 @@ Config = TypeVar("Config", bound=RolloutFlags)
 
 
 def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
-    """The two meshes by name: the same one twice, two on the same ranks, or on ranks of their own. Every rank must call it.
+    """The meshes "actor" and "sampler", see `mesh_beside`."""
+    actor, sampler = mesh_beside(config.mesh, "sampler", config.sampler_mesh, config.sampler_ranks)
+    return {"actor": actor, "sampler": sampler}
 
-    Raises: PlanError for ranks of a sampler that has no mesh.
+
+def mesh_beside(mesh: str, name: str, other: str | None, ranks: int) -> tuple[Mesh, Mesh]:
+    """Two meshes: the same one twice, two on the same ranks, or the other on the last ranks alone. Every rank must call it.
+
+    name: of --NAME-mesh and --NAME-ranks, which say the other. Raises: PlanError for ranks of one that has no mesh.
     """
-    if config.sampler_ranks and config.sampler_mesh is None:
-        raise PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
+    if ranks and other is None:
+        raise PlanError(f"--{name}-ranks {ranks} needs a --{name}-mesh of so many ranks.")
     # Every rank makes both meshes, in one order, since making the process groups of a mesh is collective over the world.
     world_size = init_mesh().spec.world_size
-    learners = range(world_size - config.sampler_ranks)
-    actor = init_mesh(config.mesh, ranks=learners)
-    if config.sampler_mesh is None:
-        return {"actor": actor, "sampler": actor}
-    writers = range(learners.stop, world_size) if config.sampler_ranks else learners
-    return {"actor": actor, "sampler": init_mesh(config.sampler_mesh, ranks=writers)}
+    firsts = range(world_size - ranks)
+    first = init_mesh(mesh, ranks=firsts)
+    if other is None:
+        return first, first
+    return first, init_mesh(other, ranks=range(firsts.stop, world_size) if ranks else firsts)
 
 
 def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Config, Tasks, Tokenizer, Sampling]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from meshkit.algos.dataflow._call import Call, Sample
@@ -48,6 +49,23 @@ def rollout_call(
         return [{**by_key[each.key], **{name: getattr(each, name) for name in WRITTEN}} for each in rollouts]
 
     return Call(name="write", on=on, function=write, needs=PROMPTED, gives=WRITTEN)
+
+
+def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
+    """The call that takes the `completion` of each prompt's row as its rollout, with eos: answers of somebody else."""
+
+    def read(prompted: list[Sample]) -> list[Sample]:
+        found = []
+        for sample in prompted:
+            row = Record(fields=sample["fields"], source=f"prompt {sample['key']}")
+            (prompt,) = encode_prompts([(sample["key"], row)], tokenizer)
+            text = row.fields["completion"]
+            ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
+            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
+            found.append({**sample, "prompt_ids": prompt.ids, **answer})
+        return found
+
+    return Call(name="read", on=on, function=read, needs=PROMPTED, gives=WRITTEN)
 
 
 def reward_call(scores: Callable[[list[Rollout]], Scores], *, on: str) -> Call:
