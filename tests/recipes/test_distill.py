@@ -17,7 +17,15 @@ TOL_CURVE = 1e-4  # relative; fp32 sums in another order, and steps amplify it
 
 
 def flags(out: Path, **changes: object) -> list[str]:
-    sizes = {"task": "reversal", "out": out, "sft-steps": 20, "steps": 4, "warmup-steps": 0, "prompts": 6, "seq-len": 32}
+    sizes = {
+        "task": "reversal",
+        "out": out,
+        "sft-steps": 20,
+        "steps": 4,
+        "warmup-steps": 0,
+        "prompts": 6,
+        "seq-len": 32,
+    }
     return command_line(sizes | {"lr": 1e-3, "eval-every": 4, "eval-prompts": 16, "top": 5}, **changes)
 
 
