@@ -1,6 +1,8 @@
 """How many tokens a second does `generate` answer, beside transformers' `generate`, with one model and one thread?
 
     python benchmarks/generation.py                        # one process, one thread, fp32: samples of a group of prompts
+    python benchmarks/generation.py --ends 0 --prompts 1   # answers of equal lengths
+    python benchmarks/generation.py --in-place             # transformers' own module in `generate`, over its own cache
 
 Both answer the same prompts with the same number of samples, which end as chance has it: at an id that the workload says is
 the end. First both must answer greedily with the same ids, or no ratio is reported. Then they sample in turn; tokens are
@@ -10,6 +12,7 @@ to each other.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -44,6 +47,8 @@ class Settings:
     ends: int = 40
     """ids of the vocabulary that end an answer: more make answers shorter"""
     rounds: int = 3
+    in_place: bool = False
+    """give transformers' module to `mk.parallelize`, instead of ours with its values"""
     write: bool = False
     """add a row to the results"""
 
@@ -63,8 +68,8 @@ def main(settings: Settings) -> None:
 
     def theirs_of(**options: Any) -> list[np.ndarray]:
         answers = theirs.generate(
-            **batch, max_new_tokens=settings.new_tokens, eos_token_id=list(ends), pad_token_id=0, **options
-        )[:, settings.prompt_tokens :]
+            **batch, max_new_tokens=settings.new_tokens, eos_token_id=list(ends) or None, pad_token_id=0, **options
+        )[:, batch["input_ids"].shape[1] :]
         return [until_end(row.numpy(), ends) for row in answers]
 
     greedy = Sampling(max_new_tokens=settings.new_tokens, temperature=0, stop_ids=ends)
@@ -109,11 +114,14 @@ def models(settings: Settings) -> tuple[Any, mk.Run]:
     )
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(config).eval()
+    mesh = mk.init_mesh("dp_shard=1", device_type="cpu")
+    if settings.in_place:
+        return theirs, mk.parallelize(copy.deepcopy(theirs), mesh)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = build_model(config_from_pretrained(folder))
         load_pretrained(ours, folder)
-    return theirs, mk.parallelize(ours, mk.init_mesh("dp_shard=1", device_type="cpu"), plan=mk.models.LLAMA_PLAN)
+    return theirs, mk.parallelize(ours, mesh, plan=mk.models.LLAMA_PLAN)
 
 
 def padded(prompts: list[Prompt]) -> dict[str, torch.Tensor]:

@@ -19,13 +19,14 @@ ROWS, TOKENS = 4, 16
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A model on a mesh. padded: batches have an `attention_mask`, by which some rows begin later. replicate: what is
-    unproved is left whole."""
+    unproved is left whole. generate: it answers prompts, and takes no step."""
 
     model: str
     mesh: str
     sequence: bool = False
     padded: bool = False
     replicate: bool = False
+    generate: bool = False
 
     @property
     def ranks(self) -> int:
@@ -42,7 +43,7 @@ class Cell:
         return Cell(model=model, mesh=mesh, **{name: name in variants for name in _VARIANTS})
 
 
-_VARIANTS = ("sequence", "padded", "replicate")
+_VARIANTS = ("sequence", "padded", "replicate", "generate")
 
 COLUMNS = (
     "dp_shard=2",
@@ -59,6 +60,13 @@ COLUMNS = (
     "cp=2, padded",
     "dp_shard=2 tp=2",
     "pp=2 tp=2",
+    "dp_shard=1, generate",
+    "dp_shard=2, generate",
+    "tp=2, generate",
+    "tp=2, sequence, generate",
+    "pp=2, generate",
+    "cp=2, generate",
+    "dp_shard=2 ep=2, generate",
 )
 
 

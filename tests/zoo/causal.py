@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import model_type_to_module_name as module_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -75,10 +76,10 @@ def names() -> list[str]:
     return [kind for kind in types() if kind not in SKIPPED]
 
 
-def build(kind: str) -> nn.Module:
-    """The model in the default dtype, with values that are the same in every call."""
+def build(kind: str, **changed: Any) -> nn.Module:
+    """The model in the default dtype, with values that are the same in every call. changed: fields of its config."""
     made = model_class(kind)
-    config = tiny(made.config_class or CONFIG_MAPPING[kind], **CHANGED.get(kind, {}))
+    config = tiny(made.config_class or CONFIG_MAPPING[kind], **CHANGED.get(kind, {}) | changed)
     torch.manual_seed(3)
     model = made(config).to(torch.get_default_dtype())
     without_randomness(model)
@@ -102,11 +103,16 @@ def fill(model: nn.Module) -> nn.Module:
 
 def has_experts(kind: str) -> bool:
     """Whether the config tells of experts, without the model's code."""
-    config = tiny(CONFIG_MAPPING[kind], **CHANGED.get(kind, {})).get_text_config()
+    config = config_of(kind)
     experts = [
         vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     ]
     return EXPERTS in experts or hasattr(config, "ffn_config")
+
+
+def config_of(kind: str) -> PretrainedConfig:
+    """Of its text, without the model's code."""
+    return tiny(CONFIG_MAPPING[kind], **CHANGED.get(kind, {})).get_text_config()
 
 
 def model_class(kind: str) -> type[nn.Module]:

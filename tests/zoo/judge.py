@@ -7,7 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -25,7 +25,7 @@ from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from tests.compare_shards import difference
 from tests.laws.parity.cases import mesh_for, own_rows
-from tests.zoo.case import Case, Cell, mean_loss
+from tests.zoo.case import Cell, mean_loss
 from tests.zoo.exact import exact
 
 Outcome = Literal["equal", "refused", "wrong", "crash", "hang", "unbuilt"]
@@ -60,12 +60,22 @@ class Alone:
 
 
 def judge(cell: Cell, folder: str) -> Said:
-    """On every rank. A rank that fails leaves its word in the folder, for then the others may hang.
+    """On every rank; see `reported`."""
+    if cell.generate:
+        from tests.zoo import generated
 
+        return generated.judge(cell, folder)
+    return reported(_trained, cell, folder)
+
+
+def reported(tried: Callable[[Cell, list[str]], Said], cell: Cell, folder: str) -> Said:
+    """What `tried` says, or refuses, or crashes with. It gets a list, for the stages that begin.
+
+    A rank that fails leaves its word in the folder, for then the others may hang.
     Raises: RuntimeError where this rank failed and another did not, which then waits for it.
     """
     with quiet(), exact():
-        said = _try(cell)
+        said = _said(tried, cell)
     if said.outcome in ("equal", "wrong", "unbuilt"):
         return said
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -79,17 +89,17 @@ def judge(cell: Cell, folder: str) -> Said:
     raise RuntimeError(f"rank {rank} alone: {said.text}")
 
 
-def _try(cell: Cell) -> Said:
-    from tests.zoo.all import case_of  # not at the top: the process that asks has no need of every model's code
+class Unbuilt(Exception):
+    """One device cannot do it either."""
 
-    try:
-        case = case_of(cell)
-        expected = _alone(cell.model, cell.padded)
-    except Exception as error:
-        return Said(outcome="unbuilt", text=f"one device: {type(error).__name__}: {one_line(error)}")
+
+def _said(tried: Callable[[Cell, list[str]], Said], cell: Cell) -> Said:
     stages = ["parallelize"]
     try:
-        return _trained(cell, case, expected, stages)
+        return tried(cell, stages)
+    except Unbuilt as error:
+        cause = error.__cause__
+        return Said(outcome="unbuilt", text=f"one device: {type(cause).__name__}: {one_line(cause or error)}")
     except mk.MeshkitError as error:
         return Said(outcome="refused", text=f"{type(error).__name__}: {one_line(error)}", stage=stages[-1])
     except Exception as error:
@@ -99,8 +109,14 @@ def _try(cell: Cell) -> Said:
         return Said(outcome="crash", text=text, stage=stages[-1], traceback=traceback.format_exc())
 
 
-def _trained(cell: Cell, case: Case, expected: Alone, stages: list[str]) -> Said:
-    """stages: gets each part that begins."""
+def _trained(cell: Cell, stages: list[str]) -> Said:
+    from tests.zoo.all import case_of  # not at the top: the process that asks has no need of every model's code
+
+    try:
+        case = case_of(cell)
+        expected = _alone(cell.model, cell.padded)
+    except Exception as error:
+        raise Unbuilt from error
     mesh = mesh_for(cell.mesh)
     example = case.example(case.batch(0)) if case.example is not None else None
     microbatches = 2 if mesh.spec.pp > 1 else None

@@ -122,12 +122,13 @@ def _joined(said: list[Said], failure: str) -> tuple[Outcome, str, str]:
         died = "Traceback" in failure or "the process was ended" in failure
         return ("crash" if died else "hang"), failure.partition("\n")[0], failure
     missing = {name for each in said for name in each.wanted} - {name for each in said for name in each.names}
-    return ("wrong", f"no rank holds {min(missing)}", "") if missing else ("equal", "", "")
+    texts = [each.text for each in said if each.text]  # how it generated; one rank alone says why so
+    return ("wrong", f"no rank holds {min(missing)}", "") if missing else ("equal", max(texts, key=len, default=""), "")
 
 
 def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[str], padded: set[str]) -> list[Cell]:
-    """Those that make sense: experts' axes where there are experts, padding where a model takes a mask; random edits on the
-    axes that read the program."""
+    """Those that make sense: experts' axes where there are experts, padding and generation where a model takes a mask; random
+    edits on the axes that read the program."""
     made = [
         Cell.of(model, column)
         for model in models
@@ -138,7 +139,7 @@ def cells(models: Iterable[str], columns: Iterable[str] = COLUMNS, *, moes: set[
         cell
         for cell in made
         if (cell.model in moes or mk.MeshSpec.parse(cell.mesh).ep * mk.MeshSpec.parse(cell.mesh).etp == 1)
-        and (not cell.padded or cell.model in padded)
+        and (not (cell.padded or cell.generate) or cell.model in padded)
     ]
 
 

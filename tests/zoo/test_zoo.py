@@ -17,6 +17,7 @@ from tests.zoo import causal, judge
 from tests.zoo.case import Cell
 from tests.zoo.exact import exact
 from tests.zoo.judge import Said
+from tests.zoo.page import generation, page
 from tests.zoo.part import EQUAL, REFUSED
 from tests.zoo.sweep import Row, is_current, tree, verdict
 
@@ -171,3 +172,25 @@ def test_a_row_is_of_this_code_for_as_long_as_nothing_of_it_changes() -> None:
     assert not is_current(replace(row, torch="2.0.0"))
     assert not is_current(replace(row, commit="0" * 40))
     assert not is_current(replace(row, commit=f"{commit}+changes"))
+
+
+def test_the_page_counts_who_generates_over_a_cache() -> None:
+    said = {
+        "llama": "cache; as transformers' generate",
+        "mamba": "cache, rows of one length; as transformers' generate",
+        "roberta": "cache, rows of one length; transformers' generate is not its own forward",
+        "zamba2": "whole rows: it is off by 0.02; as transformers' generate",
+    }
+    rows = [Row(model=name, column="dp_shard=1, generate", outcome="equal", text=text) for name, text in said.items()]
+    rows.append(Row(model="xlm", column="dp_shard=1, generate", outcome="refused", text="generate: it is not causal"))
+    rows.append(
+        Row(model="llama", column="pp=2, generate", outcome="equal", text="whole rows: is used on dp, tp and ep alone")
+    )
+    lines = generation(rows)
+    assert "| one device | 1 | 2 | 1 | 1 | 0 |" in lines
+    assert "| pp=2 | 0 | 0 | 1 | 0 | 0 |" in lines
+    told = [line.split(" | ")[0] for line in lines[lines.index("| | mesh | |") :] if line.startswith("| ")]
+    assert told[1:] == ["| roberta", "| zamba2", "| xlm"]
+    assert "the tokens of 3 of 4 are those" in lines[1]
+    assert "## Generation" in page(rows)
+    assert "## Generation" not in page([Row(model="llama", column="tp=2", outcome="equal")])

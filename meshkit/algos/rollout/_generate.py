@@ -5,9 +5,9 @@ Dims: T tokens of a step's row, N draws, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshkit.algos.rollout._batch import RowOfTokens, row_of
+from meshkit.algos.rollout._answers import draw_tokens, rollouts_of
+from meshkit.algos.rollout._batch import row_of
+from meshkit.algos.rollout._batches import RowsGeneration
 from meshkit.algos.rollout._cache import CachePolicy, KeyValueCache
 from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd_calls
 from meshkit.algos.rollout._rollout import Prompt, Rollout
-from meshkit.algos.rollout._sampler import choose, streams
+from meshkit.algos.rollout._rows import takes_of
 from meshkit.algos.rollout._scheduler import Growing, Scheduler
+from meshkit.algos.rollout._trial import refuted, rows_of
 from meshkit.core.rng import stream_of
-from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, head_of
-from meshkit.loss.vocab_parallel import wide_dtype
 from meshkit.parallel.data import after_inference, kept_gathered
 from meshkit.step import Run
 
@@ -49,12 +50,16 @@ def generate(
     Answers depend on the weights, the seed, and a prompt's ids and key. They do not depend on other prompts or on the mesh,
     except through the last bits of logits, and with experts of limited capacity. Ranks of cp compute the same tokens; stages
     of pp take turns.
+    A model that attends by a `mask`, as those of meshkit.models do, has a paged cache. Any other causal one, as those of
+    transformers, uses its own cache where a trial shows that it gives training's log-probabilities; else whole rows are
+    computed for each token, which `generate` warns of. See `rows_of`.
     Every rank must call it. Wire: an all-reduce in which ranks agree on the call. For each step, what a forward of the model
     sends for its tokens, what `choose` sends, and two numbers per draw over tp, cp and pp. Where forwards of ranks with
     different prompts wait for each other, one number every few steps over those ranks. The parameters once, or in each step.
+    Without a `mask`, forwards of a trial and of a check, and a number over the mesh for each.
     Raises: AgreementError where ranks differ in these choices, or ranks of one data rank in prompts; DataError for prompts
-    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that takes no `mask`, and for a
-    cache without room for a prompt.
+    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that is not causal, and for a cache
+    without room for a prompt.
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
     cache = cache or CachePolicy()
@@ -62,12 +67,9 @@ def generate(
     run.mesh.agreement.meet(
         "generate", facts=choices, rows={"prompts": [(each.key, each.ids.tolist()) for each in prompts]}
     )
-    _refuse_maskless(run)
-    head = head_of(run.resolved.program.model, run.plan, asked="generate")
-    whole_head = run.resolved.program.model.get_submodule(head)
-    assert isinstance(whole_head, nn.Linear)
-    refuse_odd_calls("generate", prompts, samples, whole_head.out_features)
-    generation = _Generation(run, prompts, sampling, samples, seed, Stopping(sampling, decode), cache)
+    vocabulary = _vocabulary(run)
+    refuse_odd_calls("generate", prompts, samples, vocabulary)
+    stopping = Stopping(sampling, decode)
     # See [Note: ranks in lockstep].
     lockstep = _forwards_wait(run, cache)
     training = run.model.training
@@ -77,15 +79,26 @@ def generate(
         stack.callback(after_inference, run.model)
         stack.callback(run.model.train, training)
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change every step: it would compile each
-        stack.enter_context(generation.few_logits(head))
         if cache.keep_parameters:
             stack.enter_context(kept_gathered(run.model))
-        steps = 0
-        while lockstep or not generation.scheduler.done:
-            if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _any_works(run, not generation.scheduler.done):
-                break
-            generation.step()
-            steps += 1
+        if _takes_mask(run):
+            paged = _Generation(run, prompts, sampling, samples, seed, stopping, cache)
+            stack.enter_context(paged.few_logits())
+            return _to_the_end(run, paged, lockstep=lockstep)
+        rows = rows_of(run, prompts, vocabulary)
+        by_rows = partial(RowsGeneration, run, prompts, sampling, samples, seed, stopping, cache)
+        rollouts = _to_the_end(run, by_rows(rows), lockstep=lockstep)
+        right_rows = refuted(run, rows, rollouts, sampling.temperature)
+        return rollouts if right_rows is None else _to_the_end(run, by_rows(right_rows), lockstep=lockstep)
+
+
+def _to_the_end(run: Run, generation: _Generation | RowsGeneration, *, lockstep: bool) -> list[Rollout]:
+    steps = 0
+    while lockstep or not generation.done:
+        if lockstep and steps % STEPS_BETWEEN_QUESTIONS == 0 and not _any_works(run, not generation.done):
+            break
+        generation.step()
+        steps += 1
     return generation.rollouts()
 
 
@@ -113,6 +126,10 @@ class _Generation:
         self._ended: list[tuple[Growing, Reason]] = []
         self._logit_tokens = torch.empty(0, dtype=torch.int64)
 
+    @property
+    def done(self) -> bool:
+        return self.scheduler.done
+
     def step(self) -> None:
         """One forward, and a token for each sequence in it."""
         run, step = self.run, self.scheduler.next_step()
@@ -125,35 +142,19 @@ class _Generation:
         self.cache.copy(*step.copies)
         if not step.draws:
             return
-        ids, log_probs = self._draw(logits, row, step.draws)
+        draw_tokens(run, logits, row.rows, step.draws, self.sampling)
         ended = []
-        for sequence, id, log_prob in zip(step.draws, ids, log_probs, strict=True):
-            sequence.ids.append(int(id))
-            sequence.log_probs.append(log_prob)
+        for sequence in step.draws:
             reason = self.stopping.reason(sequence.ids)
             if reason is not None:
                 ended.append(sequence)
                 self._ended.append((sequence, reason))
         self.scheduler.end(ended)
 
-    def _draw(self, logits: Tensor | None, row: RowOfTokens, draws: Sequence[Growing]) -> list[list[float]]:
-        """[ids, log-probabilities] of the draws, the same on all ranks of a data rank."""
-        mesh = self.run.mesh
-        drawn = torch.zeros(2, len(draws), dtype=torch.float64, device=mesh.device)
-        if logits is not None:
-            base = torch.tensor([sequence.stream for sequence in draws], device=mesh.device)
-            positions = torch.tensor([len(sequence.ids) for sequence in draws], device=mesh.device)
-            drawn[0], drawn[1] = choose(logits, row.rows, streams(base, positions), self.sampling)
-        # One rank decides for all: the last bits of logits may differ between ranks, and another token would be drawn.
-        last_stage = 0 if self.run.pipeline is None else self.run.pipeline.cut.ends[1]
-        for axis, decider in (("tp", 0), ("cp", 0), ("pp", last_stage)):
-            if mesh[axis].size() > 1:
-                dist.broadcast(drawn, group=mesh[axis].get_group(), group_src=decider)
-        return drawn.tolist()
-
     @contextmanager
-    def few_logits(self, head: str) -> Iterator[None]:
+    def few_logits(self) -> Iterator[None]:
         """Within it, the head computes logits only of the tokens that are read, by a hook before its forward."""
+        head = head_of(self.run.resolved.program.model, self.run.plan, asked="generate")
         module = self.run.model.get_submodule(head)
         if not isinstance(module, nn.Linear):  # the head is on another stage of pp
             yield
@@ -168,24 +169,7 @@ class _Generation:
 
     def rollouts(self) -> list[Rollout]:
         """In the order of (prompt, sample)."""
-        precision = self.run.resolved.memory.precision
-        dtype = next(self.run.model.parameters()).dtype if precision is None else precision.compute
-        # As wide as `choose` computed them, which rounds nothing that the trainer will compare with.
-        wide = np.float64 if wide_dtype(dtype) == torch.float64 else np.float32
-        ordered = sorted(self._ended, key=lambda pair: (pair[0].group.prompt, pair[0].sample))
-        return [
-            Rollout(
-                prompt_ids=prompt.ids,
-                ids=np.array(sequence.ids, np.int64),
-                log_probs=np.array(sequence.log_probs, wide),
-                text=self.stopping.text(sequence.ids),
-                key=prompt.key,
-                fields=prompt.fields,
-                truncated=reason == "length",
-            )
-            for sequence, reason in ordered
-            for prompt in [self.prompts[sequence.group.prompt]]
-        ]
+        return rollouts_of(self.run, self.prompts, self._ended, self.stopping)
 
 
 def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -213,9 +197,24 @@ def _any_works(run: Run, works: bool) -> bool:
     return bool(any_works)
 
 
-def _refuse_maskless(run: Run) -> None:
-    if run.plan.attention or "mask" not in inspect.signature(run.model.forward).parameters:
-        raise PlanError(
-            f"generate: the attention of {type(run.model).__name__} takes no `mask`, and would not see the cache. Let its "
-            "forward take `position_ids` and a `mask`, and call mask.attend(q, k, v), as those of meshkit.models do."
-        )
+def _takes_mask(run: Run) -> bool:
+    """Does the model attend by the mask's `attend`, as those of meshkit.models do?"""
+    return not run.plan.attention and "mask" in takes_of(run.model)
+
+
+def _vocabulary(run: Run) -> int:
+    """The number of ids that the model takes, or has logits of."""
+    model = run.resolved.program.model
+    if isinstance(embedding := _input_embedding(model), nn.Embedding):
+        return embedding.num_embeddings
+    head = model.get_submodule(head_of(model, run.plan, asked="generate"))
+    assert isinstance(head, nn.Linear)
+    return head.out_features
+
+
+def _input_embedding(model: nn.Module) -> object:
+    asked = getattr(model, "get_input_embeddings", None)  # transformers' models have it
+    try:
+        return asked() if callable(asked) else None
+    except (NotImplementedError, AttributeError):
+        return None

@@ -41,6 +41,10 @@ class Growing:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
+    @property
+    def prompt(self) -> int:
+        return self.group.prompt
+
     def add_page(self, page: int) -> None:
         self.table[self.pages :] = page
         self.pages += 1

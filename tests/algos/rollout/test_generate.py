@@ -325,21 +325,9 @@ def test_bad_arguments_are_refused(make: Callable[[], Any], match: str) -> None:
         make()
 
 
-class Maskless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lm_head = nn.Embedding(8, 8), nn.Linear(8, 8)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        out: Tensor = self.lm_head(self.embed(input_ids))
-        return out
-
-
 def refused() -> list[str]:
     run, texts = start(PLAIN), []
-    maskless = mk.parallelize(Maskless(), mk.init_mesh(""))
     for call in (
-        partial(generate, maskless, PROMPTS, sampling=SAMPLING),
         partial(generate, run, [Prompt(ids=np.array([7, 61]), key=1)], sampling=SAMPLING),
         partial(generate, run, PROMPTS, sampling=replace(SAMPLING, stop_strings=("x",))),
         partial(generate, run, PROMPTS, sampling=SAMPLING, samples=0),
@@ -355,7 +343,6 @@ def test_what_cannot_be_answered_is_refused() -> None:
     for text, start_of_it in zip(
         texts,
         (
-            "generate: the attention of Maskless takes no `mask`, and would not see the cache.",
             "generate: Prompt(key=1) has the id 61, but the vocabulary ends at 60.",
             "generate: stop_strings=('x',) are found in text. Give decode=",
             "generate(samples=0): ask for at least 1 answer",
