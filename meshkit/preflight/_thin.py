@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from meshkit.program import Program, read_program
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -57,3 +60,19 @@ def thin(model: nn.Module, kinds: Mapping[str, str]) -> nn.Module:
         if name not in kept and isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             del holder._modules[key]
     return copied
+
+
+_THIN: WeakKeyDictionary[Program, dict[Hashable, Program]] = WeakKeyDictionary()
+
+
+def thin_program(
+    program: Program, kinds: Mapping[str, str], key: Hashable, change: Callable[[nn.Module], None]
+) -> Program:
+    """The program of a thin copy, changed by `change`. Made once for each key, so that it is read and proved once, too."""
+    known = _THIN.setdefault(program, {})
+    made = tuple(sorted(set(kinds.values()))), len(kinds), key
+    if made not in known:
+        model = thin(program.model, kinds)
+        change(model)
+        known[made] = read_program(model, program.example)
+    return known[made]
