@@ -29,7 +29,7 @@ from meshkit.preflight.forecast import (
 from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._result import Found, Neighbour, Tried, pareto, why_it_loses
 from meshkit.preflight.search._space import Space, divisors
-from meshkit.resolve import Resolved, resolve
+from meshkit.resolve import Resolved, resolve, resolve_alike
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import OptimizerPolicy, Strategy
 
@@ -131,7 +131,7 @@ class _Pricing:
         key = repr(strategy)
         if key not in self._resolved:
             kernels = self.cluster.device.kernels
-            self._resolved[key] = resolve(self.program, strategy, strategy.mesh_for(), device_type=kernels)
+            self._resolved[key] = resolve_alike(self.program, strategy, strategy.mesh_for(), device_type=kernels)
         return self._resolved[key]
 
     def profile(self, strategy: Strategy) -> StepProfile:
