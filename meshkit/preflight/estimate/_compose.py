@@ -192,6 +192,37 @@ def compose(
     return _by_estimate(resolved, rows, seq_len, count, loss, kernels, why=why)
 
 
+def kept_of_blocks(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    profiles: MemoryProfiles,
+    loss: Loss = next_token_loss,
+    kernels: Kernels = "cuda",
+) -> dict[str, tuple[int, int]] | None:
+    """For each block (bytes that a microbatch of [rows, seq_len] keeps from its forward to its backward, those that a split
+    backward leaves until W), without gradients. None for what is not composed. Raises: as `compose`.
+    """
+    resolved.refuse_tokens(seq_len)
+    if _not_composed(resolved):
+        return None
+    traced = profiles.of(resolved, rows=rows, seq_len=seq_len, mask=None, loss=loss, kernels=kernels)
+    template = traced.template
+    whole = Treated(kept="reduced", experts_kept="reduced", experts=(), widened=1)
+    split = replace(whole, split=_splittable(resolved, traced.parts))
+
+    def net(items: Sequence[Item], treated: Treated) -> int:
+        return sum(traced.replayed(item, treated)[0].net for item in items)
+
+    sizes = {}
+    for kind in template.blocks:
+        kept = net(template.blocks[kind], whole)
+        waits = kept + net(template.blocks_backward.get(kind, ()), split) if split.split else 0
+        sizes[kind] = kept, min(max(waits, 0), kept)
+    return {name: sizes[kind] for name, kind in traced.kinds.items()}
+
+
 def _not_composed(resolved: Resolved) -> str:
     """Why; empty where it is."""
     memory = resolved.memory
@@ -358,7 +389,11 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
 
 def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:
     """Weights whose gradients wait for W: not that of a chunked head, nor those of compiled blocks."""
-    if not resolved.splits_backward or resolved.strategy.compile:
+    return _splittable(resolved, parts) if resolved.splits_backward else frozenset()
+
+
+def _splittable(resolved: Resolved, parts: Parts) -> frozenset[str]:
+    if resolved.strategy.compile:
         return frozenset()
     return parts.linears - ({f"{resolved.head}.weight"} if resolved.memory.loss is not None else set())
 

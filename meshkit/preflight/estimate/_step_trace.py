@@ -106,9 +106,10 @@ def trace_step(
 
     program = thin_program(resolved.program, kinds, ("kept", tuple(tied), dtype), change)
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
         inner = resolve(program, strategy, spec, device_type=mesh.device.type)
-        run = execute(copy.deepcopy(program.model), mesh, inner)
+        run = execute(model, mesh, inner)
         units = run.resolved.units_of(0)
         marked = _Marked(loss)
         run.forward_backward(batch, mask=mask, loss=marked, step=0)  # the first step looks at the model as well

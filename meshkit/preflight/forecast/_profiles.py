@@ -72,9 +72,10 @@ def _traced(
     program = thin_program(resolved.program, kinds, ("ran", dtype), lambda model: _cast(model, dtype))
     # The fullest rank of dp_shard, of which here are only as many as hold all experts.
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
         inner = resolve(program, strategy, spec, device_type=mesh.device.type)
-        run = execute(copy.deepcopy(program.model), mesh, inner)
+        run = execute(model, mesh, inner)
         owners = blocks | set(modules_around(run.model, blocks))
         fused = blocks if resolved.strategy.compile else ()
         run.forward_backward(batch, mask=mask, loss=loss, step=0)  # the first step looks at the model as well

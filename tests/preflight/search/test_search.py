@@ -9,7 +9,8 @@ import torch
 import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.preflight.search import min_max_partition
-from meshkit.preflight.search._search import _Pricing
+from meshkit.preflight.search._pricing import Pricing
+from meshkit.preflight.search._search import _World
 from meshkit.preflight.search.command import command
 from meshkit.step import next_token_loss
 
@@ -52,9 +53,12 @@ BATCH = mk.Batch(sequences=64, seq_len=128)
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
     every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
-    pricing = _Pricing(model, CLUSTER, BATCH, next_token_loss, "time")
+    world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
+    world.add([each.strategy for each in every.tried])
     for each in every.tried:
-        assert pricing.microbatch(each.strategy).least_s(each.strategy) <= each.seconds
+        bounds = [world.mean_s(each.strategy), *(world.least_s(each.strategy, own=own) for own in (False, True))]
+        assert max(bounds) <= each.seconds
+        assert 0 < world.least_bytes(each.strategy) <= each.peak_bytes
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
