@@ -263,7 +263,7 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     if spec.cp > 1 and program.example is None:  # whose ranks say which tokens they have
         example = with_positions(program.model, example)
     try:
-        refuse_writes(program.read(example, {}), program.model)
+        once(program, ("writes", example.key), lambda: refuse_writes(program.read(example, {}), program.model))
     except ReadingError as error:
         if program.example is None:
             return None

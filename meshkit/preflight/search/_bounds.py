@@ -152,49 +152,64 @@ class Elements:
         return Elements(blocks, around)
 
 
-def least_bytes(
+@dataclass(frozen=True)
+class Ranks:
+    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards."""
+
+    elements: tuple[float, ...]
+    whole_bytes: tuple[float, ...]
+
+    def least_bytes(self, strategy: Strategy, itemsize: int) -> float:
+        """With the states of the optimizer, shared evenly. itemsize: of a parameter."""
+        spec = strategy.mesh_for()
+        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
+        held = sets * itemsize / (spec.dp_shard * spec.cp)
+        return max(held * own + whole for own, whole in zip(self.elements, self.whole_bytes, strict=True))
+
+
+def ranks_of(
     strategy: Strategy,
     elements: Elements,
     itemsize: int,
     kept: Mapping[str, tuple[int, int]] | None,
     stages: Stages | None,
     table: Schedule | None,
-) -> float:
-    """Of the rank of pp that has most. kept: of blocks, as `kept_of_blocks`; itemsize: of a parameter."""
-    spec, memory = strategy.mesh_for(), strategy.memory
-    shards = spec.dp_shard * spec.cp
-    sets = 3 if memory.optimizer == OptimizerPolicy() else 1
-    held = sets * itemsize / shards
+) -> Ranks:
+    """kept: of blocks, as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
+    spec, precision = strategy.mesh_for(), strategy.memory.precision
     if stages is None or table is None:
-        states = held * sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
+        total = sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
         inside = 0 if kept is None or spec.pp > 1 else sum(size for size, _ in kept.values())
-        return states + inside
-    precision = memory.precision
+        return Ranks((total,), (inside,))
     # With pp a stage is gathered once a step, and its gradients are reduced once.
-    gathered = 0 if shards == 1 else itemsize if precision is None else precision.compute.itemsize
+    gathered = 0 if spec.dp_shard * spec.cp == 1 else itemsize if precision is None else precision.compute.itemsize
     summed = itemsize if precision is None else precision.reduce.itemsize
+    last = len(stages.blocks) - 1
     weights = [sum(elements.blocks[name] for name in stage) for stage in stages.blocks]
-    ends = {0: stages.ends[0], len(weights) - 1: stages.ends[1]}
-    outside = {
-        stage: sum(size for key, size in elements.around.items() if _is_in(key, names)) for stage, names in ends.items()
-    }
+    ends = [
+        sum(size for key, size in elements.around.items() if _is_in(key, names)) if stage in (0, last) else 0.0
+        for stage, names in enumerate((stages.ends[0], *((),) * (last - 1), stages.ends[1]))
+    ]
     sizes = [(0, 0)] * len(weights)
     if kept is not None:
-        sizes = [tuple(map(sum, zip(*(kept[name] for name in stage), strict=True))) for stage in stages.blocks]  # type: ignore[misc]
-    most = 0.0
+        sizes = [(sum(kept[n][0] for n in stage), sum(kept[n][1] for n in stage)) for stage in stages.blocks]
+    own = [0.0] * table.world
+    most = [0.0] * table.world
+    for stage, rank in enumerate(stages.placement):
+        own[rank] += weights[stage] + ends[stage]
     for rank, rows in enumerate(table.ranks):
-        own = [stage for stage, owner in enumerate(stages.placement) if owner == rank]
-        now = held * sum(weights[stage] + outside.get(stage, 0.0) for stage in own)
-        begun: set[tuple[str, int]] = set()
+        now = 0.0
+        begun: set[tuple[bool, int]] = set()
         for row in rows:
-            for task in row.tasks:
-                size, waits = sizes[task.stage]
-                first = (kind := "F" if task.op == "F" else "B", task.stage) not in begun and task.op != "I"
-                begun.add((kind, task.stage)) if first else None
-                now += first * weights[task.stage] * (gathered if kind == "F" else summed)
-                now += {"F": size, "B": -size, "I": waits - size, "W": -waits}[task.op]
-                most = max(most, now)
-    return most
+            for op, stage, *_ in row.tasks:
+                size, waits = sizes[stage]
+                is_forward = op == "F"
+                if op != "I" and (is_forward, stage) not in begun:
+                    begun.add((is_forward, stage))
+                    now += weights[stage] * (gathered if is_forward else summed)
+                now += size if is_forward else -size if op == "B" else waits - size if op == "I" else -waits
+            most[rank] = max(most[rank], now)
+    return Ranks(tuple(own), tuple(most))
 
 
 def _is_in(name: str, modules: Sequence[str]) -> bool:

@@ -16,15 +16,14 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
-from meshkit.preflight.search._bounds import Microbatch, Seconds, Stages, least_bytes, table_of
+from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._pricing import Goal, Pricing
 from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
 from meshkit.preflight.search._space import Space, divisors
-from meshkit.resolve import resolve
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import Strategy
+from meshkit.strategy import PipelinePolicy, Strategy
 
 SIMULATED = 8192  # tasks; a longer table is simulated once, when its strategy is priced
 
@@ -105,6 +104,7 @@ class _World:
         self.heap: list[_Node] = []
         self._most: dict[Hashable, int] = {}
         self._known: dict[Hashable, float] = {}
+        self._ranks: dict[Hashable, Ranks | None] = {}
         self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
         self._number = counting()
         # A model of rates favours size; measured points may not.
@@ -216,8 +216,18 @@ class _World:
     def least_bytes(self, strategy: Strategy) -> float:
         """With the family's largest microbatch, of whose bytes each row keeps its share at least."""
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        most, rows = self._most[pricing.family(strategy)], pricing.rows(strategy)
-        kept = pricing.kept(strategy, most)
+        family, rows = pricing.family(strategy), pricing.rows(strategy)
+        key = family, rows, spec.pp, spec.dp_shard * spec.cp == 1, repr(strategy.pipeline), count
+        if key not in self._ranks:
+            self._ranks[key] = self._ranks_of(strategy, rows, self._most[family])
+        ranks = self._ranks[key]
+        return 0.0 if ranks is None else ranks.least_bytes(strategy, pricing.itemsize)
+
+    def _ranks_of(self, strategy: Strategy, rows: int, most: int) -> Ranks | None:
+        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
+        elements, kept = pricing.elements(strategy), pricing.kept(strategy, most)
+        if elements is None:
+            return None
         if kept is not None:
             kept = {name: (size * rows // most, waits * rows // most) for name, (size, waits) in kept.items()}
         stages, table = None, None
@@ -225,8 +235,7 @@ class _World:
             stages = Stages.of(cut, strategy.pipeline.stages)
             # What is alive at a time grows with the microbatches, until the pipeline is full.
             table = table_of(cut, spec.pp, min(count, 2 * spec.pp))
-        elements = pricing.elements(strategy)
-        return 0.0 if elements is None else least_bytes(strategy, elements, pricing.itemsize, kept, stages, table)
+        return ranks_of(strategy, elements, pricing.itemsize, kept, stages, table)
 
     # ------------------------------------------------------------------------------------------------------- prices
 
@@ -294,7 +303,7 @@ def _of_world(
 
 def _experts(pricing: Pricing, base: Strategy) -> int:
     """Of the block that has most, by the plan; 0 without."""
-    resolved = resolve(pricing.program, replace(base, mesh=MeshSpec()), MeshSpec())
+    resolved = pricing.resolved(replace(base, mesh=MeshSpec(), microbatches=1, pipeline=PipelinePolicy(), zero=None))
     modules = pricing.program.modules
     counts = [getattr(modules[name], "num_experts", 0) for name in resolved.experts]
     return max((each if isinstance(each, int) and each else pricing.batch.tokens for each in counts), default=0)
