@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -193,6 +194,17 @@ def _cost(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
+_KNOWN: WeakKeyDictionary[Trace, dict[Hashable, dict[str, int]]] = WeakKeyDictionary()
+
+
+def _positions(read: Trace, blocks: tuple[str, ...], names: tuple[str, ...]) -> dict[str, int]:
+    """By module outside of blocks, how many were called before it; told once of a trace, for any number of stages."""
+    known = _KNOWN.setdefault(read, {})
+    if (blocks, names) not in known:
+        known[blocks, names] = positions(read, blocks, outermost(read, blocks, names))
+    return known[blocks, names]
+
+
 def _ends(
     model: nn.Module, blocks: Sequence[str], read: Trace | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
@@ -202,7 +214,7 @@ def _ends(
     last = len(blocks)
     if read is not None:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        position = positions(read, blocks, outermost(read, blocks, names))
+        position = _positions(read, tuple(blocks), tuple(names))
         called = {call.name for call in read.calls}
         last = max((index + 1 for index, block in enumerate(blocks) if block in called), default=0)
     inside = set(blocks)

@@ -104,7 +104,7 @@ def trace_step(
         for param in model.parameters() if dtype is not None else ():  # as FSDP casts: buffers keep their dtype
             param.data = param.data.to(dtype)
 
-    program = thin_program(resolved.program, kinds, ("kept", tuple(tied), dtype), change)
+    program = thin_program(resolved, kinds, ("kept", tuple(tied), dtype), change)
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
     model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:

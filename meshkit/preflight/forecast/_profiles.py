@@ -69,7 +69,7 @@ def _traced(
     strategy = inner_strategy(resolved, spec, blocks)
     casts = resolved.memory.precision is not None and strategy.memory.precision is None
     dtype = resolved.compute if casts else None
-    program = thin_program(resolved.program, kinds, ("ran", dtype), lambda model: _cast(model, dtype))
+    program = thin_program(resolved, kinds, ("ran", dtype), lambda model: _cast(model, dtype))
     # The fullest rank of dp_shard, of which here are only as many as hold all experts.
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
     model = copy.deepcopy(program.model)
