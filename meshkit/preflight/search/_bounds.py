@@ -221,7 +221,7 @@ def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:
     return _table_of(cut.generate, ranks, microbatches)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule | None:
     try:
         return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]

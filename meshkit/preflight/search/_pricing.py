@@ -160,7 +160,7 @@ class Pricing:
     def cut(self, strategy: Strategy) -> Cut | None:
         """The stages of any strategy with that many ranks of pp and that schedule; None without pp, and where refused."""
         spec = strategy.mesh_for()
-        key = spec.pp, strategy.pipeline
+        key = spec.pp, strategy.pipeline.schedule
         if key not in self._cuts:
             plain = replace(
                 strategy,
@@ -168,6 +168,7 @@ class Pricing:
                 zero=None,
                 microbatches=None,
                 sequence=False,
+                pipeline=replace(strategy.pipeline, stages=None),
                 memory=replace(strategy.memory, recompute="none"),
             )
             try:
@@ -180,6 +181,20 @@ class Pricing:
     def itemsize(self) -> int:
         """Bytes of an element of the first parameter."""
         return next(iter(self.program.parameters.values())).element_size()
+
+    def padding_bytes(self, strategy: Strategy) -> int:
+        """At most what all parameters are padded by, so that as many ranks share them evenly: once gathered, once reduced."""
+        shards = strategy.mesh_for().dp_shard * strategy.mesh_for().cp
+        return 2 * self.itemsize * sum(-rows % shards * width for rows, width in self._sizes)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(rows, elements of a row) of all parameters."""
+        return [
+            (len(each), each.numel() // len(each))
+            for each in self.program.parameters.values()
+            if each.ndim * each.numel()
+        ]
 
     def elements(self, strategy: Strategy) -> Elements | None:
         """Of the parameters that train, as tp and experts split them at most; None where that is refused."""

@@ -74,7 +74,8 @@ def search(
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: a family, whose strategies differ in rows and ranks alone, or one strategy. level: how much is known.
+    """Of the heap: a family, whose strategies differ in rows and ranks alone; or a group of them, which differ in how their
+    data ranks are split into replicas and shards. level: how much is known of the group.
 
     0: the family's largest microbatch; 1: what its stages do of that at least; 2: the same of its own microbatch.
     """
@@ -82,7 +83,7 @@ class _Node:
     bound: float
     number: int
     family: Hashable = None
-    strategy: Strategy | None = None
+    group: tuple[Strategy, ...] = ()
     level: int = 0
 
 
@@ -100,61 +101,97 @@ class _World:
         self.tried: list[Tried] = []
         self.best: Tried | None = None
         self.least: tuple[int, Strategy] | None = None
-        self.families: dict[Hashable, list[Strategy]] = {}
+        self.families: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
         self.heap: list[_Node] = []
         self._most: dict[Hashable, int] = {}
-        self._known: dict[Hashable, float] = {}
-        self._ranks: dict[Hashable, Ranks | None] = {}
         self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
         self._number = counting()
         # A model of rates favours size; measured points may not.
         self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
         self.crowded = pricing.cluster.crowding > 1
 
-    def push(self, bound: float, strategy: Strategy | None = None, *, family: Hashable = None, level: int = 0) -> None:
-        heapq.heappush(self.heap, _Node(bound, next(self._number), family, strategy, level))
+    def push(self, bound: float, group: tuple[Strategy, ...] = (), *, family: Hashable = None, level: int = 0) -> None:
+        heapq.heappush(self.heap, _Node(bound, next(self._number), family, group, level))
 
     def add(self, strategies: Sequence[Strategy]) -> None:
         for strategy in strategies:
-            self.families.setdefault(self.pricing.family(strategy), []).append(strategy)
-        for family, each in self.families.items():
-            self._most[family] = max(map(self.pricing.rows, each))
+            spec = strategy.mesh_for()
+            alike = replace(spec, dp_replicate=1, dp_shard=spec.dp_replicate * spec.dp_shard)
+            family = self.pricing.family(strategy)
+            key = alike, strategy.microbatches, strategy.pipeline.schedule, strategy.zero
+            self.families.setdefault(family, {}).setdefault(key, []).append(strategy)
+            self._most[family] = max(self._most.get(family, 0), self.pricing.rows(strategy))
+        for family in self.families:
             self.push(0.0, family=family)
         self.left = len(strategies)
 
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
-        strategy = node.strategy
-        if strategy is None:
-            for each in self.families[node.family]:
-                self.push(0.0 if self.exhaustive else self.mean_s(each), each)
-        elif self.exhaustive or node.level == 2:
-            for each in self.variants(strategy) if node.level == 0 else [strategy]:
-                self.price(each)
-            self.left -= 1
+        group = node.group
+        if not group:
+            for each in self.families[node.family].values():
+                # Most shards first: they hold least.
+                by_shards = tuple(sorted(each, key=lambda one: one.mesh_for().dp_replicate))
+                self.push(0.0 if self.exhaustive else self.mean_s(each[0]), by_shards)
+        elif self.exhaustive:
+            for variant in self.variants(group):
+                self.left -= len(variant)
+                for strategy in variant:
+                    self.price(strategy)
         elif node.level == 0:
-            variants = self.variants(strategy)
-            self.left += len(variants) - 1
+            variants = self.variants(group)
+            self.left += (len(variants) - 1) * len(group)
             for each in variants:
-                if self.is_too_large(each):
-                    self.unfit += 1
-                    self.left -= 1
-                else:
-                    self.push(max(node.bound, self.least_s(each, own=False)), each, level=1)
+                small = self.small_enough(each)
+                if small:
+                    self.push(max(node.bound, self.least_s(small[0], own=False)), small, level=1)
+        elif node.level == 1:
+            self.push(max(node.bound, self.least_s(group[0], own=True)), group, level=2)
         else:
-            self.push(max(node.bound, self.least_s(strategy, own=True)), strategy, level=2)
+            self.price_all(group)
 
-    def variants(self, strategy: Strategy) -> list[Strategy]:
-        """The strategy, and the same with stages that are as fast as can be."""
-        if not self.balance or strategy.pipeline.stages is not None:
-            return [strategy]
-        key = self.pricing.family(strategy), strategy.mesh_for().pp, repr(strategy.pipeline)
+    def small_enough(self, group: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those that may fit, by their least bytes. Counts the others."""
+        if self.device_bytes is None:
+            return group
+        ranks: dict[bool, Ranks | None] = {}
+        small = []
+        for each in group:
+            alone = each.mesh_for().dp_shard * each.mesh_for().cp == 1
+            if alone not in ranks:
+                ranks[alone] = self.ranks(each)
+            of_ranks = ranks[alone]
+            if of_ranks is None or of_ranks.least_bytes(each, self.pricing.itemsize) <= self.device_bytes:
+                small.append(each)
+        self.unfit += len(group) - len(small)
+        self.left -= len(group) - len(small)
+        return tuple(small)
+
+    def price_all(self, group: tuple[Strategy, ...]) -> None:
+        """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
+        for at, strategy in enumerate(group):
+            peak_bytes = self.price(strategy)
+            self.left -= 1
+            if self.device_bytes is None or peak_bytes is None:
+                continue
+            if peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes:
+                self.unfit += len(group) - at - 1
+                self.left -= len(group) - at - 1
+                return
+
+    def variants(self, group: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
+        """The strategies, and the same with stages that are as fast as can be."""
+        first = group[0]
+        if not self.balance or first.mesh_for().pp == 1 or first.pipeline.stages is not None:
+            return [tuple(group)]
+        key = self.pricing.family(first), first.mesh_for().pp, first.pipeline.schedule
         if key not in self._balanced:
-            self._balanced[key] = self.balanced(strategy)
+            self._balanced[key] = self.balanced(first)
         counts = self._balanced[key]
         if counts is None:
-            return [strategy]
-        return [strategy, replace(strategy, pipeline=replace(strategy.pipeline, stages=counts))]
+            return [tuple(group)]
+        other = tuple(replace(each, pipeline=replace(each.pipeline, stages=counts)) for each in group)
+        return [tuple(group), other]
 
     def balanced(self, strategy: Strategy) -> tuple[int, ...] | None:
         """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
@@ -190,12 +227,8 @@ class _World:
 
     def least_s(self, strategy: Strategy, *, own: bool) -> float:
         """With its stages: what the slowest rank does, and by the pipeline's table. Data axes change nothing of it."""
-        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        key = pricing.family(strategy), pricing.rows(strategy), spec.pp, repr(strategy.pipeline), count, own
-        if key not in self._known:
-            microbatch, share = self.microbatch(strategy, own=own)
-            self._known[key] = 0.0 if microbatch is None else self._least_s(strategy, microbatch) * share
-        return self._known[key] * self.scale
+        microbatch, share = self.microbatch(strategy, own=own)
+        return 0.0 if microbatch is None else self._least_s(strategy, microbatch) * share * self.scale
 
     def _least_s(self, strategy: Strategy, microbatch: Microbatch) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
@@ -210,21 +243,14 @@ class _World:
             least = max(least, 0.0 if table is None else stages.simulated_s(microbatch, table))
         return least
 
-    def is_too_large(self, strategy: Strategy) -> bool:
-        return self.device_bytes is not None and self.least_bytes(strategy) > self.device_bytes
-
     def least_bytes(self, strategy: Strategy) -> float:
+        ranks = self.ranks(strategy)
+        return 0.0 if ranks is None else ranks.least_bytes(strategy, self.pricing.itemsize)
+
+    def ranks(self, strategy: Strategy) -> Ranks | None:
         """With the family's largest microbatch, of whose bytes each row keeps its share at least."""
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        family, rows = pricing.family(strategy), pricing.rows(strategy)
-        key = family, rows, spec.pp, spec.dp_shard * spec.cp == 1, repr(strategy.pipeline), count
-        if key not in self._ranks:
-            self._ranks[key] = self._ranks_of(strategy, rows, self._most[family])
-        ranks = self._ranks[key]
-        return 0.0 if ranks is None else ranks.least_bytes(strategy, pricing.itemsize)
-
-    def _ranks_of(self, strategy: Strategy, rows: int, most: int) -> Ranks | None:
-        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
+        most, rows = self._most[pricing.family(strategy)], pricing.rows(strategy)
         elements, kept = pricing.elements(strategy), pricing.kept(strategy, most)
         if elements is None:
             return None
@@ -239,22 +265,21 @@ class _World:
 
     # ------------------------------------------------------------------------------------------------------- prices
 
-    def price(self, strategy: Strategy) -> None:
+    def price(self, strategy: Strategy) -> int | None:
+        """Returns its peak; None for what is refused."""
         try:
-            fits = self.fits(strategy)
+            peak_bytes = self.pricing.peak(strategy).peak_bytes
+            self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
+            fits = self.device_bytes is None or peak_bytes <= self.device_bytes
             self.unfit += not fits
             if fits or self.exhaustive:
                 self.tried.append(self.pricing.tried(strategy))
         except MeshkitError as error:
             self.refused[reason_of(error)] += 1
-            return
+            return None
         if fits and (self.best is None or self.tried[-1].cost < self.best.cost):
             self.best = self.tried[-1]
-
-    def fits(self, strategy: Strategy) -> bool:
-        peak_bytes = self.pricing.peak(strategy).peak_bytes
-        self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
-        return self.device_bytes is None or peak_bytes <= self.device_bytes
+        return peak_bytes
 
     def drop_best(self) -> None:
         """It does not fit, as the traced estimate says."""
