@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import replace
@@ -79,4 +80,5 @@ def _key(strategy: Strategy, spec: MeshSpec) -> Hashable:
 
 def _names_sizes(text: str, strategy: Strategy, spec: MeshSpec) -> bool:
     sizes = (strategy.microbatches, spec.dp_replicate, spec.dp_shard, spec.edp, spec.world_size)
-    return any(str(size) in text for size in sizes)
+    numbers = set(re.findall(r"\d+", text))
+    return any(size != 1 and str(size) in numbers for size in sizes)
