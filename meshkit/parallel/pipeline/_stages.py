@@ -72,10 +72,7 @@ def plan_stages(
         raise PlanError(
             "pipeline: the plan names no blocks to share among stages. Name the repeated layers in its `blocks`."
         )
-    if count > len(blocks):
-        raise PlanError(
-            f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
-        )
+    refuse_more_stages(blocks, count)
     if read is not None:
         blocks = _in_order_of_calls(blocks, read)
     head, tail, called_between = _ends(model, blocks, read)
@@ -97,6 +94,14 @@ def plan_stages(
     stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail, between)
     _refuse_shared(model, stages)
     return stages
+
+
+def refuse_more_stages(blocks: Sequence[str], count: int) -> None:
+    """Than there are blocks."""
+    if count > len(blocks):
+        raise PlanError(
+            f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
+        )
 
 
 def _in_order_of_calls(blocks: Sequence[str], read: Trace) -> list[str]:

@@ -138,6 +138,8 @@ class _World:
                 self.left -= len(variant)
                 for strategy in variant:
                     self.price(strategy)
+        elif node.level == 0 and group[0].mesh_for().pp > 1 and self.pricing.cut(group[0]) is None:
+            self.price_all(group)  # it is refused, as likely as not, and nothing is known of its stages
         elif node.level == 0:
             variants = self.variants(group)
             self.left += (len(variants) - 1) * len(group)
