@@ -56,7 +56,16 @@ def measured(name: str) -> dict[str, Any]:
     fixed = mk.Strategy(plan=mk.models.model_plan(case.config), memory=mk.MemoryPolicy(precision=Precision()))
     batch = mk.Batch(sequences=case.sequences, seq_len=case.seq_len)
     began, cpu = time.perf_counter(), time.process_time()
-    found = mk.search(model, "h100", batch, world=case.ranks, device_memory=80 * GIB, fixed=fixed)
+    said = 0.0
+
+    def progress(priced: int, left: int, best: object) -> None:
+        nonlocal said
+        now = time.process_time() - cpu
+        if now > said + 10:
+            said = now
+            print(f"{now:.0f} CPU s: {priced:,} priced, {left:,} left, best {best}", flush=True)
+
+    found = mk.search(model, "h100", batch, world=case.ranks, device_memory=80 * GIB, fixed=fixed, progress=progress)
     print(found, flush=True)
     return {
         "model": name,
