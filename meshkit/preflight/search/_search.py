@@ -143,8 +143,8 @@ class _World:
         elif node.level == 0:
             variants = self.variants(group)
             self.left += (len(variants) - 1) * len(group)
-            for each in variants:
-                small = self.small_enough(each)
+            for variant in variants:
+                small = self.small_enough(variant)
                 if small:
                     self.push(max(node.bound, self.least_s(small[0], own=False)), small, level=1)
         elif node.level == 1:

@@ -129,7 +129,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_atten
 @pytest.mark.parametrize(
     ("world", "space"),
     [
-        (8, mk.Space(microbatches=(1, 2, 8), schedule=("interleaved", "zbv"), recompute=("full",), balance=False)),
+        (
+            8,
+            mk.Space(tp=(1, 2), dp_replicate=(1,), schedule=("interleaved", "zbv"), recompute=("full",), balance=False),
+        ),
         (64, mk.Space(pp=(1, 2, 8), tp=(1, 8), dp_replicate=(1, 2, 64), recompute=("none",), balance=False, rows=1)),
     ],
 )
