@@ -171,15 +171,16 @@ class _World:
 
     def price_all(self, group: tuple[Strategy, ...]) -> None:
         """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
-        for at, strategy in enumerate(group):
-            peak_bytes = self.price(strategy)
+        too_large = False
+        for strategy in group:
             self.left -= 1
-            if self.device_bytes is None or peak_bytes is None:
+            spec = strategy.mesh_for()
+            if too_large and spec.dp_shard * spec.cp > 1:  # one shard is not gathered
+                self.unfit += 1
                 continue
-            if peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes:
-                self.unfit += len(group) - at - 1
-                self.left -= len(group) - at - 1
-                return
+            peak_bytes = self.price(strategy)
+            if self.device_bytes is not None and peak_bytes is not None:
+                too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
 
     def variants(self, group: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
         """The strategies, and the same with stages that are as fast as can be."""
