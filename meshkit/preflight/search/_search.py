@@ -25,7 +25,7 @@ from meshkit.preflight.search._space import Space, divisors
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import PipelinePolicy, Strategy
 
-SIMULATED = 8192  # tasks; a longer table is simulated once, when its strategy is priced
+SIMULATED = 2048  # tasks; a longer table is simulated once, when its strategy is priced
 
 
 def search(
