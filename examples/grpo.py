@@ -4,17 +4,18 @@ CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 
 another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
-                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
+                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
 with vLLM       torchrun --nproc-per-node 8 examples/grpo.py --engine vllm ...
 is it sound?    torchrun --nproc-per-node 2 examples/grpo.py --mesh "tp=2" --selftest
 
 Without --pretrained a small model first learns the task from some right answers, until it is right now and then; then it
 writes `samples` answers to each prompt, and those that are better than the others of their group become more probable. DAPO
-brings all of its four parts: clip-higher, a mean over tokens, dynamic sampling, and the overlong penalty. Rows
-have a `prompt`, and a `completion` or what else the reward reads. A run that finds a checkpoint in --out continues from it,
-on whatever mesh it is started. --selftest takes steps of size 0 and stops if the trainer does not find the log-probabilities
-that the generator had. Reversal goes from about a half of the held-out prompts right to 0.98 in the 300 steps of the
-defaults, addition from 0.43 to 0.96 with --prompts 64 --samples 8 --lr 3e-4 --steps 1000 (benchmarks/results/grpo.jsonl).
+brings all of its four parts: clip-higher, a mean over tokens, dynamic sampling, and the overlong penalty. Rows have a
+`prompt`, a text or messages for the model's chat template, and a `completion` or what else the reward reads. A run that finds
+a checkpoint in --out continues from it, on whatever mesh it is started. --selftest takes steps of size 0 and stops if the
+trainer does not find the log-probabilities that the generator had. Reversal goes from about a half of the held-out prompts
+right to 0.98 in the 300 steps of the defaults, addition from 0.43 to 0.96 with --prompts 64 --samples 8 --lr 3e-4
+--steps 1000 (benchmarks/results/grpo.jsonl).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
+    report_unscored,
     run_from,
     show_rollouts,
 )
@@ -76,18 +78,18 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
 
 def main() -> None:
     config = Config.parse()
-    loss, rules = config.policy_loss(critic=False), policy.ROLLOUT_RULES[config.preset]
-    loss = dataclasses.replace(loss, entropy=config.entropy)
+    loss = dataclasses.replace(config.policy_loss(critic=False), entropy=config.entropy)
+    rules = policy.ROLLOUT_RULES[config.preset]
     if config.selftest:
         config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
 
     # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
-    print0(f"mesh  {mesh.describe()}")
+    print0(f"mesh  {mesh.describe()}\nloss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
-    tasks, tokenizer, sampling = policy_tasks(config)
-    sampling = dataclasses.replace(sampling, max_new_tokens=rules.limit(tasks.max_new_tokens))
+    config, tasks, tokenizer, sampling = policy_tasks(config, rules)
+    loss = loss.for_answers(sampling.max_new_tokens)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
@@ -153,8 +155,7 @@ def main() -> None:
             session.log(learnt_answers=advantages.answers / max(scores.answers, 1))
             session.log(uniform_groups=advantages.uniform / max(advantages.groups, 1))
             session.stop_clock(tokens=scores.tokens)
-            if scores.first_unscored is not None:
-                print0(f"step {step}: {sum(scores.unscored.values())} without a score, {scores.first_unscored}")
+            report_unscored(step, sum(scores.unscored.values()), scores.answers, scores.first_unscored)
             if session.evaluates(step):
                 session.log(held_out=held_out_score())
                 print0(f"step {step}: held out {session.scalars['held_out']:.3f}, reward {scores.mean:.3f}")

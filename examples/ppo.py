@@ -7,7 +7,7 @@ generation in   torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2 t
 on its own      torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2" --sampler-mesh "dp_shard=2" \
  ranks, ahead       --sampler-ranks 2 --staleness 1 --preset DECOUPLED_PPO
 your model      torchrun --nproc-per-node 8 examples/ppo.py --mesh "dp_shard=8" --pretrained Qwen2.5-1.5B/ \
-                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --seq-len 2048 --lr 1e-6 --precision bf16
+                    --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
 
 Without --pretrained a small model first learns the task from right answers, until it is right now and then. In each step the
 actor writes answers, they are scored, critic and reference model evaluate them, and actor and critic learn. --reward-model
@@ -41,6 +41,7 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
+    report_unscored,
     run_from,
     show_rollouts,
 )
@@ -90,9 +91,10 @@ def main() -> None:
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
     for name, mesh in meshes.items():
         print0(f"{name}  {mesh.describe()}")
+    print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
-    tasks, tokenizer, sampling = policy_tasks(config)
+    config, tasks, tokenizer, sampling = policy_tasks(config)
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed)
     print0(f"data  {tasks}")
 
@@ -135,6 +137,9 @@ def main() -> None:
         advantages = policy.step_advantages(actor_mesh, batch, loss)
         batch |= advantages.values
         session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
+        if advantages.unscored:
+            reason = dataflow.first_unscored(actor_mesh, samples)
+            report_unscored(flow.iteration + 1, advantages.unscored, advantages.answers, reason)
         # All answers to a prompt are in one minibatch, so that minibatches are the same on every mesh.
         minibatch_of = batch["groups"] % config.minibatches
         for index in [*range(config.minibatches)] * config.epochs:
@@ -168,7 +173,7 @@ def main() -> None:
     value_calls += [call(rollout.REFERENCE, reference, log_probs)] if config.kl else []
     value_names = [each.name for each in value_calls]
     rewards_on = "actor" if config.reward_model else "sampler"
-    needs = (*dataflow.ROLLOUT, "reward", *value_names)
+    needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
     options = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
     flow = dataflow.Flow(
         meshes,

@@ -39,6 +39,7 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
+    report_unscored,
     run_from,
     show_rollouts,
     small_model,
@@ -85,7 +86,7 @@ def main() -> None:
     print0(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
-    tasks, tokenizer, sampling = policy_tasks(config)
+    config, tasks, tokenizer, sampling = policy_tasks(config)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
@@ -136,8 +137,7 @@ def main() -> None:
                     each=lambda _, scalars: session.log(**scalars),
                 )
             session.stop_clock(tokens=scores.tokens)
-            if scores.first_unscored is not None:
-                print0(f"round {step}: {sum(scores.unscored.values())} without a score, {scores.first_unscored}")
+            report_unscored(step, sum(scores.unscored.values()), scores.answers, scores.first_unscored, unit="round")
             if session.evaluates(step):
                 session.log(held_out=held_out_score())
                 print0(f"round {step}: held out {session.scalars['held_out']:.3f}, reward {scores.mean:.3f}")

@@ -47,12 +47,12 @@ class Call:
 
     def __init__(self, meeting: Meeting, op: str, size: int, step: int | None) -> None:
         meeting.count += 1
-        meeting.last = self
         self.meeting, self.count, self.op, self.size, self.step = meeting, meeting.count, op, size, step
         self.waited: float | None = None
         self.ended: float | None = None
         self.code, self.instruction = _place()
         self.began = time.monotonic()
+        meeting.last = self  # whole by now: the watch reads it at any time
 
     @property
     def place(self) -> str:

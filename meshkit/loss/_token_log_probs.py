@@ -46,7 +46,7 @@ def token_log_probs(logits: Tensor | LinearLogits, labels: Tensor, *, temperatur
         raise PlanError(
             f"token_log_probs(temperature={temperature}): it divides the logits, so give a positive number."
         )
-    hidden, weight, bias, settings = _head_of("token_log_probs", logits, temperature)
+    hidden, weight, bias, settings = head_of("token_log_probs", logits, temperature)
     hidden = rearrange(hidden, "... c -> (...) c")
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels.flatten(), settings)
     return TokenLogProbs(log_probs.view(labels.shape), entropy.view(labels.shape))
@@ -60,11 +60,11 @@ def log_sum_squares(logits: Tensor | LinearLogits) -> Tensor:
     Wire, sharded logits only: all-reduces of one maximum and two sums per prediction, in fp32.
     Source: Zhou et al. 2024 (2406.11827), section 3.2, weights by sampled alignment.
     """
-    hidden, weight, bias, settings = _head_of("log_sum_squares", logits, 1.0)
+    hidden, weight, bias, settings = head_of("log_sum_squares", logits, 1.0)
     hidden = rearrange(hidden, "... c -> (...) c")
     sharpness = hidden.new_zeros(len(hidden), dtype=wide_dtype(hidden.dtype))
     for tokens in slices_of(len(hidden), settings.chunk):
-        wide = _logits(hidden[tokens], weight, bias, settings)
+        wide = logits_of_chunk(hidden[tokens], weight, bias, settings)
         subtract_peak_(wide, settings.axis)
         weights = wide.exp_()
         total, squares = sum_over(settings.axis, weights.sum(-1), weights.square().sum(-1))
@@ -73,22 +73,22 @@ def log_sum_squares(logits: Tensor | LinearLogits) -> Tensor:
     return sharpness.view(logits.shape[:-1])
 
 
-def _head_of(
+def head_of(
     caller: str, logits: Tensor | LinearLogits, temperature: float
-) -> tuple[Tensor, Tensor | None, Tensor | None, _Settings]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Settings]:
     """(hidden, weight, bias, settings). Logits that exist already have no weight: then `hidden` is this rank's logits."""
     vocabulary = logits.shape[-1]
     if isinstance(logits, LinearLogits):
         head = logits.head
-        settings = _Settings(head.first, vocabulary, head.axis, head.loss.tokens, temperature)
+        settings = Settings(head.first, vocabulary, head.axis, head.loss.tokens, temperature)
         return logits.hidden, head.weight, head.bias, settings
     first, axis = 0, None
     if isinstance(logits, DTensor):
         logits, first, axis = vocabulary_part(caller, logits)
-    return logits, None, None, _Settings(first, vocabulary, axis, ChunkedLoss().tokens, temperature)
+    return logits, None, None, Settings(first, vocabulary, axis, ChunkedLoss().tokens, temperature)
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     first: int  # this rank's first token of the vocabulary
     vocabulary: int  # tokens of all ranks
     axis: DeviceMesh | None  # that shards the vocabulary
@@ -104,12 +104,12 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, settings: _Settings
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, settings: Settings
     ) -> tuple[Tensor, Tensor]:
         # Zeros, since tokens whose label is ignored may be in no chunk.
         log_probs, entropy, normaliser = hidden.new_zeros((3, len(labels)), dtype=wide_dtype(hidden.dtype))
         for tokens in chunks_of(labels, settings.chunk, settings.axis):
-            wide = _logits(hidden[tokens], weight, bias, settings)
+            wide = logits_of_chunk(hidden[tokens], weight, bias, settings)
             local_labels = settings.find(labels[tokens], wide)
             peak = subtract_peak_(wide, settings.axis)
             label_logit = local_labels.of(wide)
@@ -135,7 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
         d_logits = torch.zeros_like(hidden) if weight is None else None
         grads = None if weight is None else Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for tokens in chunks_of(labels, settings.chunk, settings.axis):
-            wide = _logits(hidden[tokens], weight, bias, settings)
+            wide = logits_of_chunk(hidden[tokens], weight, bias, settings)
             local_labels = settings.find(labels[tokens], wide)
             # With p the probabilities: d log p(label) = [label] - p, d entropy = -p (log p + entropy).
             d_log_prob = d_log_probs[tokens].masked_fill(~local_labels.valid, 0)
@@ -156,7 +156,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return (d_logits, None, None, None, None) if grads is None else (*grads.finish(), None, None)
 
 
-def _logits(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, settings: _Settings) -> Tensor:
+def logits_of_chunk(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """A chunk's logits over the temperature, in memory of their own: the caller writes over them."""
     dtype = wide_dtype(hidden.dtype)
     if weight is None:

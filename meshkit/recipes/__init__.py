@@ -4,6 +4,7 @@ from .evaluation import bits_per_byte as bits_per_byte
 from .evaluation import greedy_score as greedy_score
 from .evaluation import nats_per_token as nats_per_token
 from .evaluation import pair_means as pair_means
+from .evaluation import report_unscored as report_unscored
 from .evaluation import show_rollouts as show_rollouts
 from .evaluation import write_sample as write_sample
 from .export import export_model as export_model
@@ -31,6 +32,7 @@ from .inputs import text_tokens as text_tokens
 from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
+from .policy import mesh_beside as mesh_beside
 from .policy import policy_tasks as policy_tasks
 from .policy import run_from as run_from
 from .ranges import Count as Count

@@ -16,10 +16,13 @@ from meshkit.algos.preference import count_pairs
 from meshkit.algos.rewards import Scorer, score_on_mesh
 from meshkit.algos.rollout import Engine, Prompt, Rollout, Sampling, encode_prompts, generate
 from meshkit.data import Example, Pair, Record, Tokenizer, Tokens, evaluation_batches, example_batches, token_bytes
+from meshkit.errors import RewardError
 from meshkit.loss import IGNORED
 from meshkit.mesh import Mesh
 from meshkit.metrics import Logger, MetricSums, show_samples
 from meshkit.step import Batch, Loss, Run
+
+from .session import print0
 
 SAMPLE_NAMES = ("prompt", "answer", "", "score")
 
@@ -118,6 +121,19 @@ def greedy_score(
     if mesh is not None:
         dist.broadcast_object_list(score, src=mesh.ranks[0])
     return score[0]
+
+
+def report_unscored(step: int, unscored: int, answers: int, first: str | None, *, unit: str = "step") -> None:
+    """Say how many of a step's answers have no score, and why the first has none. The same on every rank.
+
+    Raises: RewardError where no answer has one: the reward is at fault, and nothing would be learnt.
+    """
+    if not unscored:
+        return
+    said = f"{unit} {step}: {unscored} of {answers} answers have no score; {first}"
+    if unscored == answers:
+        raise RewardError(f"{said}. Mend the reward.")
+    print0(said)
 
 
 def sample_rows(rollouts: Iterable[Rollout]) -> list[tuple[str, str, str, str]]:

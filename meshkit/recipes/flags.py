@@ -120,9 +120,17 @@ class TrainFlags(StepFlags):
     """a TOML file with that Strategy; without a mesh the ranks keep theirs"""
     forecast: str = ""
     """say after some steps how long a forecast on this cluster says that they take: a datasheet's name, or a file"""
+    replan: NotNegative = 0.0
+    """with --forecast: where it is wrong by more than this share of the step, search for the best strategy on the cluster as
+    it was measured, and go on with that if it is faster; 0: never"""
 
     def move_strategy(self) -> Strategy | None:
         """Of --move-to; None without. Raises: PlanError for one flag without the other, and for what the loop says itself."""
+        if self.replan and (not self.forecast or self.move_at):
+            what = f"--move-at {self.move_at}" if self.move_at else "no --forecast"
+            raise PlanError(
+                f"--replan {self.replan} with {what}. Give a cluster's --forecast, and leave --move-at out."
+            )
         if self.move_to is None and not self.move_at:
             return None
         if self.move_to is None or not 0 < self.move_at < self.steps:
@@ -413,10 +421,13 @@ class RolloutFlags(LearnFlags, ModelFlags):
     """JSONL, Parquet or Arrow files with prompts and the fields that the reward reads; needs --pretrained"""
     held_out: Share = 0.05
     """part of the rows that is only evaluated on"""
-    reward: Literal["exact", "arithmetic", "countdown", "unit-tests"] | None = None
-    """default: the task's; "exact" with --data"""
+    reward: tuple[str, ...] = ()
+    """exact, arithmetic, countdown, unit-tests, or "file.py:function"; several are added up, with weights as exact=0.5;
+    default: the task's, exact with --data"""
     reward_timeout_s: Positive = 10.0
     """of each answer"""
+    reward_workers: CountOrNone = 0
+    """processes that score a rank's answers at once; 0: the rank itself, one after the other"""
     fail_fast: bool = False
     """stop if an answer cannot be scored; otherwise such answers are left out, counted and shown"""
     prompts: Count = 32
@@ -446,6 +457,12 @@ class PolicyFlags(StepFlags, RolloutFlags):
     kl: NotNegative = 0.0
     """coefficient of the KL to the reference model, the policy before training, in place of the preset's; 0 needs none"""
 
+    def describe_loss(self) -> str:
+        """The preset by name, and its KL where --kl says otherwise."""
+        coefficient = PRESETS[self.preset].kl.coefficient
+        kl = "without its KL" if not self.kl else f"with a KL of {self.kl:g} in place"
+        return self.preset if coefficient == self.kl else f"{self.preset}, {kl} of {coefficient:g} (--kl)"
+
     def policy_loss(self, *, critic: bool) -> PolicyLoss:
         """The preset, with --kl. critic: whether the recipe has one.
 
@@ -464,6 +481,14 @@ class PolicyFlags(StepFlags, RolloutFlags):
         if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
             needs = "greedy answers as a baseline"
             raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
+        if getattr(self, "staleness", 0) and not loss.corrections:
+            corrected = ", ".join(
+                name for name, has in has_critic.items() if has == critic and PRESETS[name].corrections
+            )
+            raise PlanError(
+                f"--staleness {getattr(self, 'staleness', 0)} with --preset {self.preset}, which does not correct for the "
+                f"older policy that wrote the answers. Choose {corrected}, or --staleness 0."
+            )
         # In place of the preset's also if it is 0: a reference model is a second model in memory, which nobody gets
         # unasked.
         return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))

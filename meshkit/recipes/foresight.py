@@ -38,6 +38,9 @@ class Foresight:
         self._seen = 0
         self._folder = tempfile.TemporaryDirectory()
         self._file = Path(self._folder.name) / "forecast.json"
+        self.off = 0.0
+        """how far the forecast was off, as a share of the measured step, once `out` is written"""
+        self.measured_s = 0.0
         self._process: subprocess.Popen[str] | None = None
         if dist.get_rank() == 0:
             options = ["--cluster", cluster, "--world", str(mesh.spec.world_size), "--save", str(self._file)]
@@ -82,6 +85,7 @@ class Foresight:
         if not measured.by_axis:
             return told.beside(measured)
         calibrated(self._cluster, told, measured).write(self._out)
+        self.off, self.measured_s = abs(told.seconds / measured.seconds - 1), measured.seconds
         return f"{told.beside(measured)}; {self._out} is the cluster as this run measured it"
 
     def close(self) -> None:

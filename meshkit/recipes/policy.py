@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshkit.algos.policy import RolloutRules
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
 from meshkit.data import REFERENCE_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -19,33 +21,42 @@ from meshkit.optim import adamw
 from meshkit.step import Run
 
 from .flags import RolloutFlags, SamplerFlags
+from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
 
 Build = Callable[[Any], Run]
+Config = TypeVar("Config", bound=RolloutFlags)
 
 
 def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
-    """The two meshes by name: the same one twice, two on the same ranks, or on ranks of their own. Every rank must call it.
+    """The meshes "actor" and "sampler", see `mesh_beside`."""
+    actor, sampler = mesh_beside(config.mesh, "sampler", config.sampler_mesh, config.sampler_ranks)
+    return {"actor": actor, "sampler": sampler}
 
-    Raises: PlanError for ranks of a sampler that has no mesh.
+
+def mesh_beside(mesh: str, name: str, other: str | None, ranks: int) -> tuple[Mesh, Mesh]:
+    """Two meshes: the same one twice, two on the same ranks, or the other on the last ranks alone. Every rank must call it.
+
+    name: of --NAME-mesh and --NAME-ranks, which say the other. Raises: PlanError for ranks of one that has no mesh.
     """
-    if config.sampler_ranks and config.sampler_mesh is None:
-        raise PlanError(f"--sampler-ranks {config.sampler_ranks} needs a --sampler-mesh of so many ranks.")
+    if ranks and other is None:
+        raise PlanError(f"--{name}-ranks {ranks} needs a --{name}-mesh of so many ranks.")
     # Every rank makes both meshes, in one order, since making the process groups of a mesh is collective over the world.
     world_size = init_mesh().spec.world_size
-    learners = range(world_size - config.sampler_ranks)
-    actor = init_mesh(config.mesh, ranks=learners)
-    if config.sampler_mesh is None:
-        return {"actor": actor, "sampler": actor}
-    writers = range(learners.stop, world_size) if config.sampler_ranks else learners
-    return {"actor": actor, "sampler": init_mesh(config.sampler_mesh, ranks=writers)}
+    firsts = range(world_size - ranks)
+    first = init_mesh(mesh, ranks=firsts)
+    if other is None:
+        return first, first
+    return first, init_mesh(other, ranks=range(firsts.stop, world_size) if ranks else firsts)
 
 
-def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
-    """The rows with their reward, the tokenizer of --pretrained or of characters for reference tasks, and how to answer.
+def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Config, Tasks, Tokenizer, Sampling]:
+    """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
+    characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for --engine vllm without vLLM.
+    Raises: MeshkitError for --engine vllm without vLLM, prompts and answers that do not fit, and a reward that fails at once:
+    before anything is trained.
     """
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
@@ -57,16 +68,24 @@ def policy_tasks(config: RolloutFlags) -> tuple[Tasks, Tokenizer, Sampling]:
         seed=config.seed,
         reward=config.reward,
         reward_timeout_s=config.reward_timeout_s,
+        reward_workers=config.reward_workers,
         max_new_tokens=config.max_new_tokens,
     )
     # Characters for reference tasks: with one token a digit a small model learns them in minutes.
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
-    stop_ids = (tokenizer.eos_id,)
-    return (
+    tasks = replace(
         tasks,
-        tokenizer,
-        Sampling(max_new_tokens=tasks.max_new_tokens, temperature=config.temperature, stop_ids=stop_ids),
+        train=encode_chats(tasks.train, tokenizer, config.pretrained),
+        held_out=encode_chats(tasks.held_out, tokenizer, config.pretrained),
     )
+    sampling = Sampling(
+        max_new_tokens=(rules or RolloutRules()).limit(tasks.max_new_tokens),
+        temperature=config.temperature,
+        stop_ids=stop_ids(tokenizer, config.pretrained),
+    )
+    fitted = fit_rows(config, [*tasks.train, *tasks.held_out], tokenizer, sampling)
+    tasks.refuse_failing_reward()
+    return fitted, tasks, tokenizer, sampling
 
 
 def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:

@@ -50,6 +50,7 @@ from .flags import RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
 from .foresight import Foresight
 from .process import collecting_garbage, multiplying_fp32
+from .replanning import Replanning
 
 ROLLBACKS = 3  # of a process: what comes back so often is no cosmic ray
 
@@ -126,6 +127,11 @@ class Session:
             if isinstance(config, TrainFlags) and config.forecast
             else None
         )
+        self._replanning = (
+            Replanning(self.mesh, limit=config.replan, folder=config.out, microbatches=config.microbatches)
+            if isinstance(config, TrainFlags) and config.replan
+            else None
+        )
         if self._corruption is not None:
             self.guard.explained = self._is_corrupt
         self._rollbacks = 0
@@ -164,6 +170,8 @@ class Session:
             files.enter_context(self._signals)
             if self._foresight is not None:
                 files.callback(self._foresight.close)
+            if self._replanning is not None:
+                files.callback(self._replanning.close)
             if self._corruption is not None:
                 files.enter_context(self._corruption)
             files.enter_context(multiplying_fp32(config.fp32_precision))
@@ -203,6 +211,8 @@ class Session:
             if self._next_strategy is not None and step > self._move_at:
                 self._move(step, self._next_strategy)
                 stragglers = Stragglers(self.mesh)
+            if self._replanning is not None and self._replans(step, self._replanning):
+                stragglers = Stragglers(self.mesh)
             self._begin(step)
             with ExitStack() as self._pause:  # from stop_clock to the next step
                 with ExitStack() as self._measured:  # from here to stop_clock
@@ -217,6 +227,8 @@ class Session:
                     )
                 if self._foresight is not None and (said := self._foresight.said(ends=step == self._total)):
                     print0(said)
+                    if self._replanning is not None:
+                        self._replanning.begin(self._foresight.off, self._foresight.measured_s)
                 if stragglers.last is not None and stragglers.last.step == step:
                     self.scalars |= stragglers.last.scalars()
                     if stragglers.slow is not None:
@@ -298,6 +310,15 @@ class Session:
                 self._run, self._optimizer, every_steps=every, replay_every=config.replay_every
             )
             self._files.enter_context(self._corruption)
+
+    def _replans(self, step: int, replanning: Replanning) -> bool:
+        """Whether the run goes on with another strategy from this step on."""
+        strategy, said = replanning.next_strategy(step)
+        if said:
+            print0(said)
+        if strategy is not None:
+            self._move(step, _resolved(strategy, self._run or self.mesh))
+        return strategy is not None
 
     def _begin(self, step: int) -> None:
         self._step, self._leaving, self._clock_stopped = step, None, False

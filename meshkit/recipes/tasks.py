@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from meshkit.algos.rewards import Reward, Scores, UnitTests, arithmetic, countdown, exact_match, score
+import numpy as np
+
+from meshkit.algos.rewards import Scores, Unscored
 from meshkit.algos.rollout import Rollout
 from meshkit.data import (
     Record,
@@ -22,15 +24,10 @@ from meshkit.data import (
     reversal_tasks,
     split_records,
 )
+from meshkit.errors import RewardError
 from meshkit.models import LlamaConfig
 
-VERIFIERS: dict[str, Reward] = {
-    "exact": exact_match,
-    "arithmetic": arithmetic,
-    "countdown": countdown,
-    "unit-tests": UnitTests(),
-}
-"""by the names that recipes have for them"""
+from .rewards import Rewards
 
 # Small enough that rollouts of a step take seconds on two cores, and large enough to learn the tasks.
 SMALL_MODEL = LlamaConfig(
@@ -76,13 +73,23 @@ class Tasks:
 
     train: list[Record]
     held_out: list[Record]
-    reward: Reward
-    reward_timeout_s: float
-    """of each answer"""
+    rewards: Rewards
     max_new_tokens: int
 
+    def refuse_failing_reward(self) -> None:
+        """Raises: RewardError if the reward raises for the first row's completion, or for "" where the row has none."""
+        row = self.train[0]
+        text = str(row.fields.get("completion", ""))
+        rollout = Rollout(ids=np.zeros(1, np.int64), text=text, fields=row.fields)
+        (value,) = self.score([rollout]).values
+        if isinstance(value, Unscored) and value.kind == "raised":
+            raise RewardError(
+                f"{row.source}: --reward cannot score {text!r}, {value.text}. The row has {', '.join(row.fields)}. Choose "
+                "another --reward, or give --data what it reads."
+            )
+
     def score(self, rollouts: Sequence[Rollout]) -> Scores:
-        return score(rollouts, self.reward, timeout_s=self.reward_timeout_s)
+        return self.rewards.score(rollouts)
 
     def __str__(self) -> str:
         example = self.train[0].fields["prompt"]
@@ -96,16 +103,19 @@ def load_tasks(
     held_out: float = 0.05,
     evaluated: int | None = None,
     seed: int = 0,
-    reward: str | None = None,
+    reward: Sequence[str] = (),
     reward_timeout_s: float = 10.0,
+    reward_workers: int = 0,
     max_new_tokens: int | None = None,
 ) -> Tasks:
     """The rows of the files, or without any those of the task; of the held-out part the first `evaluated`.
 
-    task: of REFERENCE_TASKS. reward: of VERIFIERS; default that of the task, "exact" for files. max_new_tokens: default that
-    of the task, 256 for files. Raises: DataError for files that cannot be read or split.
+    task: of REFERENCE_TASKS. reward: see `Rewards.read`; default that of the task, "exact" for files. max_new_tokens: default
+    that of the task, 256 for files. Raises: DataError for files that cannot be read or split.
     """
     reference_task = REFERENCE_TASKS[task]
+    names = reward or ("exact" if data else reference_task.reward,)
+    rewards = Rewards.read(names, timeout_s=reward_timeout_s, workers=reward_workers)
     rows = (
         split_records(read_records(data), held_out=held_out)
         if data
@@ -114,8 +124,7 @@ def load_tasks(
     return Tasks(
         train=rows.train,
         held_out=rows.held_out[:evaluated],
-        reward=VERIFIERS[reward or ("exact" if data else reference_task.reward)],
-        reward_timeout_s=reward_timeout_s,
+        rewards=rewards,
         max_new_tokens=max_new_tokens or (256 if data else reference_task.max_new_tokens),
     )
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import meshkit as mk
-from meshkit.core import _torch
-from meshkit.core.calls import ring
+from meshkit.core import _torch, calls
+from meshkit.core.calls import Call, Meeting, ring
 from meshkit.faults.calls import CallFiles, Last, last_calls, missing_calls, packed, read_calls, unpacked, waits_in
 from tests.checkpoint.training import build
 from tests.world import pool
@@ -24,6 +24,15 @@ def last(
     return Last(
         id=name, axis="tp", ranks=ranks, message=False, count=count, op=op, size=2_100_000, waits=waits, made=count
     )
+
+
+def test_a_call_is_whole_when_the_watch_can_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting, seen = Meeting("a", (0, 1), is_message=False), []
+    # Where the watch might look while a call is made.
+    monkeypatch.setattr(calls, "_place", lambda: (seen.append(meeting.last), (None, 0))[1])
+    first = Call(meeting, "all_reduce", 4, None)
+    second = Call(meeting, "all_reduce", 4, None)
+    assert seen == [None, first] and meeting.last is second and second.count == 2
 
 
 def test_the_rank_that_has_not_made_a_call_is_named_with_the_call() -> None:

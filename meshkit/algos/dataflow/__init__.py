@@ -8,6 +8,8 @@ from ._program import Row as Row
 from ._program import program as program
 from ._rl import PROMPTED as PROMPTED
 from ._rl import ROLLOUT as ROLLOUT
+from ._rl import completion_call as completion_call
+from ._rl import first_unscored as first_unscored
 from ._rl import log_prob_call as log_prob_call
 from ._rl import reward_call as reward_call
 from ._rl import rollout_call as rollout_call

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from meshkit.algos.dataflow._call import Call, Sample
-from meshkit.algos.rewards import Scores
+from meshkit.algos.rewards import Scores, Unscored
 from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, example_values
 from meshkit.data import Record, Tokenizer
+from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
@@ -49,14 +51,48 @@ def rollout_call(
     return Call(name="write", on=on, function=write, needs=PROMPTED, gives=WRITTEN)
 
 
+def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
+    """The call that takes the `completion` of each prompt's row as its rollout, with eos: answers of somebody else."""
+
+    def read(prompted: list[Sample]) -> list[Sample]:
+        found = []
+        for sample in prompted:
+            row = Record(fields=sample["fields"], source=f"prompt {sample['key']}")
+            (prompt,) = encode_prompts([(sample["key"], row)], tokenizer)
+            text = row.fields["completion"]
+            ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
+            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
+            found.append({**sample, "prompt_ids": prompt.ids, **answer})
+        return found
+
+    return Call(name="read", on=on, function=read, needs=PROMPTED, gives=WRITTEN)
+
+
 def reward_call(scores: Callable[[list[Rollout]], Scores], *, on: str) -> Call:
-    """The call that adds `reward` to each rollout, NaN without a score. scores: of this rank's rollouts, on every rank."""
+    """The call that adds `reward` to each rollout, NaN without a score, and then the reason as `unscored`, else "".
+
+    scores: of this rank's rollouts, on every rank.
+    """
 
     def judge(samples: list[Sample]) -> list[Sample]:
-        rewards = scores([rollout_of(sample) for sample in samples]).totals.tolist()
-        return [{**sample, "reward": reward} for sample, reward in zip(samples, rewards, strict=True)]
+        found = scores([rollout_of(sample) for sample in samples])
+        reasons = [f"{value.kind}: {value.text}" if isinstance(value, Unscored) else "" for value in found.values]
+        return [
+            {**sample, "reward": reward, "unscored": reason}
+            for sample, reward, reason in zip(samples, found.totals.tolist(), reasons, strict=True)
+        ]
 
-    return Call(name="judge", on=on, function=judge, needs=ROLLOUT, gives=["reward"])
+    return Call(name="judge", on=on, function=judge, needs=ROLLOUT, gives=["reward", "unscored"])
+
+
+def first_unscored(mesh: Mesh, samples: Sequence[Sample]) -> str | None:
+    """Why the first answer of the step has no score, by `reward_call`; None where all have one.
+
+    Every rank of the mesh must call it. Wire: one all-gather of a text over the data ranks.
+    """
+    reason = next((sample["unscored"] for sample in samples if sample["unscored"]), "")
+    by_rank = gather_over_data(mesh, reason)
+    return next((f"data rank {rank}, {text}" for rank, text in enumerate(by_rank) if text), None)
 
 
 def log_prob_call(

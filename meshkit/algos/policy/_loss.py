@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -70,6 +70,10 @@ class PolicyLoss:
             raise PlanError(f"PolicyLoss: max_tokens={self.max_tokens} divides. Use at least 1.")
         if self.entropy < 0:
             raise PlanError(f"PolicyLoss: entropy={self.entropy} is a bonus. Use at least 0.")
+
+    def for_answers(self, max_new_tokens: int) -> PolicyLoss:
+        """The same for answers of at most so many tokens, which the aggregation "constant" divides by."""
+        return self if self.max_tokens is None else replace(self, max_tokens=max_new_tokens)
 
     @property
     def counts_tokens(self) -> bool:

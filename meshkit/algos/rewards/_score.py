@@ -5,13 +5,15 @@ On a mesh each rollout is scored once, every rank is told of every failure, and 
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Literal, Protocol
 
@@ -46,6 +48,8 @@ class Scores:
     """One entry for each answer, in order."""
 
     values: tuple[float | np.ndarray | Unscored, ...]
+    parts: Mapping[str, Scores] = field(default_factory=dict)
+    """of a weighted sum, before their weights"""
 
     @property
     def totals(self) -> np.ndarray:
@@ -82,13 +86,17 @@ Scorer = Callable[[Sequence[Rollout]], Scores]
 
 
 def score(answers: Sequence[Rollout], reward: Reward, *, timeout_s: float | None = None) -> Scores:
-    """Score each answer by `reward`, one after the other, in this process.
+    """Score each answer by `reward`, one after the other, in this process; those of an `async` function at the same time.
 
     timeout_s: of each answer. It interrupts Python code and waits for files, sockets or processes; a long computation in C is
     interrupted only when it returns. `RewardPool` has no such limit.
     Raises: DataError for a timeout outside of the main thread, where Python has no timer.
     """
-    return Scores(values=tuple(checked(answer, _call(answer, reward, timeout_s)) for answer in answers))
+    if inspect.iscoroutinefunction(reward):
+        returned = asyncio.run(_call_at_once(answers, reward, timeout_s))
+    else:
+        returned = [_call(answer, reward, timeout_s) for answer in answers]
+    return Scores(values=tuple(checked(answer, each) for answer, each in zip(answers, returned, strict=True)))
 
 
 def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
@@ -102,7 +110,10 @@ def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
         raise DataError(f"weighted_sum of parts with {counts} answers. Give at least one, all of the same answers.")
     rows = zip(*(scores.values for scores, _ in parts.values()), strict=True)
     weights = [weight for _, weight in parts.values()]
-    return Scores(values=tuple(_add(dict(zip(parts, row, strict=True)), weights) for row in rows))
+    return Scores(
+        values=tuple(_add(dict(zip(parts, row, strict=True)), weights) for row in rows),
+        parts={name: scores for name, (scores, _) in parts.items()},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +130,8 @@ class MeshScores:
     """of them"""
     mean: float
     """score of the step's answers that have one; NaN if none has"""
+    parts: dict[str, float]
+    """of a weighted sum the mean of each part, before its weight"""
     truncated: int
     """answers of the whole step that were cut off"""
     unscored: dict[str, int]
@@ -133,6 +146,7 @@ class MeshScores:
         means = {"answer_tokens": self.tokens, "truncated": self.truncated}
         return {
             "reward": self.mean,
+            **{f"reward/{name}": mean for name, mean in self.parts.items()},
             **{name: total / max(self.answers, 1) for name, total in means.items()},
             **unscored,
         }
@@ -153,6 +167,9 @@ class MeshScores:
             answers=sum(part.answers for part in parts),
             tokens=sum(part.tokens for part in parts),
             mean=sum(totals) / sum(scored) if totals else math.nan,
+            parts={
+                name: _mean_of_means([(part.parts[name], part.answers) for part in parts]) for name in parts[0].parts
+            },
             truncated=sum(part.truncated for part in parts),
             unscored=dict(unscored),
             first_unscored=next((part.first_unscored for part in parts if part.first_unscored), None),
@@ -207,8 +224,6 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
             f"{sum(unscored.values())} of {len(totals)} answers have no score; the first: {first}. "
             "Mend the reward, or pass fail_fast=False to leave such answers out."
         )
-    scored = totals[~np.isnan(totals)]
-    mean = float(scored.mean()) if len(scored) else math.nan
     local_scores = by_data_rank[mesh.data_rank]
     return MeshScores(
         local=local_scores,
@@ -217,11 +232,26 @@ def score_on_mesh(mesh: Mesh, answers: Sequence[Rollout], scorer: Scorer, *, fai
         ],
         answers=len(totals),
         tokens=tokens,
-        mean=mean,
+        mean=_mean([totals]),
+        parts={name: _mean([each.parts[name].totals for each in by_data_rank.values()]) for name in local_scores.parts},
         truncated=truncated,
         unscored=dict(unscored),
         first_unscored=first,
     )
+
+
+def _mean(totals: Sequence[np.ndarray]) -> float:
+    """Of those that are numbers; NaN where there is none."""
+    joined = np.concatenate(totals)
+    scored = joined[~np.isnan(joined)]
+    return float(scored.mean()) if len(scored) else math.nan
+
+
+def _mean_of_means(means: Sequence[tuple[float, int]]) -> float:
+    """Of (mean, answers) those that are numbers; NaN where there is none."""
+    scored = [(mean, answers) for mean, answers in means if not math.isnan(mean)]
+    total = sum(answers for _, answers in scored)
+    return sum(mean * answers for mean, answers in scored) / total if total else math.nan
 
 
 def checked(answer: Rollout, returned: Score | Unscored) -> float | np.ndarray | Unscored:
@@ -249,8 +279,13 @@ def attempt(answer: Rollout, reward: Reward) -> Score | Unscored:
         return reward(answer)
     except (Exception, SystemExit) as error:
         # SystemExit of a reward's own exit() must not end the rank. KeyboardInterrupt and _TimeIsUp pass.
-        name = getattr(reward, "__name__", type(reward).__name__)
-        return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {error}")
+        return raised(reward, error)
+
+
+def raised(reward: Callable[..., object], error: BaseException) -> Unscored:
+    """The reason of an answer whose reward raised."""
+    name = getattr(reward, "__name__", type(reward).__name__)
+    return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {error}")
 
 
 class _TimeIsUp(BaseException):
@@ -265,6 +300,23 @@ def _call(answer: Rollout, reward: Reward, timeout_s: float | None) -> Score | U
             return attempt(answer, reward)
     except _TimeIsUp:
         return Unscored(kind="timed out", text=f"no score within {timeout_s} s")
+
+
+async def _call_at_once(
+    answers: Sequence[Rollout], reward: Callable[[Rollout], Coroutine[None, None, Score]], timeout_s: float | None
+) -> list[Score | Unscored]:
+    """Of a coroutine that blocks instead of awaiting, nothing is interrupted."""
+
+    async def one(answer: Rollout) -> Score | Unscored:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reward(answer)
+        except TimeoutError:
+            return Unscored(kind="timed out", text=f"no score within {timeout_s} s")
+        except (Exception, SystemExit) as error:
+            return raised(reward, error)
+
+    return list(await asyncio.gather(*map(one, answers)))
 
 
 @contextmanager

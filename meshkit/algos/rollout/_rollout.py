@@ -41,12 +41,19 @@ class Prompt:
 
 
 def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> list[Prompt]:
-    """Tokenize the field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one."""
+    """Tokenize the field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one.
+
+    A row with the field `prompt_ids`, as of a chat whose template wrote them, has those as they are.
+    """
+    return [Prompt(ids=np.array(prompt_ids(row, tokenizer)), key=key, fields=row.fields) for key, row in rows]
+
+
+def prompt_ids(row: Record, tokenizer: Tokenizer) -> list[int]:
+    """As `encode_prompts` has them."""
+    if "prompt_ids" in row.fields:
+        return list(row.fields["prompt_ids"])
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [
-        Prompt(ids=np.array(bos + tokenizer.encode(row.fields["prompt"])), key=key, fields=row.fields)
-        for key, row in rows
-    ]
+    return bos + tokenizer.encode(row.fields["prompt"])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -55,10 +55,12 @@ def token_values(
     function: Callable[[nn.Module, dict[str, Any]], Tensor] = label_log_probs,
     *,
     microbatches: int = 1,
+    width: int | None = None,
 ) -> Tensor:
     """Compute function(model, part) -> [rows, T] for all tokens of the rank's batch, without gradients.
 
     function: default, the log-probability of each label; `part` is a microbatch, with cp this rank's tokens of it.
+    width: of a function that returns [rows, T, width], as this then does.
     Returns [rows, T] fp64 in the order of the batch, the same on all ranks of a data rank, also those of other stages.
     Every rank must call it. Wire: forward passes; with cp an all-reduce of [rows, T] over it, with pp one too.
     """
@@ -68,7 +70,8 @@ def token_values(
     index_BT = rearrange(
         torch.arange(1, rows * tokens + 1, device=batch["input_ids"].device), "(b t) -> b t", b=rows, t=tokens
     )
-    values = torch.zeros(rows * tokens + 1, dtype=torch.float64, device=run.mesh.device)
+    dims = () if width is None else (width,)
+    values = torch.zeros(rows * tokens + 1, *dims, dtype=torch.float64, device=run.mesh.device)
     # eval: no dropout.
     training = run.model.training
     run.model.eval()
@@ -77,14 +80,14 @@ def token_values(
         values_of_part = run.infer(part, function)
         # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.
         if values_of_part is not None and weight:
-            values[index_of_part.flatten()] = values_of_part.double().flatten()
+            values[index_of_part.flatten()] = values_of_part.double().flatten(0, 1)
     run.model.train(training)
     # FSDP frees gathered parameters in backward, which does not come. The next step would compute with these old copies.
     after_inference(run.model)
     for axis in (run.mesh["cp"], run.mesh["pp"]):
         if axis.size() > 1:
             dist.all_reduce(values, group=axis.get_group())  # each rank holds 0 for the tokens of others
-    return rearrange(values[1:], "(b t) -> b t", b=rows, t=tokens)
+    return rearrange(values[1:], "(b t) ... -> b t ...", b=rows, t=tokens)
 
 
 def example_values(
@@ -94,18 +97,20 @@ def example_values(
     *,
     seq_len: int,
     microbatches: int = 1,
+    width: int | None = None,
 ) -> list[np.ndarray]:
     """Compute function(model, part) -> [rows, T] at each label of each example: [L] fp64, 0 at tokens that are not learnt.
 
+    width: of a function that returns [rows, T, width]: the values are then [L, width].
     examples: of this data rank, which may have none. The results go into `Example.token_values` or `Rollout.values`.
     Every rank must call it. Wire: `token_values`.
     """
     bins = first_fit_decreasing([len(example) for example in examples], seq_len)
     plain = [replace(example, token_values={}, scalars={}) for example in examples]
     batch = build_rows([[plain[index] for index in row] for row in bins], length=seq_len)
-    values_BT = token_values(run, batch, function, microbatches=microbatches).cpu().numpy()
+    values_BT = token_values(run, batch, function, microbatches=microbatches, width=width).cpu().numpy()
     segments, learnt_BT = batch["segment_ids"].numpy(), learnt(batch).numpy()
-    values = [np.zeros(len(example)) for example in examples]
+    values = [np.zeros((len(example), *values_BT.shape[2:])) for example in examples]
     # segment_ids count the examples from 1 on, row by row.
     for segment, index in enumerate((index for row in bins for index in row), start=1):
         is_label = examples[index].learn.copy()

@@ -58,7 +58,7 @@ CONFIG = tiny_config()
 ANSWERS, ROW, TEMPERATURE = 8, 24, 0.7
 LOSSES: dict[str, PolicyLoss] = {
     "grpo": replace(GRPO, entropy=0.01),
-    "dr_grpo": replace(DR_GRPO, max_tokens=10),
+    "dr_grpo": DR_GRPO.for_answers(10),
     "dapo": replace(DAPO, corrections=(Correction(high=1.2),)),
     "gspo": replace(
         GSPO,
