@@ -71,16 +71,13 @@ def parallelize(
 
 def execute(model: nn.Module, mesh: Mesh, resolved: Resolved) -> Run:
     """Change the model as was decided. Its program is that of this model, or of one of which this is a copy."""
-    program = resolved.program
+    program, plan, sequence = resolved.program, resolved.plan, resolved.sequence
     asked = AskedOnce(mesh.group, program.model)
     hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     change_linears(model, resolved)
-
-    plan, sequence = resolved.plan, resolved.sequence
-    names = dict(model.named_modules())
-    stage = mesh["pp"].get_local_rank()
+    names, stage = dict(model.named_modules()), mesh["pp"].get_local_rank()
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=resolved.regathers(stage))
     for region in regions(model):  # inside of blocks, their treatment decides later
         region.hooked = resolved.memory.regather
