@@ -38,7 +38,7 @@ from meshkit.parallel.tensor.apply import shard_without_ranks
 from meshkit.parallel.tensor.regather import regions
 from meshkit.parallel.writes import refuse_shared_memory
 from meshkit.program import Example, read_program, without_values
-from meshkit.resolve import resolve_together
+from meshkit.resolve import Resolved, resolve_together
 from meshkit.step import Run, compare_optimizers
 from meshkit.strategy import Strategy
 
@@ -66,16 +66,18 @@ def parallelize(
     program = read_program(model, example).frozen()
     if mesh.spec.world_size > 1:
         refuse_shared_memory(model)
-    resolved = resolve_together(program, Strategy.of(strategy, choices), mesh)
+    return execute(model, mesh, resolve_together(program, Strategy.of(strategy, choices), mesh))
+
+
+def execute(model: nn.Module, mesh: Mesh, resolved: Resolved) -> Run:
+    """Change the model as was decided. Its program is that of this model, or of one of which this is a copy."""
+    program, plan, sequence = resolved.program, resolved.plan, resolved.sequence
     asked = AskedOnce(mesh.group, program.model)
     hooks, before = take_hooks(model), parameters_before(model)
     move(model, mesh.device)
     refuse_different_values(model, mesh.group)
     change_linears(model, resolved)
-
-    plan, sequence = resolved.plan, resolved.sequence
-    names = dict(model.named_modules())
-    stage = mesh["pp"].get_local_rank()
+    names, stage = dict(model.named_modules()), mesh["pp"].get_local_rank()
     tensor_parallel(model, mesh["tp"], plan=plan.tensor, sequence=sequence, regather=resolved.regathers(stage))
     for region in regions(model):  # inside of blocks, their treatment decides later
         region.hooked = resolved.memory.regather

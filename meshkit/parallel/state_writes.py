@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -50,8 +51,17 @@ class StateWrite:
         return f"the forward writes {self.name!r}{f' ({self.where})' if self.where else ''}"
 
 
+_KNOWN: WeakKeyDictionary[Trace, list[StateWrite]] = WeakKeyDictionary()
+
+
 def state_writes(read: Trace) -> list[StateWrite]:
-    """The buffers that a forward writes, in place or by an assignment."""
+    """The buffers that a forward writes, in place or by an assignment. Looked for once in each trace."""
+    if read not in _KNOWN:
+        _KNOWN[read] = _state_writes(read)
+    return _KNOWN[read]
+
+
+def _state_writes(read: Trace) -> list[StateWrite]:
     rows = {number for number, each in enumerate(read.storages) if each.source.startswith("input ") and each.shape}
     by_name: dict[str, Operation | None] = {}
     written = dict(read.assigned)  # name -> storage of its new value

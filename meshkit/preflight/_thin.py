@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from meshkit.program import Program, read_program
+from meshkit.resolve import Resolved
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -57,3 +62,22 @@ def thin(model: nn.Module, kinds: Mapping[str, str]) -> nn.Module:
         if name not in kept and isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             del holder._modules[key]
     return copied
+
+
+_THIN: WeakKeyDictionary[Program, dict[Hashable, Program]] = WeakKeyDictionary()
+
+
+def thin_program(
+    resolved: Resolved, kinds: Mapping[str, str], key: Hashable, change: Callable[[nn.Module], None]
+) -> Program:
+    """The program of a thin copy, changed by `change`. Made once for each key, so that it is read once, too."""
+    program = resolved.program
+    known = _THIN.setdefault(program, {})
+    # With a plan of its own the whole is proved; else the copy's is derived by proofs.
+    is_proved = resolved.strategy.plan is not None and resolved.strategy.unproved != "replicate"
+    made = tuple(sorted(set(kinds.values()))), len(kinds), key, is_proved
+    if made not in known:
+        model = thin(program.model, kinds)
+        change(model)
+        known[made] = replace(read_program(model, program.example), is_proved=is_proved)
+    return known[made]

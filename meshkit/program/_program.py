@@ -31,10 +31,12 @@ Again = Callable[[nn.Module, Callable[[], Trace]], Trace]
 @dataclass(frozen=True, eq=False)
 class Program:
     """model: the modules of all stages. Its tensors' shapes and dtypes are read, never their values. example: by which its
-    forward is read; None is one of token ids where the model takes those."""
+    forward is read; None is one of token ids where the model takes those. is_proved: a copy for looking at, with fewer blocks
+    than a program whose layouts were proved; nothing is proved of it."""
 
     model: nn.Module
     example: Example | None = None
+    is_proved: bool = False
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:

@@ -4,8 +4,9 @@
 the same strategies, with the same text.
 """
 
+from meshkit.resolve._alike import resolve_alike
 from meshkit.resolve._resolve import resolve
 from meshkit.resolve._resolved import Resolved
 from meshkit.resolve._together import resolve_together
 
-__all__ = ["Resolved", "resolve", "resolve_together"]
+__all__ = ["Resolved", "resolve", "resolve_alike", "resolve_together"]

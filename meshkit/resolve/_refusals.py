@@ -12,11 +12,13 @@ from meshkit.errors import PlanError
 from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.data import normalises_by_rows, refuse_unshardable, shard_units
+from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.rows import of_rows, read_forward
 from meshkit.parallel.state_writes import refuse_state_writes, state_writes
 from meshkit.parallel.writes import refuse_backwards, refuse_swapped
 from meshkit.program import Program, Trace, example_of, pointed_at
+from meshkit.resolve._once import once
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
@@ -34,7 +36,9 @@ def refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
 
 def refuse_pointers(program: Program, spec: MeshSpec) -> None:
     """Sharding puts new parameters in place of a module's own; what else points at the old ones would not see it."""
-    if spec.world_size > 1 and (found := next(pointed_at(program.model), None)) is not None:
+    if spec.world_size == 1:
+        return
+    if (found := once(program, "pointers", lambda: next(pointed_at(program.model), None))) is not None:
         owner, attribute, param = found
         raise PlanError(
             f"{f'{owner}.{attribute}'.lstrip('.')!r} has {param!r} in a list, dict or closure: it would keep the parameter "
@@ -111,6 +115,15 @@ def refuse_units(resolved: Resolved) -> None:
     program, spec = resolved.program, resolved.spec
     # One rank on the data axes shards nothing, unless FSDP is there for its mixed precision, or for experts.
     sharded = spec.dp_replicate * spec.dp_shard * spec.cp > 1 or resolved.memory.precision is not None
+    cut = None if resolved.cut is None else (resolved.cut.stages, resolved.cut.placement)
+    example = None if resolved.example is None else resolved.example.key
+    known = resolved.whole, frozenset(resolved.experts), resolved.blocks, resolved.units, example
+    key = "units", sharded, spec.edp > 1, in_expert_view(spec), cut, known
+    once(program, key, lambda: _refuse_units(resolved, sharded=sharded))
+
+
+def _refuse_units(resolved: Resolved, *, sharded: bool) -> None:
+    program, spec = resolved.program, resolved.spec
     params = dict(program.model.named_parameters(remove_duplicate=False))
     for rank in range(spec.pp):
         experts = resolved.experts_of(rank)

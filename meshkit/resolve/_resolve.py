@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -18,7 +19,7 @@ from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
-from meshkit.parallel.pipeline import Cut, check, plan_pipeline
+from meshkit.parallel.pipeline import Cut, check, generator_of, plan_pipeline, refuse_more_stages
 from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.state_writes import refuse_of_microbatches
@@ -67,6 +68,8 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     refuse_without_pp(strategy, spec)
     names = once(program, ("names", strategy.plan), lambda: name_modules(program, strategy.plan))
     refuse_without_blocks(strategy, names.blocks)
+    if spec.pp > 1 and names.blocks and strategy.pipeline.schedule in NAMES:
+        refuse_more_stages(names.blocks, _stages_of(strategy.pipeline.schedule, spec.pp))
     refuse_meta(program)
     refuse_pointers(program, spec)
     refuse_complex(program)
@@ -238,6 +241,11 @@ def _plan_cut(
     return cut
 
 
+@lru_cache(maxsize=256)
+def _stages_of(schedule: str, ranks: int) -> int:
+    return generator_of(schedule)(ranks, 2).stages
+
+
 def _outline(program: Program, example: Example, layout: TensorLayout) -> str:
     closed = closed_of(layout)
     key = "outline", example.key, tuple(closed.items())
@@ -263,7 +271,7 @@ def _example(program: Program, spec: MeshSpec) -> Example | None:
     if spec.cp > 1 and program.example is None:  # whose ranks say which tokens they have
         example = with_positions(program.model, example)
     try:
-        refuse_writes(program.read(example, {}), program.model)
+        once(program, ("writes", example.key), lambda: refuse_writes(program.read(example, {}), program.model))
     except ReadingError as error:
         if program.example is None:
             return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
@@ -59,6 +60,11 @@ class Resolved:
     example: Example | None
     outline: str | None
     rows: Example | None
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What others have derived of these decisions and of no size of a data axis: see `resolve_alike`."""
+        return {}
 
     @property
     def memory(self) -> MemoryPolicy:

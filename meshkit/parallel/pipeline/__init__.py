@@ -25,6 +25,7 @@ from ._simulate import simulate as simulate
 from ._split_backward import split_linears as split_linears
 from ._split_backward import weight_gradient as weight_gradient
 from ._stages import plan_stages as plan_stages
+from ._stages import refuse_more_stages as refuse_more_stages
 from ._table import OPS as OPS
 from ._table import Op as Op
 from ._table import Row as Row

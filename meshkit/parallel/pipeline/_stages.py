@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -71,10 +72,7 @@ def plan_stages(
         raise PlanError(
             "pipeline: the plan names no blocks to share among stages. Name the repeated layers in its `blocks`."
         )
-    if count > len(blocks):
-        raise PlanError(
-            f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
-        )
+    refuse_more_stages(blocks, count)
     if read is not None:
         blocks = _in_order_of_calls(blocks, read)
     head, tail, called_between = _ends(model, blocks, read)
@@ -96,6 +94,14 @@ def plan_stages(
     stages = Stages(tuple(tuple(blocks[edges[i] : edges[i + 1]]) for i in range(count)), head, tail, between)
     _refuse_shared(model, stages)
     return stages
+
+
+def refuse_more_stages(blocks: Sequence[str], count: int) -> None:
+    """Than there are blocks."""
+    if count > len(blocks):
+        raise PlanError(
+            f"pipeline: {count} stages need at least {count} blocks, but the model has {len(blocks)}. Use fewer stages."
+        )
 
 
 def _in_order_of_calls(blocks: Sequence[str], read: Trace) -> list[str]:
@@ -193,6 +199,17 @@ def _cost(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
+_KNOWN: WeakKeyDictionary[Trace, dict[Hashable, dict[str, int]]] = WeakKeyDictionary()
+
+
+def _positions(read: Trace, blocks: tuple[str, ...], names: tuple[str, ...]) -> dict[str, int]:
+    """By module outside of blocks, how many were called before it; told once of a trace, for any number of stages."""
+    known = _KNOWN.setdefault(read, {})
+    if (blocks, names) not in known:
+        known[blocks, names] = positions(read, blocks, outermost(read, blocks, names))
+    return known[blocks, names]
+
+
 def _ends(
     model: nn.Module, blocks: Sequence[str], read: Trace | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
@@ -202,7 +219,7 @@ def _ends(
     last = len(blocks)
     if read is not None:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        position = positions(read, blocks, outermost(read, blocks, names))
+        position = _positions(read, tuple(blocks), tuple(names))
         called = {call.name for call in read.calls}
         last = max((index + 1 for index, block in enumerate(blocks) if block in called), default=0)
     inside = set(blocks)

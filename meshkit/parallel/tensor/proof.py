@@ -33,6 +33,8 @@ def prove_layout(program: Program, layout: TensorLayout, example: Example, *, bl
 
     Raises: Unproved where a rank's program is not the model's on its part of the tensors; see `program.prove`.
     """
+    if program.is_proved:
+        return
     # A layout follows from these and the model. A style that prints as an address may be another one later.
     styles = repr(sorted(layout.styles.items()))
     key = "layout", mode_of(program.model), example.key, layout.size, layout.sequence, styles, tuple(blocks)

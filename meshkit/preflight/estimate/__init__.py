@@ -6,6 +6,7 @@ without memory; see `estimate`.
 
 from ._compose import MemoryProfiles as MemoryProfiles
 from ._compose import compose as compose
+from ._compose import kept_of_blocks as kept_of_blocks
 from ._composed import Composed as Composed
 from ._composed import ComposedRank as ComposedRank
 from ._drawing import COLOURS as COLOURS

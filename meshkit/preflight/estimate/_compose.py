@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from meshkit.errors import MeshkitError
@@ -16,13 +15,13 @@ from meshkit.parallel.data import kept_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut, Schedule, peak_live
 from meshkit.preflight._inner import inner_mesh
-from meshkit.preflight._thin import kinds_of_blocks, thin
+from meshkit.preflight._thin import kinds_of_blocks
 from meshkit.preflight.estimate._composed import Composed, ComposedRank
 from meshkit.preflight.estimate._estimate import CUDA_GRANULE, Kernels, estimate
 from meshkit.preflight.estimate._fsdp import Buffers
 from meshkit.preflight.estimate._parts import Parts, parts_of, units_around
 from meshkit.preflight.estimate._replay import Swing, Treated, replay
-from meshkit.preflight.estimate._step_trace import trace_step
+from meshkit.preflight.estimate._step_trace import StepTrace, trace_step
 from meshkit.preflight.estimate._template import Item, Template, Unlike, chunk_of, template
 from meshkit.preflight.estimate._timeline import Timeline, device_bytes
 from meshkit.preflight.estimate._tracker import GROUPS
@@ -142,28 +141,19 @@ def _trace(
     loss: Loss,
     kernels: Kernels,
 ) -> _Traced:
-    model = resolved.program.model
-    blocks = set(kinds.values())
     # Stages of a pipeline use tied parameters each in a backward of its own, as if they were two.
     tied = () if resolved.cut is None else resolved.cut.tied
-    given = {"rows": rows, "seq_len": seq_len, "mask": mask, "loss": loss, "kernels": kernels}
+
+    def traced(kinds: Mapping[str, str]) -> StepTrace:
+        return trace_step(resolved, kinds, tied=tied, rows=rows, seq_len=seq_len, mask=mask, loss=loss, kernels=kernels)
+
     try:
-        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
+        trace = traced(kinds)
     except (MeshkitError, LookupError, RuntimeError):
         # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
         kinds = {name: name for name in kinds}
-        blocks = set(kinds)
-        trace = trace_step(_untied(thin(model, kinds), tied), resolved, blocks, **given)  # type: ignore[arg-type]
-    return _Traced(template(trace, blocks), kinds, parts_of(resolved, kinds))
-
-
-def _untied(model: nn.Module, tied: Sequence[tuple[str, str]]) -> nn.Module:
-    for _, name in tied:
-        owner, _, key = name.rpartition(".")
-        param = model.get_submodule(owner)._parameters[key]
-        assert param is not None
-        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
-    return model
+        trace = traced(kinds)
+    return _Traced(template(trace, set(kinds.values())), kinds, parts_of(resolved, kinds))
 
 
 def compose(
@@ -200,6 +190,37 @@ def compose(
         except Unlike as error:
             why = str(error)
     return _by_estimate(resolved, rows, seq_len, count, loss, kernels, why=why)
+
+
+def kept_of_blocks(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    profiles: MemoryProfiles,
+    loss: Loss = next_token_loss,
+    kernels: Kernels = "cuda",
+) -> dict[str, tuple[int, int]] | None:
+    """For each block (bytes that a microbatch of [rows, seq_len] keeps from its forward to its backward, those that a split
+    backward leaves until W), without gradients. None for what is not composed. Raises: as `compose`.
+    """
+    resolved.refuse_tokens(seq_len)
+    if _not_composed(resolved):
+        return None
+    traced = profiles.of(resolved, rows=rows, seq_len=seq_len, mask=None, loss=loss, kernels=kernels)
+    template = traced.template
+    whole = Treated(kept="reduced", experts_kept="reduced", experts=(), widened=1)
+    split = replace(whole, split=_splittable(resolved, traced.parts))
+
+    def net(items: Sequence[Item], treated: Treated) -> int:
+        return sum(traced.replayed(item, treated)[0].net for item in items)
+
+    sizes = {}
+    for kind in template.blocks:
+        kept = net(template.blocks[kind], whole)
+        waits = kept + net(template.blocks_backward.get(kind, ()), split) if split.split else 0
+        sizes[kind] = kept, min(max(waits, 0), kept)
+    return {name: sizes[kind] for name, kind in traced.kinds.items()}
 
 
 def _not_composed(resolved: Resolved) -> str:
@@ -368,7 +389,11 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
 
 def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:
     """Weights whose gradients wait for W: not that of a chunked head, nor those of compiled blocks."""
-    if not resolved.splits_backward or resolved.strategy.compile:
+    return _splittable(resolved, parts) if resolved.splits_backward else frozenset()
+
+
+def _splittable(resolved: Resolved, parts: Parts) -> frozenset[str]:
+    if resolved.strategy.compile:
         return frozenset()
     return parts.linears - ({f"{resolved.head}.weight"} if resolved.memory.loss is not None else set())
 

@@ -6,7 +6,8 @@ backward, and where the loss is known. Chunks of like blocks are alike, so those
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,13 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshkit._parallelize import parallelize
+from meshkit._parallelize import execute
 from meshkit.core import _torch
 from meshkit.core._torch import tree_leaves
 from meshkit.core.sharding import local_tensor
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._inner import inner_mesh, inner_strategy
+from meshkit.preflight._thin import thin_program
 from meshkit.preflight.estimate._estimate import (
     CUDA_GRANULE,
     Kernels,
@@ -28,7 +30,7 @@ from meshkit.preflight.estimate._estimate import (
     fake_mesh,
 )
 from meshkit.preflight.estimate._tracker import FORWARD_BACKWARD, GROUPS, Change, Tracker
-from meshkit.resolve import Resolved
+from meshkit.resolve import Resolved, resolve
 from meshkit.step import Loss
 
 Edge = Literal["start", "enter", "leave", "loss", "backward", "done", "end"]
@@ -78,25 +80,36 @@ class StepTrace:
 
 
 def trace_step(
-    model: nn.Module,
     resolved: Resolved,
-    blocks: Collection[str],
+    kinds: Mapping[str, str],
     *,
+    tied: Sequence[tuple[str, str]],
     rows: int,
     seq_len: int,
     mask: Mask | Sequence[Mask] | None,
     loss: Loss,
     kernels: Kernels,
 ) -> StepTrace:
-    """model: a thin copy with these blocks, changed in place. One microbatch of [rows, seq_len], before cp splits it."""
+    """One microbatch of [rows, seq_len], before cp splits it, through a thin copy with one block of each kind.
+
+    tied: parameters that stages of a pipeline use each in a backward of its own, as if they were two.
+    """
     spec = inner_mesh(resolved.spec)
-    strategy = inner_strategy(resolved, spec, set(blocks))
-    if resolved.memory.precision is not None and strategy.memory.precision is None:
-        for param in model.parameters():  # as FSDP casts: buffers keep their dtype
-            param.data = param.data.to(resolved.compute)
+    strategy = inner_strategy(resolved, spec, set(kinds.values()))
+    casts = resolved.memory.precision is not None and strategy.memory.precision is None
+    dtype = resolved.compute if casts else None
+
+    def change(model: nn.Module) -> None:
+        _untie(model, tied)
+        for param in model.parameters() if dtype is not None else ():  # as FSDP casts: buffers keep their dtype
+            param.data = param.data.to(dtype)
+
+    program = thin_program(resolved, kinds, ("kept", tuple(tied), dtype), change)
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
-        run = parallelize(model, mesh, strategy, example=resolved.program.example)
+        inner = resolve(program, strategy, spec, device_type=mesh.device.type)
+        run = execute(model, mesh, inner)
         units = run.resolved.units_of(0)
         marked = _Marked(loss)
         run.forward_backward(batch, mask=mask, loss=marked, step=0)  # the first step looks at the model as well
@@ -115,6 +128,14 @@ def trace_step(
                 tracker.start(FORWARD_BACKWARD)
                 run.forward_backward(batch, mask=mask, loss=marked, step=1)
         return _cut(tracker, marks)
+
+
+def _untie(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
+    for _, name in tied:
+        owner, _, key = name.rpartition(".")
+        param = model.get_submodule(owner)._parameters[key]
+        assert param is not None
+        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
 
 
 class _Marked:

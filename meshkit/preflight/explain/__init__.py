@@ -5,7 +5,9 @@ Pure arithmetic over the same tables that `parallelize` executes: no process gro
 
 from ._explain import default_device as default_device
 from ._explain import explain as explain
+from ._explain import explain_microbatch as explain_microbatch
 from ._explain import explain_resolved as explain_resolved
+from ._explain import explain_step as explain_step
 from ._explanation import PHASES as PHASES
 from ._explanation import Explanation as Explanation
 from ._explanation import Message as Message

@@ -13,7 +13,7 @@ from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_counted
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
-from meshkit.preflight.explain._explanation import Explanation, TrafficLog
+from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
 from meshkit.preflight.explain._pipeline_table import PipelineTable
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
 from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars, add_tied
@@ -104,25 +104,13 @@ def explain_resolved(
     choices += notes_of_counted(resolved.reading[1].counted, spec.cp)
     for indices, batch in batches:
         log.microbatches = indices
-        if spec.cp > 1:
-            add_context(log, rank_model, batch)
-        if resolved.layout is not None:
-            add_tensor(log, rank_model, resolved.layout, batch)
-        add_experts(log, rank_model, batch)
-        add_balance(log, rank_model, batch)
-        if cut is not None:
-            add_pipeline(log, rank_model, cut, batch)
-    # Below what is once a step, or depends on all of its microbatches.
+        _add_microbatch(log, rank_model, batch)
     log.microbatches = ()
-    add_step_balance(log, rank_model)
     if (choice := resolved.choice_of(stage_rank)) is not None:
         choices.append(str(choice))
     if rank_model.experts:
         choices += expert_notes(rank_model, resolved.strategy.experts)
-    add_data(log, rank_model, microbatches)
-    if cut is not None:
-        add_tied(log, rank_model, cut)
-    add_scalars(log, rank_model)
+    _add_step(log, rank_model, microbatches)
     return Explanation(
         spec=spec,
         params=[rank_model.row(name) for name in rank_model.params],
@@ -130,6 +118,52 @@ def explain_resolved(
         choices=tuple(choices),
         pipeline=table,
     )
+
+
+def explain_step(resolved: Resolved, *, microbatches: int, coordinate: dict[str, int] | None = None) -> Explanation:
+    """Of `explain_resolved` what is sent once a step, or depends on all of its microbatches, and the parameters."""
+    rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
+    log = TrafficLog()
+    _add_step(log, rank_model, microbatches)
+    params = [rank_model.row(name) for name in rank_model.params]
+    return Explanation(spec=resolved.spec, params=params, sent=tuple(log.sent))
+
+
+def explain_microbatch(
+    resolved: Resolved,
+    *,
+    rows: int,
+    seq_len: int,
+    mask: Mask | Sequence[Mask] | None = None,
+    coordinate: dict[str, int] | None = None,
+) -> tuple[Sent, ...]:
+    """Of `explain_resolved` what is sent in the first of its microbatches, which has so many rows."""
+    rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
+    log = TrafficLog()
+    log.microbatches = (0,)
+    of_rows = microbatch_mask(mask, list(range(rows)), tokens=seq_len)
+    _add_microbatch(log, rank_model, _local_batch(rank_model, LocalBatch(rows, seq_len, of_rows)))
+    return tuple(log.sent)
+
+
+def _add_microbatch(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    resolved = rank_model.resolved
+    if resolved.spec.cp > 1:
+        add_context(log, rank_model, batch)
+    if resolved.layout is not None:
+        add_tensor(log, rank_model, resolved.layout, batch)
+    add_experts(log, rank_model, batch)
+    add_balance(log, rank_model, batch)
+    if resolved.cut is not None:
+        add_pipeline(log, rank_model, resolved.cut, batch)
+
+
+def _add_step(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
+    add_step_balance(log, rank_model)
+    add_data(log, rank_model, microbatches)
+    if rank_model.cut is not None:
+        add_tied(log, rank_model, rank_model.cut)
+    add_scalars(log, rank_model)
 
 
 def _microbatches(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from meshkit.plan import Plan, match_table
 from meshkit.preflight.explain._explanation import ParamRow
 from meshkit.resolve import Resolved
 from meshkit.strategy import ContextPolicy, MemoryPolicy
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,28 @@ class RankModel:
 
     @cached_property
     def flow(self) -> Flow:
-        stage_of = self.cut.stages.stage_of if self.cut is not None else None
-        return Flow(self.model, self.plan, blocks=list(self.treatments), stage_of=stage_of)
+        def made() -> Flow:
+            stage_of = self.cut.stages.stage_of if self.cut is not None else None
+            return Flow(self.model, self.plan, blocks=list(self.treatments), stage_of=stage_of)
+
+        return self.derived("flow", made)
 
     @cached_property
     def params(self) -> dict[str, LocalParam]:
-        return local_params(self)
+        return self.derived(("params", self.place), lambda: local_params(self))
+
+    @property
+    def place(self) -> Hashable:
+        """The indices on which it depends what the rank holds before fully_shard."""
+        return self.at("pp"), self.at("tp"), self.expert_coordinate
+
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """`make()`, kept with the decisions. key: all that it depends on besides; on no size of a data axis."""
+        derived = self.resolved.derived
+        if key not in derived:
+            derived[key] = make()
+        made: Made = derived[key]
+        return made
 
     def at(self, axis: str) -> int:
         return self.coordinate.get(axis, 0)

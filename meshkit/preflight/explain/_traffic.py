@@ -5,7 +5,7 @@ It is read from the same tables that `parallelize` executes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -108,21 +108,13 @@ def _add_sums(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
     """ZeRO (FSDP) and replicas: all-gathers of parameters, reduce-scatters and all-reduces of gradients."""
-    # Under all of their names: a tied parameter whose second name is outside of a unit keeps that unit in the root.
-    names = {
-        name: param
-        for name, param in rank_model.model.named_parameters(remove_duplicate=False)
-        if rank_model.runs(name)
-    }
-    units = shard_units(names, [*rank_model.blocks, *rank_model.units])
-    expert_units = [name for name in rank_model.experts if rank_model.runs(name) and in_expert_view(rank_model.spec)]
     head = None if rank_model.memory.loss is None else head_of(rank_model.model, rank_model.plan)
     keep_gathered = kept_units(rank_model.blocks, rank_model.units, head)
     # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
     # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
     prefetched = rank_model.flow.last_without_gradient([*rank_model.blocks, *rank_model.units])
     # Experts first, as `parallelize` shards them first: what a unit has taken, none around it takes.
-    for unit, params in _unit_params(rank_model.params, [*expert_units, *units]):
+    for unit, params in rank_model.derived(("units", rank_model.place), lambda: _units(rank_model)):
         if params:
             # Experts are gathered and freed with their block: see [Note: gathers outside of recompute].
             owner = next((block for block in rank_model.blocks if unit.startswith(f"{block}.")), unit)
@@ -167,13 +159,21 @@ def _reduced_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
     return reduction_dtype(torch.empty(0, dtype=param.dtype), rank_model.memory.precision)
 
 
-def _unit_params(params: Mapping[str, LocalParam], units: list[str]) -> Iterator[tuple[str, dict[str, LocalParam]]]:
+def _units(rank_model: RankModel) -> list[tuple[str, dict[str, LocalParam]]]:
     """(unit, its parameters); last, under "", those of the root."""
-    rest = dict(params)
-    for unit in units:
-        names = [name for name in rest if name.startswith(f"{unit}.")]
-        yield unit, {name: rest.pop(name) for name in names}
-    yield "", rest
+    # Under all of their names: a tied parameter whose second name is outside of a unit keeps that unit in the root.
+    names = {
+        name: param
+        for name, param in rank_model.model.named_parameters(remove_duplicate=False)
+        if rank_model.runs(name)
+    }
+    units = shard_units(names, [*rank_model.blocks, *rank_model.units])
+    expert_units = [name for name in rank_model.experts if rank_model.runs(name) and in_expert_view(rank_model.spec)]
+    rest, found = dict(rank_model.params), []
+    for unit in [*expert_units, *units]:
+        inside = [name for name in rest if name.startswith(f"{unit}.")]
+        found.append((unit, {name: rest.pop(name) for name in inside}))
+    return [*found, ("", rest)]
 
 
 def _padded(param: LocalParam, shards: int) -> int:

@@ -105,11 +105,14 @@ def _chosen(rank_model: RankModel, name: str) -> int:
 
 
 def _routers(rank_model: RankModel) -> list[tuple[str, Any]]:
-    return [
-        (name, child)
-        for name, child in rank_model.model.named_modules()
-        if hasattr(child, "reduce_counts") and rank_model.runs(name)
-    ]
+    def found() -> list[tuple[str, Any]]:
+        return [
+            (name, child)
+            for name, child in rank_model.model.named_modules()
+            if hasattr(child, "reduce_counts") and rank_model.runs(name)
+        ]
+
+    return rank_model.derived(("routers", rank_model.at("pp")), found)
 
 
 def _token_axes(rank_model: RankModel) -> list[str]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from meshkit._parallelize import parallelize
+from meshkit._parallelize import execute
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._inner import inner_mesh, inner_strategy
-from meshkit.preflight._thin import kinds_of_blocks, thin
+from meshkit.preflight._thin import kinds_of_blocks, thin_program
 from meshkit.preflight.estimate import Kernels, fake_mesh
 from meshkit.preflight.forecast._profile import ModelProfile, Profile
 from meshkit.preflight.forecast._trace import OpTrace
-from meshkit.resolve import Resolved
+from meshkit.resolve import Resolved, resolve
 from meshkit.step import Loss, next_token_loss
 
 NOTHING = Profile(ops=(), launches={})
@@ -40,11 +41,11 @@ def profile_model(
     model = resolved.program.model
     kinds = kinds_of_blocks(model, resolved.blocks, resolved.treatments)
     try:
-        traced = _traced(thin(model, kinds), resolved, set(kinds.values()), rows, seq_len, mask, loss, kernels)
+        traced = _traced(kinds, resolved, rows, seq_len, mask, loss, kernels)
     except (MeshkitError, LookupError, RuntimeError):
         # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
         kinds = {name: name for name in kinds}
-        traced = _traced(thin(model, kinds), resolved, set(kinds), rows, seq_len, mask, loss, kernels)
+        traced = _traced(kinds, resolved, rows, seq_len, mask, loss, kernels)
     profiles, called = traced
     around = [name for name in dict.fromkeys(called) if name not in kinds]
     first = next((at for at, name in enumerate(called) if name in kinds), 0)
@@ -56,23 +57,25 @@ def profile_model(
 
 
 def _traced(
-    model: nn.Module,
+    kinds: Mapping[str, str],
     resolved: Resolved,
-    blocks: set[str],
     rows: int,
     seq_len: int,
     mask: Mask | Sequence[Mask] | None,
     loss: Loss,
     kernels: Kernels,
 ) -> tuple[dict[str, Profile], list[str]]:
-    spec = inner_mesh(resolved.spec)
+    spec, blocks = inner_mesh(resolved.spec), set(kinds.values())
     strategy = inner_strategy(resolved, spec, blocks)
-    if resolved.memory.precision is not None and strategy.memory.precision is None:
-        model.to(resolved.compute)
+    casts = resolved.memory.precision is not None and strategy.memory.precision is None
+    dtype = resolved.compute if casts else None
+    program = thin_program(resolved, kinds, ("ran", dtype), lambda model: _cast(model, dtype))
     # The fullest rank of dp_shard, of which here are only as many as hold all experts.
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
+    model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
-        run = parallelize(model, mesh, strategy, example=resolved.program.example)
+        inner = resolve(program, strategy, spec, device_type=mesh.device.type)
+        run = execute(model, mesh, inner)
         owners = blocks | set(modules_around(run.model, blocks))
         fused = blocks if resolved.strategy.compile else ()
         run.forward_backward(batch, mask=mask, loss=loss, step=0)  # the first step looks at the model as well
@@ -80,6 +83,10 @@ def _traced(
         with OpTrace(run.model, owners, fused=fused) as trace:
             run.forward_backward(batch, mask=mask, loss=loss, step=1)
     return trace.profiles(), trace.called
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    model.to(dtype)
 
 
 def modules_around(model: nn.Module, blocks: set[str]) -> list[str]:

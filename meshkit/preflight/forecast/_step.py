@@ -8,7 +8,7 @@ from functools import lru_cache
 from meshkit.mask import Mask
 from meshkit.parallel.data import Zero
 from meshkit.parallel.pipeline import Cut, Schedule
-from meshkit.preflight.explain import Explanation, Sent, explain_resolved
+from meshkit.preflight.explain import Explanation, Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.resolve import Resolved
 
@@ -38,10 +38,10 @@ def step_profile(
         names = {stage: _names(stage, cut, computed) for stage in of_rank}
         alike = tuple(tuple(_kind(computed, name) for name in names[stage]) for stage in of_rank)
         if alike not in known:
-            said = explain_resolved(
-                resolved, rows=rows, seq_len=seq_len, microbatches=microbatches, mask=mask, coordinate={"pp": rank}
-            )
-            known[alike] = _parts(resolved, said, computed, names)
+            said = explain_step(resolved, microbatches=microbatches, coordinate={"pp": rank})
+            every = [name for stage in of_rank for name in names[stage]]
+            calls = _calls(resolved, rank, every, max(1, -(-rows // microbatches)), seq_len, mask)
+            known[alike] = _parts(resolved, said, calls, computed, names)
             once |= dict.fromkeys(_once(said))
         for stage, parts in zip(of_rank, known[alike].values(), strict=True):
             stages[stage] = parts
@@ -81,21 +81,41 @@ def _kind(computed: ModelProfile, name: str) -> Hashable:
     return name if profile is None else id(profile)
 
 
+def _calls(
+    resolved: Resolved,
+    rank: int,
+    names: Sequence[str],
+    rows: int,
+    seq_len: int,
+    mask: Mask | Sequence[Mask] | None,
+) -> Mapping[str, tuple[Call, ...]]:
+    """By part what a rank of pp sends in its first microbatch. What no data axis changes is kept with the decisions."""
+    key = "calls", rank, tuple(names), rows, seq_len
+    if mask is None and key in resolved.derived:
+        kept: Mapping[str, tuple[Call, ...]] = resolved.derived[key]
+        return kept
+    calls: dict[str, list[Call]] = {name: [] for name in names}
+    for sent in explain_microbatch(resolved, rows=rows, seq_len=seq_len, mask=mask, coordinate={"pp": rank}):
+        if sent.what != "hidden states":
+            calls[_owner(sent.module, names)].append(_call(sent))
+    made = {name: tuple(each) for name, each in calls.items()}
+    if mask is None:
+        resolved.derived[key] = made
+    return made
+
+
 def _parts(
-    resolved: Resolved, said: Explanation, computed: ModelProfile, names: Mapping[int, Sequence[str]]
+    resolved: Resolved,
+    said: Explanation,
+    calls: Mapping[str, tuple[Call, ...]],
+    computed: ModelProfile,
+    names: Mapping[int, Sequence[str]],
 ) -> dict[int, tuple[Part, ...]]:
     every = [name for stage in names.values() for name in stage]
-    calls: dict[str, list[Call]] = {name: [] for name in every}
     data: dict[str, list[Call]] = {name: [] for name in every}
     for sent in said.sent:
-        owner = _owner(sent.module, every)
-        if sent.phase == "step" or sent.what == "hidden states" or _is_tied(sent):
-            continue
-        if sent.microbatches:
-            if 0 in sent.microbatches:
-                calls[owner].append(_call(sent))
-        else:
-            data[owner].append(_call(sent))
+        if sent.phase != "step" and not _is_tied(sent):
+            data[_owner(sent.module, every)].append(_call(sent))
     shards = _sizes(resolved, said, every)
     profiles = {**computed.blocks, **computed.around}
     return {
@@ -103,7 +123,7 @@ def _parts(
             Part(
                 name=name,
                 profile=profiles.get(name, Profile(ops=(), launches={})),
-                calls=tuple(calls[name]),
+                calls=calls[name],
                 data=tuple(data[name]),
                 copied_bytes=_copied_bytes(data[name]),
                 trained=shards[name][0],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
+
+import numpy as np
 
 
 def min_max_partition(
@@ -15,23 +16,23 @@ def min_max_partition(
     Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1.
     """
     assert 1 <= stages <= len(seconds)
-    total = [0.0, *accumulate(seconds)]
-    count = len(seconds)
-    # best[n]: (slowest stage, where the last one begins) of the first n blocks in so many stages
-    best = [(total[n] + first, 0) if n else (inf, 0) for n in range(count + 1)]
-    tables = [best]
-    for stage in range(1, stages):
-        more = last if stage == stages - 1 else 0.0
-        best = [(inf, 0)] * (count + 1)
-        for n in range(stage + 1, count + 1):
-            best[n] = min((max(tables[-1][at][0], total[n] - total[at] + more), -at) for at in range(stage, n))
-        tables.append(best)
     if stages == 1:
-        return (count,)
+        return (len(seconds),)
+    total = np.array([0.0, *accumulate(seconds)])
+    count = len(seconds)
+    begins = np.arange(count + 1)
+    # slowest[n]: of the first n blocks in so many stages the slowest one's seconds, where the last begins in begin[n].
+    slowest = np.where(begins > 0, total + first, np.inf)
+    tables = []
+    for stage in range(1, stages):
+        own = total[:, None] - total[None, :] + (last if stage == stages - 1 else 0.0)
+        both = np.where(begins[None, :] < begins[:, None], np.maximum(slowest[None, :], own), np.inf)
+        begin = count - both[:, ::-1].argmin(axis=1)  # the last of those that are as fast
+        slowest = both[begins, begin]
+        tables.append(begin)
     counts: list[int] = []
     end = count
-    for table in reversed(tables[1:]):
-        begin = -table[end][1]
-        counts.append(end - begin)
-        end = begin
+    for begin in reversed(tables):
+        counts.append(end - int(begin[end]))
+        end = int(begin[end])
     return (end, *reversed(counts))

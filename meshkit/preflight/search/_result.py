@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshkit.errors import MeshkitError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight._format import format_axes, format_bytes, table_lines
 from meshkit.preflight.estimate import Composed
@@ -136,6 +137,10 @@ def flags_of(strategy: Strategy) -> str:
     if strategy.pipeline.stages is not None:
         parts.append(f"(stages {','.join(map(str, strategy.pipeline.stages))})")
     return " ".join(parts)
+
+
+def reason_of(error: MeshkitError) -> str:
+    return str(error).splitlines()[0]
 
 
 def pareto(tried: Iterable[Tried]) -> tuple[Tried, ...]:

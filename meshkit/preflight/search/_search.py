@@ -8,35 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as counting
-from math import ceil
-from typing import Literal
 
 from torch import nn
 
 from meshkit.cluster import Cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
-from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, estimate
-from meshkit.preflight.forecast import (
-    Batch,
-    Forecast,
-    Prices,
-    Profiles,
-    StepProfile,
-    forecast_profile,
-    profile_step,
-)
+from meshkit.preflight.estimate import estimate
+from meshkit.preflight.forecast import Batch
+from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
+from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
-from meshkit.preflight.search._result import Found, Neighbour, Tried, pareto, why_it_loses
+from meshkit.preflight.search._pricing import Goal, Pricing
+from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
 from meshkit.preflight.search._space import Space, divisors
-from meshkit.resolve import Resolved, resolve
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import OptimizerPolicy, Strategy
+from meshkit.strategy import PipelinePolicy, Strategy
 
-Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
-PHASES = ("forward", "backward", "weight")
-FUSED = ("gpipe", "1f1b")  # the gradients of a stage's inputs leave when those of its weights are there too
-ONE_STAGE = (*FUSED, "zb-h1", "zb-h2")
+SIMULATED = 2048  # tasks; a longer table is simulated once, when its strategy is priced
 
 
 def search(
@@ -59,7 +48,8 @@ def search(
     model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. goal: "time", seconds of a
     step; "cost", seconds times ranks; "fewest ranks", the least divisor of the world on which something fits, then time; or a
     function of a `Forecast`, for which everything is priced. fixed: choices that stay, as precision. exhaustive: price
-    everything, also what cannot be best by its bound. recheck: the winner by the traced `estimate` as well, for seconds.
+    everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
+    what its composed peak may be wrong by.
     progress: called with how many were priced, how many are left, and the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
     Raises: PlanError for no world, and for a goal that there is not.
@@ -73,7 +63,7 @@ def search(
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
-    pricing = _Pricing(model, machine, batch, loss, goal)
+    pricing = Pricing(model, machine, batch, loss, goal)
     worlds = divisors(world) if goal == "fewest ranks" else [world]
     for ranks in worlds:
         found = _of_world(pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, progress)
@@ -82,161 +72,228 @@ def search(
     return found
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """Seconds of kernels and blocking messages of one microbatch, in all stages together."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-    def least_s(self, strategy: Strategy, *, share: float = 1.0) -> float:
-        """Lower bound of the step's seconds with stages cut anywhere. share: of these seconds, that the microbatch takes.
-
-        A rank of pp computes the mean of all at least. Where each has one stage of seconds x, it waits for the stages before
-        it, for the first microbatch and after the last: their x, summed, and m times its own are no longer than the step C.
-        With all of them equal C is least:
-        C = X / (1 - (1 - 1/m) ** p), X the seconds of all stages.
-        """
-        count, stages = strategy.microbatches or 1, strategy.mesh_for().pp
-        through = self.forward_s + self.backward_s
-        total = through + self.weight_s
-        least = total * count / stages
-        if stages > 1 and strategy.pipeline.schedule in ONE_STAGE:
-            if strategy.pipeline.schedule in FUSED:
-                through = total
-            least = max(least, through / (1 - (1 - 1 / count) ** stages))
-        return least * share
-
-
-class _Pricing:
-    """Resolves, composes and prices strategies of one model, batch and cluster, each once."""
-
-    def __init__(self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal) -> None:
-        self.model, self.cluster, self.batch, self.loss, self.goal = model, cluster, batch, loss, goal
-        self.profiles, self.memory = Profiles(), MemoryProfiles()
-        self.program = self.profiles.program_of(model)
-        self._resolved: dict[str, Resolved] = {}
-        self._profiles: dict[str, StepProfile] = {}
-        self._peaks: dict[str, Composed] = {}
-        self._tried: dict[str, Tried] = {}
-        self._microbatches: dict[Hashable, Microbatch] = {}
-
-    def forget(self) -> None:
-        """What is large and of single strategies; of thousands it would not fit."""
-        self._resolved.clear()
-        self._profiles.clear()
-
-    def resolved(self, strategy: Strategy) -> Resolved:
-        key = repr(strategy)
-        if key not in self._resolved:
-            kernels = self.cluster.device.kernels
-            self._resolved[key] = resolve(self.program, strategy, strategy.mesh_for(), device_type=kernels)
-        return self._resolved[key]
-
-    def profile(self, strategy: Strategy) -> StepProfile:
-        key = repr(strategy)
-        if key not in self._profiles:
-            self._profiles[key] = profile_step(
-                self.resolved(strategy),
-                self.batch,
-                microbatches=strategy.microbatches or 1,
-                loss=self.loss,
-                kernels=self.cluster.device.kernels,
-                profiles=self.profiles,
-            )
-        return self._profiles[key]
-
-    def tried(self, strategy: Strategy) -> Tried:
-        key = repr(strategy)
-        if key not in self._tried:
-            told = forecast_profile(self.profile(strategy), self.cluster)
-            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=self.peak(strategy), cost=self.cost(told))
-        return self._tried[key]
-
-    def cost(self, told: Forecast) -> float:
-        if callable(self.goal):
-            return self.goal(told)
-        return told.seconds * told.ranks if self.goal == "cost" else told.seconds
-
-    def balanced(self, strategy: Strategy) -> Strategy | None:
-        """With stages that are as fast as can be; None where they are so already, or were given."""
-        cut = self.resolved(strategy).cut
-        if cut is None or strategy.pipeline.stages is not None:
-            return None
-        profile = self.profile(strategy)
-        prices = Prices(self.cluster, profile.spec)
-        blocks = {name for stage in cut.stages.blocks for name in stage}
-        seconds: list[float] = []
-        around = [0.0] * len(profile.stages)
-        for stage, parts in enumerate(profile.stages):
-            own = {part.name: _part_s(prices, part) for part in parts}
-            # In a stage that is like another its parts have that one's names: blocks are counted, not looked up.
-            of_blocks = [s for name, s in own.items() if name in blocks]
-            seconds += of_blocks
-            around[stage] = sum(own.values()) - sum(of_blocks)
-        counts = tuple(len(stage) for stage in cut.stages.blocks)
-        if len(seconds) != sum(counts):
-            return None
-        best = min_max_partition(seconds, len(counts), first=around[0], last=around[-1])
-        return None if best == counts else replace(strategy, pipeline=replace(strategy.pipeline, stages=best))
-
-    def microbatch(self, strategy: Strategy) -> Microbatch:
-        """Of this strategy's microbatch; those that compute alike are traced once."""
-        key = _computes(strategy, self.batch)
-        if key not in self._microbatches:
-            profile = self.profile(strategy)
-            prices = Prices(self.cluster, profile.spec)
-            parts = [prices.part(part) for stage in profile.stages for part in stage]
-            forward, backward, weight = (sum(part.seconds(phase) for part in parts) for phase in PHASES)
-            self._microbatches[key] = Microbatch(forward, backward, weight)
-        return self._microbatches[key]
-
-    def peak(self, strategy: Strategy) -> Composed:
-        key = repr(strategy)
-        if key not in self._peaks:
-            resolved = self.resolved(strategy)
-            self._peaks[key] = compose(
-                resolved,
-                rows=self.batch.rows(resolved.spec),
-                seq_len=self.batch.seq_len,
-                microbatches=strategy.microbatches,
-                profiles=self.memory,
-                loss=self.loss,
-                kernels=self.cluster.device.kernels,
-            )
-        return self._peaks[key]
-
-    def least_bytes(self, strategy: Strategy) -> int:
-        """Of the rank that has most: parameters, and with AdamW in fp32 its moments, shared evenly."""
-        spec = strategy.mesh_for()
-        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
-        parameters, trained = self.program.parameters, self.program.trained
-        alone = {id(param): param for name, param in parameters.items() if name in trained}.values()
-        total = sum(param.numel() * param.element_size() for param in alone)
-        return sets * total * spec.dp_replicate // spec.world_size
-
-
-def _part_s(prices: Prices, part: object) -> float:
-    priced = prices.part(part)  # type: ignore[arg-type]
-    return sum(priced.seconds(phase) for phase in PHASES)
-
-
 @dataclass(order=True)
 class _Node:
-    """Of the heap: a family, strategies that differ in rows and ranks alone, or one of them. is_known: its own microbatch was
-    traced.
+    """Of the heap: a family, whose strategies differ in rows and ranks alone; or a group of them, which differ in how their
+    data ranks are split into replicas and shards. level: how much is known of the group.
+
+    0: the family's largest microbatch; 1: what its stages do of that at least; 2: the same of its own microbatch.
     """
 
     bound: float
     number: int
     family: Hashable = None
-    strategy: Strategy | None = None
-    is_known: bool = False
+    group: tuple[Strategy, ...] = ()
+    level: int = 0
+
+
+class _World:
+    """Best first over the strategies of one world: what waits, and what was found."""
+
+    def __init__(
+        self, pricing: Pricing, world: int, device_bytes: int | None, *, exhaustive: bool, balance: bool
+    ) -> None:
+        self.pricing, self.device_bytes = pricing, device_bytes
+        self.scale = world if pricing.goal == "cost" else 1
+        self.exhaustive, self.balance = exhaustive, balance
+        self.refused: Counter[str] = Counter()
+        self.unfit = self.left = 0
+        self.tried: list[Tried] = []
+        self.best: Tried | None = None
+        self.least: tuple[int, Strategy] | None = None
+        self.families: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
+        self.heap: list[_Node] = []
+        self._most: dict[Hashable, int] = {}
+        self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
+        self._number = counting()
+        # A model of rates favours size; measured points may not.
+        self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
+        self.crowded = pricing.cluster.crowding > 1
+
+    def push(self, bound: float, group: tuple[Strategy, ...] = (), *, family: Hashable = None, level: int = 0) -> None:
+        heapq.heappush(self.heap, _Node(bound, next(self._number), family, group, level))
+
+    def add(self, strategies: Sequence[Strategy]) -> None:
+        for strategy in strategies:
+            spec = strategy.mesh_for()
+            alike = replace(spec, dp_replicate=1, dp_shard=spec.dp_replicate * spec.dp_shard)
+            family = self.pricing.family(strategy)
+            key = alike, strategy.microbatches, strategy.pipeline.schedule, strategy.zero
+            self.families.setdefault(family, {}).setdefault(key, []).append(strategy)
+            self._most[family] = max(self._most.get(family, 0), self.pricing.rows(strategy))
+        for family in self.families:
+            self.push(0.0, family=family)
+        self.left = len(strategies)
+
+    def step(self, node: _Node) -> None:
+        """Learn more of the node, or price it."""
+        group = node.group
+        if not group:
+            for each in self.families[node.family].values():
+                # Most shards first: they hold least.
+                by_shards = tuple(sorted(each, key=lambda one: one.mesh_for().dp_replicate))
+                self.push(0.0 if self.exhaustive else self.mean_s(each[0]), by_shards)
+        elif self.exhaustive:
+            for variant in self.variants(group):
+                self.left -= len(variant)
+                for strategy in variant:
+                    self.price(strategy)
+        elif node.level == 0 and group[0].mesh_for().pp > 1 and self.pricing.cut(group[0]) is None:
+            self.price_all(group)  # it is refused, as likely as not, and nothing is known of its stages
+        elif node.level == 0:
+            variants = self.variants(group)
+            self.left += (len(variants) - 1) * len(group)
+            for variant in variants:
+                small = self.small_enough(variant)
+                if small:
+                    self.push(max(node.bound, self.least_s(small[0], own=False)), small, level=1)
+        elif node.level == 1:
+            self.push(max(node.bound, self.least_s(group[0], own=True)), group, level=2)
+        else:
+            self.price_all(group)
+
+    def small_enough(self, group: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those that may fit, by their least bytes. Counts the others."""
+        if self.device_bytes is None:
+            return group
+        ranks: dict[bool, Ranks | None] = {}
+        small = []
+        for each in group:
+            alone = each.mesh_for().dp_shard * each.mesh_for().cp == 1
+            if alone not in ranks:
+                ranks[alone] = self.ranks(each)
+            of_ranks = ranks[alone]
+            if of_ranks is None or of_ranks.least_bytes(each, self.pricing.itemsize) <= self.device_bytes:
+                small.append(each)
+        self.unfit += len(group) - len(small)
+        self.left -= len(group) - len(small)
+        return tuple(small)
+
+    def price_all(self, group: tuple[Strategy, ...]) -> None:
+        """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
+        too_large = False
+        for strategy in group:
+            self.left -= 1
+            spec = strategy.mesh_for()
+            if too_large and spec.dp_shard * spec.cp > 1:  # one shard is not gathered
+                self.unfit += 1
+                continue
+            peak_bytes = self.price(strategy)
+            if self.device_bytes is not None and peak_bytes is not None:
+                too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
+
+    def variants(self, group: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
+        """The strategies, and the same with stages that are as fast as can be."""
+        first = group[0]
+        if not self.balance or first.mesh_for().pp == 1 or first.pipeline.stages is not None:
+            return [tuple(group)]
+        key = self.pricing.family(first), first.mesh_for().pp, first.pipeline.schedule
+        if key not in self._balanced:
+            self._balanced[key] = self.balanced(first)
+        counts = self._balanced[key]
+        if counts is None:
+            return [tuple(group)]
+        other = tuple(replace(each, pipeline=replace(each.pipeline, stages=counts)) for each in group)
+        return [tuple(group), other]
+
+    def balanced(self, strategy: Strategy) -> tuple[int, ...] | None:
+        """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
+        cut = self.pricing.cut(strategy)
+        microbatch, _ = self.microbatch(strategy, own=not self.is_modelled)
+        if cut is None or microbatch is None:
+            return None
+        first, last = (
+            Seconds.sum([microbatch.around[name] for name in names if name in microbatch.around]).total_s
+            for names in Stages.of(cut).ends
+        )
+        seconds = [microbatch.blocks[name].total_s for stage in cut.stages.blocks for name in stage]
+        counts = tuple(len(stage) for stage in cut.stages.blocks)
+        best = min_max_partition(seconds, len(counts), first=first, last=last)
+        return None if best == counts else best
+
+    # ------------------------------------------------------------------------------------------------------- bounds
+
+    def microbatch(self, strategy: Strategy, *, own: bool) -> tuple[Microbatch | None, float]:
+        """(seconds that were traced, the share of them that the strategy's own microbatch takes at least).
+
+        own: of its own rows; else of the family's largest, whose rows take the least seconds each.
+        """
+        rows = self.pricing.rows(strategy)
+        if own:
+            return self.pricing.microbatch(strategy, rows), 1.0
+        most = self._most[self.pricing.family(strategy)]
+        return (self.pricing.microbatch(strategy, most) if self.is_modelled else None), rows / most
+
+    def mean_s(self, strategy: Strategy) -> float:
+        microbatch, share = self.microbatch(strategy, own=False)
+        return 0.0 if microbatch is None else microbatch.least_s(strategy) * share * self.scale
+
+    def least_s(self, strategy: Strategy, *, own: bool) -> float:
+        """With its stages: what the slowest rank does, and by the pipeline's table. Data axes change nothing of it."""
+        microbatch, share = self.microbatch(strategy, own=own)
+        return 0.0 if microbatch is None else self._least_s(strategy, microbatch) * share * self.scale
+
+    def _least_s(self, strategy: Strategy, microbatch: Microbatch) -> float:
+        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
+        least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
+        if cut is None or self.crowded:
+            return least
+        stages = Stages.of(cut, strategy.pipeline.stages)
+        least = max(least, stages.least_s(microbatch, count))
+        cannot_be_best = self.best is not None and least * self.scale >= self.best.cost
+        if len(stages.placement) * count <= SIMULATED and not cannot_be_best:
+            table = table_of(cut, spec.pp, count)
+            least = max(least, 0.0 if table is None else stages.simulated_s(microbatch, table))
+        return least
+
+    def least_bytes(self, strategy: Strategy) -> float:
+        ranks = self.ranks(strategy)
+        return 0.0 if ranks is None else ranks.least_bytes(strategy, self.pricing.itemsize)
+
+    def ranks(self, strategy: Strategy) -> Ranks | None:
+        """With the family's largest microbatch, of whose bytes each row keeps its share at least."""
+        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
+        most, rows = self._most[pricing.family(strategy)], pricing.rows(strategy)
+        elements, kept = pricing.elements(strategy), pricing.kept(strategy, most)
+        if elements is None:
+            return None
+        if kept is not None:
+            kept = {name: (size * rows // most, waits * rows // most) for name, (size, waits) in kept.items()}
+        stages, table = None, None
+        if (cut := pricing.cut(strategy)) is not None:
+            stages = Stages.of(cut, strategy.pipeline.stages)
+            # What is alive at a time grows with the microbatches, until the pipeline is full.
+            table = table_of(cut, spec.pp, min(count, 2 * spec.pp))
+        return ranks_of(strategy, elements, pricing.itemsize, kept, stages, table)
+
+    # ------------------------------------------------------------------------------------------------------- prices
+
+    def price(self, strategy: Strategy) -> int | None:
+        """Returns its peak; None for what is refused."""
+        try:
+            peak_bytes = self.pricing.peak(strategy).peak_bytes
+            self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
+            fits = self.device_bytes is None or peak_bytes <= self.device_bytes
+            self.unfit += not fits
+            if fits or self.exhaustive:
+                self.tried.append(self.pricing.tried(strategy))
+        except MeshkitError as error:
+            self.refused[reason_of(error)] += 1
+            return None
+        if fits and (self.best is None or self.tried[-1].cost < self.best.cost):
+            self.best = self.tried[-1]
+        return peak_bytes
+
+    def drop_best(self) -> None:
+        """It does not fit, as the traced estimate says."""
+        self.tried.remove(self.best)  # type: ignore[arg-type]
+        self.unfit += 1
+        fitting = [each for each in self.tried if each.fits(self.device_bytes)]
+        self.best = min(fitting, key=lambda each: each.cost, default=None)
 
 
 def _of_world(
-    pricing: _Pricing,
+    pricing: Pricing,
     world: int,
     space: Space,
     base: Strategy,
@@ -246,138 +303,43 @@ def _of_world(
     progress: Callable[[int, int, Tried | None], None] | None,
 ) -> Found:
     began = time.monotonic()
-    strategies = list(
-        space.strategies(
-            pricing.batch, world, base, node=pricing.cluster.tiers[0].ranks, experts=_experts(pricing, base)
-        )
-    )
-    families: dict[Hashable, list[Strategy]] = {}
-    refused: Counter[str] = Counter()
-    unfit = 0
-    for strategy in strategies:
-        if device_bytes is not None and pricing.least_bytes(strategy) > device_bytes and not exhaustive:
-            unfit += 1
-        else:
-            families.setdefault(_computes(strategy, pricing.batch)[:-1], []).append(strategy)
-    number = counting()
-    heap = [_Node(0.0, next(number), family=key) for key in families]
-    left = sum(map(len, families.values()))
-    best: Tried | None = None
-    least: tuple[int, Strategy] | None = None
-    tried: list[Tried] = []
-    scale = world if pricing.goal == "cost" else 1
-    while heap and (exhaustive or best is None or heap[0].bound * scale < best.cost):
-        node = heapq.heappop(heap)
-        if node.strategy is None:
-            for strategy, bound in _opened(pricing, families[node.family], refused):
-                heapq.heappush(heap, _Node(bound, next(number), strategy=strategy))
-            pricing.forget()
-            left = sum(1 if each.strategy else len(families[each.family]) for each in heap)
-            continue
-        if not node.is_known:
-            try:
-                bound = pricing.microbatch(node.strategy).least_s(node.strategy)
-            except MeshkitError as error:
-                refused[_reason(error)] += 1
-                left -= 1
-                continue
-            heapq.heappush(heap, _Node(max(bound, node.bound), next(number), strategy=node.strategy, is_known=True))
-            continue
-        left -= 1
-        for strategy in _variants(pricing, node.strategy, refused, balance=space.balance):
-            try:
-                peak_bytes = pricing.peak(strategy).peak_bytes
-                least = min(least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
-                fits = device_bytes is None or peak_bytes <= device_bytes
-                unfit += not fits
-                if fits or exhaustive:
-                    tried.append(pricing.tried(strategy))
-            except MeshkitError as error:
-                refused[_reason(error)] += 1
-                continue
-            if fits and (best is None or tried[-1].cost < best.cost):
-                if recheck and not _is_right(pricing, tried[-1], device_bytes):
-                    unfit += 1
-                    continue
-                best = tried[-1]
-        pricing.forget()
-        if progress is not None:
-            progress(len(tried), left, best)
-    fitting = [each for each in tried if each.fits(device_bytes)]
+    state = _World(pricing, world, device_bytes, exhaustive=exhaustive, balance=space.balance)
+    node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
+    state.add(list(space.strategies(pricing.batch, world, base, node=node_ranks, experts=experts)))
+    while True:
+        while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
+            state.step(heapq.heappop(state.heap))
+            if progress is not None:
+                progress(len(state.tried), state.left, state.best)
+        if state.best is None or not recheck or _is_right(pricing, state.best, device_bytes):
+            break
+        state.drop_best()
+    fitting = [each for each in state.tried if each.fits(device_bytes)]
     return Found(
-        winner=best,
+        winner=state.best,
         front=pareto(fitting),
-        tried=tuple(tried),
-        refused=dict(refused),
-        unfit=unfit,
-        cut=left if heap else 0,
-        least=least,
-        neighbours=() if best is None else tuple(_neighbours(pricing, best, space, device_bytes)),
+        tried=tuple(state.tried),
+        refused=dict(state.refused),
+        unfit=state.unfit,
+        cut=state.left,
+        least=state.least,
+        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, device_bytes)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
     )
 
 
-def _experts(pricing: _Pricing, base: Strategy) -> int:
+def _experts(pricing: Pricing, base: Strategy) -> int:
     """Of the block that has most, by the plan; 0 without."""
-    resolved = resolve(pricing.program, replace(base, mesh=MeshSpec()), MeshSpec())
+    resolved = pricing.resolved(replace(base, mesh=MeshSpec(), microbatches=1, pipeline=PipelinePolicy(), zero=None))
     modules = pricing.program.modules
     counts = [getattr(modules[name], "num_experts", 0) for name in resolved.experts]
     return max((each if isinstance(each, int) and each else pricing.batch.tokens for each in counts), default=0)
 
 
-def _computes(strategy: Strategy, batch: Batch) -> tuple[Hashable, ...]:
-    """What one microbatch of a rank depends on, its rows last: strategies with equal ones trace the same."""
-    spec = strategy.mesh_for()
-    inner = spec.cp, spec.tp, spec.ep, spec.etp
-    recompute = repr(strategy.memory.recompute)
-    return inner, strategy.sequence, recompute, strategy.context.scheme, _rows(strategy, batch)
-
-
-def _opened(pricing: _Pricing, strategies: Sequence[Strategy], refused: Counter[str]) -> list[tuple[Strategy, float]]:
-    """The family's strategies with their bounds, by the largest microbatch, whose rows take the least seconds each."""
-    waiting = sorted(strategies, key=lambda each: -_rows(each, pricing.batch))
-    while waiting:
-        try:
-            largest = pricing.microbatch(waiting[0])
-        except MeshkitError as error:
-            refused[_reason(error)] += 1
-            waiting.pop(0)
-            continue
-        most = _rows(waiting[0], pricing.batch)
-        # A model of rates favours size; measured points may not.
-        is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
-        return [
-            (each, largest.least_s(each, share=_rows(each, pricing.batch) / most) if is_modelled else 0.0)
-            for each in waiting
-        ]
-    return []
-
-
-def _rows(strategy: Strategy, batch: Batch) -> int:
-    """Of a microbatch."""
-    return ceil(batch.rows(strategy.mesh_for()) / (strategy.microbatches or 1))
-
-
-def _variants(pricing: _Pricing, strategy: Strategy, refused: Counter[str], *, balance: bool) -> list[Strategy]:
-    """The strategy, and the same with stages that are as fast as can be."""
-    if not balance or strategy.mesh_for().pp == 1:
-        return [strategy]
-    try:
-        other = pricing.balanced(strategy)
-    except MeshkitError as error:
-        refused[_reason(error)] += 1
-        return []
-    return [strategy] if other is None else [strategy, other]
-
-
-def _reason(error: MeshkitError) -> str:
-    return str(error).splitlines()[0]
-
-
-def _is_right(pricing: _Pricing, tried: Tried, device_bytes: int | None) -> bool:
-    """By the traced estimate of its fullest rank."""
-    if device_bytes is None:
+def _is_right(pricing: Pricing, tried: Tried, device_bytes: int | None) -> bool:
+    """Whether it fits: by the traced estimate of its fullest rank, where the composed one may be wrong by what decides."""
+    if device_bytes is None or tried.peak_bytes * (1 + tried.memory.within) <= device_bytes:
         return True
     traced = estimate(
         pricing.model,
@@ -389,48 +351,3 @@ def _is_right(pricing: _Pricing, tried: Tried, device_bytes: int | None) -> bool
         loss=pricing.loss,
     )
     return traced.peak_bytes <= device_bytes
-
-
-# Neighbours: the best with one choice changed
-
-
-def _neighbours(pricing: _Pricing, best: Tried, space: Space, device_bytes: int | None) -> list[Neighbour]:
-    found = []
-    for change, strategy in _changed(best.strategy, space):
-        try:
-            other = pricing.tried(strategy)
-        except MeshkitError as error:
-            found.append(Neighbour(change, f"refused: {_reason(error)}"))
-            continue
-        found.append(Neighbour(change, why_it_loses(best, other, device_bytes)))
-    return found
-
-
-def _changed(best: Strategy, space: Space) -> list[tuple[str, Strategy]]:
-    spec = best.mesh_for()
-    changed: list[tuple[str, Strategy]] = []
-    plain = replace(best, pipeline=replace(best.pipeline, stages=None))
-    for axis in ("tp", "pp", "cp"):
-        for size in (getattr(spec, axis) // 2, getattr(spec, axis) * 2):
-            allowed = getattr(space, axis)
-            shards, rest = divmod(spec.dp_shard * getattr(spec, axis), size or 1)
-            if size and not rest and shards and (allowed is None or size in allowed):
-                mesh = replace(spec, **{axis: size, "dp_shard": shards})
-                changed.append((f"{axis}={size}", replace(plain, mesh=mesh)))
-    count = best.microbatches or 1
-    for parts in (count // 2, count * 2):
-        if parts and (space.microbatches is None or parts in space.microbatches):
-            changed.append((f"microbatches={parts}", replace(best, microbatches=parts)))
-    for mode in space.recompute:
-        if mode != best.memory.recompute:
-            changed.append((f"recompute={mode}", replace(best, memory=replace(best.memory, recompute=mode))))
-    if spec.tp > 1 and len(space.sequence) > 1:
-        changed.append((f"sequence={not best.sequence}", replace(best, sequence=not best.sequence)))
-    if spec.pp > 1:
-        for name in space.schedule:
-            if name != best.pipeline.schedule:
-                changed.append((f"schedule={name}", replace(plain, pipeline=replace(plain.pipeline, schedule=name))))
-    for zero in space.zero if spec.pp == 1 else ():
-        if zero != best.zero:
-            changed.append((f"zero={zero}", replace(best, zero=zero)))
-    return changed

@@ -67,7 +67,7 @@ def command(args: list[str]) -> None:
             Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
             world=options.world,
             device_memory=device_bytes,
-            space=_space(options, resolved.strategy, _given(rest)),
+            space=_space(options, resolved.strategy, _given(rest), str(recipe.config.mesh)),
             goal=options.goal,
             fixed=_fixed(resolved.strategy, _given(rest)),
             loss=step["loss"],
@@ -89,8 +89,8 @@ def _given(rest: list[str]) -> set[str]:
     return {each.partition("=")[0].lstrip("-").removeprefix("no-") for each in rest if each.startswith("--")}
 
 
-def _space(options: Search, strategy: Strategy, given: set[str]) -> Space:
-    """A flag that says what is the default anyway stays as well."""
+def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> Space:
+    """A flag that says what is the default anyway stays as well, and an axis of --mesh that says 1."""
     said = {
         "zero": (strategy.zero,),
         "sequence": (strategy.sequence,),
@@ -98,6 +98,8 @@ def _space(options: Search, strategy: Strategy, given: set[str]) -> Space:
         "recompute": (strategy.memory.recompute,),
     }
     changes: dict[str, Any] = {name: value for name, value in said.items() if name in given}
+    sizes = [word.partition("=") for word in mesh.replace(",", " ").split()] if "mesh" in given else []
+    changes |= {axis: (int(size),) for axis, _, size in sizes if int(size) != -1}
     return replace(Space(cp=options.cp, schedule=options.schedules), **changes)
 
 

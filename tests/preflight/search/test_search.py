@@ -1,6 +1,6 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -8,9 +8,14 @@ import torch
 
 import meshkit as mk
 from meshkit.errors import PlanError
+from meshkit.parallel.pipeline import peak_live
+from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.search import min_max_partition
-from meshkit.preflight.search._search import _Pricing
+from meshkit.preflight.search._pricing import Pricing
+from meshkit.preflight.search._search import _World
 from meshkit.preflight.search.command import command
+from meshkit.program import read_program
+from meshkit.resolve import resolve, resolve_alike
 from meshkit.step import next_token_loss
 
 pytestmark = pytest.mark.turns(4)
@@ -52,9 +57,12 @@ BATCH = mk.Batch(sequences=64, seq_len=128)
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
     every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
-    pricing = _Pricing(model, CLUSTER, BATCH, next_token_loss, "time")
+    world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
+    world.add([each.strategy for each in every.tried])
     for each in every.tried:
-        assert pricing.microbatch(each.strategy).least_s(each.strategy) <= each.seconds
+        bounds = [world.mean_s(each.strategy), *(world.least_s(each.strategy, own=own) for own in (False, True))]
+        assert max(bounds) <= each.seconds
+        assert 0 < world.least_bytes(each.strategy) <= each.peak_bytes
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
@@ -113,3 +121,67 @@ def test_the_command_prints_flags_and_writes_the_winner(tmp_path, capsys):
     best = mk.Strategy.read(out)
     assert best.mesh_for().world_size == 4
     assert best.memory.recompute == "none"
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("world", "space"),
+    [
+        (
+            8,
+            mk.Space(tp=(1, 2), dp_replicate=(1,), schedule=("interleaved", "zbv"), recompute=("full",), balance=False),
+        ),
+        (64, mk.Space(pp=(1, 2, 8), tp=(1, 8), dp_replicate=(1, 2, 64), recompute=("none",), balance=False, rows=1)),
+    ],
+)
+def test_what_is_legal_is_priced_and_what_is_refused_is_not(world, space):
+    """Each strategy is resolved again by itself: the search decides for many at once."""
+    model = dense(num_hidden_layers=2, num_key_value_heads=2, **SMALL)
+    batch = mk.Batch(sequences=64, seq_len=32)
+    found = mk.search(model, CLUSTER, batch, world=world, space=space, exhaustive=True)
+    program = read_program(model)
+    legal = set()
+    strategies = list(space.strategies(batch, world, mk.Strategy(), node=8, experts=0))
+    for strategy in strategies:
+        try:
+            resolved = resolve(program, strategy, strategy.mesh_for(), device_type="cuda")
+            resolved.refuse_tokens(batch.seq_len)
+        except PlanError:
+            continue
+        legal.add(repr(strategy))
+    assert {repr(each.strategy) for each in found.tried} == legal
+    assert 0 < len(legal) < len(strategies)
+    assert sum(found.refused.values()) == len(strategies) - len(legal)
+
+
+def test_what_is_resolved_for_many_is_what_each_is():
+    model = dense(num_hidden_layers=4, **SMALL)
+    alone, shared = read_program(model), read_program(model)
+    space = mk.Space(
+        pp=(1, 2), tp=(1, 2), microbatches=(1, 2, 4), schedule=("1f1b", "zb-h1"), recompute=("none", "full")
+    )
+    seen = 0
+    for strategy in space.strategies(mk.Batch(sequences=64, seq_len=32), 8, mk.Strategy(), node=8, experts=0):
+        spec = strategy.mesh_for()
+        one, other = resolve(alone, strategy, spec), resolve_alike(shared, strategy, spec)
+        assert (other.strategy, other.spec) == (strategy, spec)
+        for name in ("plan", "blocks", "units", "mlps", "zero", "sequence", "compute", "head", "treatments", "whole"):
+            assert getattr(one, name) == getattr(other, name), name
+        assert (one.cut is None) == (other.cut is None)
+        assert one.cut is None or (one.cut.stages, one.cut.placement) == (other.cut.stages, other.cut.placement)
+        assert (one.layout is None) == (other.layout is None)
+        seen += 1
+    assert seen > 50
+
+
+def test_what_is_alive_grows_with_the_microbatches_until_the_pipeline_is_full():
+    """By which a short table bounds the bytes of a long one."""
+    for name, ranks in product(NAMES, (2, 3, 4)):
+        lives = []
+        for count in (2 * ranks, 3 * ranks, 4 * ranks, 8 * ranks):
+            table = named(name)(ranks, count)
+            lives.append([peak_live(task for row in rows for task in row.tasks) for rows in table.ranks])
+        for less, more in pairwise(lives):
+            assert all(a <= b for a, b in zip(less, more, strict=True)), name

@@ -1,0 +1,229 @@
+"""Lower bounds of seconds and bytes that hold for a strategy before it is resolved, of parts that were traced once.
+
+Each is a sum of terms that the forecast, or the composed estimate, has too, and leaves others away: seconds of FSDP's
+messages, hops, launches and the optimizer; bytes of everything but states, what FSDP keeps of a stage, and what blocks keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+from meshkit.errors import MeshkitError
+from meshkit.parallel.pipeline import Cut, Schedule, Times, simulate
+from meshkit.preflight.forecast import PartSeconds
+from meshkit.resolve import Resolved
+from meshkit.strategy import OptimizerPolicy, Strategy
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one microbatch: kernels, and messages that block them."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+
+    @staticmethod
+    def of(part: PartSeconds) -> Seconds:
+        return Seconds(part.seconds("forward"), part.seconds("backward"), part.seconds("weight"))
+
+    @staticmethod
+    def sum(parts: Sequence[Seconds]) -> Seconds:
+        return Seconds(
+            sum(each.forward_s for each in parts),
+            sum(each.backward_s for each in parts),
+            sum(each.weight_s for each in parts),
+        )
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.weight_s
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """blocks, around: seconds by name, of blocks and of the modules around them; "" is what runs outside of all modules."""
+
+    blocks: Mapping[str, Seconds]
+    around: Mapping[str, Seconds]
+
+    @cached_property
+    def total_s(self) -> float:
+        return sum(each.total_s for each in (*self.blocks.values(), *self.around.values()))
+
+    def least_s(self, strategy: Strategy, *, share: float = 1.0) -> float:
+        """With stages cut anywhere: a rank of pp computes the mean of all at least.
+
+        share: of these seconds, that the microbatch takes.
+        """
+        return share * self.total_s * (strategy.microbatches or 1) / strategy.mesh_for().pp
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of a pipeline. blocks: their names by stage; ends: what runs around them in the first and the last."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    ends: tuple[tuple[str, ...], tuple[str, ...]]
+    placement: tuple[int, ...]
+    splits_backward: bool
+
+    @staticmethod
+    def of(cut: Cut, counts: Sequence[int] | None = None) -> Stages:
+        """counts: blocks of each stage, where they are not the cut's own."""
+        blocks = cut.stages.blocks
+        if counts is not None:
+            names = [name for stage in blocks for name in stage]
+            ends = [0, *accumulate(counts)]
+            blocks = tuple(tuple(names[a:b]) for a, b in pairwise(ends))
+        return Stages(blocks, (cut.stages.head, (*cut.stages.tail, "")), cut.placement, cut.splits_backward)
+
+    def seconds(self, microbatch: Microbatch) -> list[Seconds]:
+        """By stage, of what is known to run there."""
+        inside = [[microbatch.blocks[name] for name in stage] for stage in self.blocks]
+        for stage, names in zip((0, -1), self.ends, strict=True):
+            inside[stage] += [microbatch.around[name] for name in names if name in microbatch.around]
+        return [Seconds.sum(each) for each in inside]
+
+    def least_s(self, microbatch: Microbatch, microbatches: int) -> float:
+        """A rank waits for the forward of all stages before its first, does all of its own, and is followed by their
+        backward.
+
+        Weights' gradients of its last microbatches may run beside what follows where they have rows of their own.
+        """
+        seconds = self.seconds(microbatch)
+        least = forward = backward = 0.0
+        begun: set[int] = set()
+        of_rank: dict[int, list[Seconds]] = {}
+        for stage, rank in enumerate(self.placement):
+            of_rank.setdefault(rank, []).append(seconds[stage])
+        for stage, rank in enumerate(self.placement):
+            own = seconds[stage]
+            if rank not in begun:
+                begun.add(rank)
+                all_of = Seconds.sum(of_rank[rank])
+                if self.splits_backward:
+                    through = forward + backward + microbatches * (all_of.forward_s + all_of.backward_s)
+                    least = max(least, forward + microbatches * all_of.total_s, through)
+                else:
+                    least = max(least, forward + backward + microbatches * all_of.total_s)
+            forward += own.forward_s
+            backward += own.backward_s + (0.0 if self.splits_backward else own.weight_s)
+        return least
+
+    def simulated_s(self, microbatch: Microbatch, table: Schedule) -> float:
+        """By the schedule's own table, with messages that take no time."""
+        seconds = self.seconds(microbatch)
+        times = Times(
+            f_s=tuple(each.forward_s for each in seconds),
+            i_s=tuple(each.backward_s for each in seconds),
+            w_s=tuple(each.weight_s for each in seconds),
+            hop_s=0.0,
+        )
+        return simulate(table, times).makespan_s
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of parameters that train, by block, and outside of blocks by module; of a rank that splits all it can."""
+
+    blocks: Mapping[str, float]
+    around: Mapping[str, float]
+
+    @staticmethod
+    def of(resolved: Resolved) -> Elements:
+        spec, program = resolved.spec, resolved.program
+        experts = tuple(f"{name}." for name in resolved.experts)
+        blocks = dict.fromkeys(resolved.blocks, 0.0)
+        around: dict[str, float] = {}
+        for name, param in program.parameters.items():
+            if name not in program.trained:
+                continue
+            ranks = spec.ep * spec.etp if name.startswith(experts) and spec.tp * spec.ep * spec.etp > 1 else spec.tp
+            owner = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            if owner is not None:
+                blocks[owner] += param.numel() / ranks
+            else:
+                key = name.rpartition(".")[0]
+                around[key] = around.get(key, 0.0) + param.numel() / ranks
+        return Elements(blocks, around)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards."""
+
+    elements: tuple[float, ...]
+    whole_bytes: tuple[float, ...]
+
+    def least_bytes(self, strategy: Strategy, itemsize: int) -> float:
+        """With the states of the optimizer, shared evenly. itemsize: of a parameter."""
+        spec = strategy.mesh_for()
+        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
+        held = sets * itemsize / (spec.dp_shard * spec.cp)
+        return max(held * own + whole for own, whole in zip(self.elements, self.whole_bytes, strict=True))
+
+
+def ranks_of(
+    strategy: Strategy,
+    elements: Elements,
+    itemsize: int,
+    kept: Mapping[str, tuple[int, int]] | None,
+    stages: Stages | None,
+    table: Schedule | None,
+) -> Ranks:
+    """kept: of blocks, as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
+    spec, precision = strategy.mesh_for(), strategy.memory.precision
+    if stages is None or table is None:
+        total = sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
+        inside = 0 if kept is None or spec.pp > 1 else sum(size for size, _ in kept.values())
+        return Ranks((total,), (inside,))
+    # With pp a stage is gathered once a step, and its gradients are reduced once.
+    gathered = 0 if spec.dp_shard * spec.cp == 1 else itemsize if precision is None else precision.compute.itemsize
+    summed = itemsize if precision is None else precision.reduce.itemsize
+    last = len(stages.blocks) - 1
+    weights = [sum(elements.blocks[name] for name in stage) for stage in stages.blocks]
+    ends = [
+        sum(size for key, size in elements.around.items() if _is_in(key, names)) if stage in (0, last) else 0.0
+        for stage, names in enumerate((stages.ends[0], *((),) * (last - 1), stages.ends[1]))
+    ]
+    sizes = [(0, 0)] * len(weights)
+    if kept is not None:
+        sizes = [(sum(kept[n][0] for n in stage), sum(kept[n][1] for n in stage)) for stage in stages.blocks]
+    own = [0.0] * table.world
+    most = [0.0] * table.world
+    for stage, rank in enumerate(stages.placement):
+        own[rank] += weights[stage] + ends[stage]
+    for rank, rows in enumerate(table.ranks):
+        now = 0.0
+        begun: set[tuple[bool, int]] = set()
+        for row in rows:
+            for op, stage, *_ in row.tasks:
+                size, waits = sizes[stage]
+                is_forward = op == "F"
+                if op != "I" and (is_forward, stage) not in begun:
+                    begun.add((is_forward, stage))
+                    now += weights[stage] * (gathered if is_forward else summed)
+                now += size if is_forward else -size if op == "B" else waits - size if op == "I" else -waits
+            most[rank] = max(most[rank], now)
+    return Ranks(tuple(own), tuple(most))
+
+
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    return any(module and f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:
+    """None where there is none."""
+    return _table_of(cut.generate, ranks, microbatches)
+
+
+@lru_cache(maxsize=128)
+def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule | None:
+    try:
+        return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
+    except MeshkitError:
+        return None

@@ -1,0 +1,53 @@
+"""Neighbours of the best strategy: each has one choice changed, and says why it loses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshkit.errors import MeshkitError
+from meshkit.preflight.search._pricing import Pricing
+from meshkit.preflight.search._result import Neighbour, Tried, reason_of, why_it_loses
+from meshkit.preflight.search._space import Space
+from meshkit.strategy import Strategy
+
+
+def neighbours(pricing: Pricing, best: Tried, space: Space, device_bytes: int | None) -> list[Neighbour]:
+    found = []
+    for change, strategy in _changed(best.strategy, space):
+        try:
+            other = pricing.tried(strategy)
+        except MeshkitError as error:
+            found.append(Neighbour(change, f"refused: {reason_of(error)}"))
+            continue
+        found.append(Neighbour(change, why_it_loses(best, other, device_bytes)))
+    return found
+
+
+def _changed(best: Strategy, space: Space) -> list[tuple[str, Strategy]]:
+    spec = best.mesh_for()
+    changed: list[tuple[str, Strategy]] = []
+    plain = replace(best, pipeline=replace(best.pipeline, stages=None))
+    for axis in ("tp", "pp", "cp"):
+        for size in (getattr(spec, axis) // 2, getattr(spec, axis) * 2):
+            allowed = getattr(space, axis)
+            shards, rest = divmod(spec.dp_shard * getattr(spec, axis), size or 1)
+            if size and not rest and shards and (allowed is None or size in allowed):
+                mesh = replace(spec, **{axis: size, "dp_shard": shards})
+                changed.append((f"{axis}={size}", replace(plain, mesh=mesh)))
+    count = best.microbatches or 1
+    for parts in (count // 2, count * 2):
+        if parts and (space.microbatches is None or parts in space.microbatches):
+            changed.append((f"microbatches={parts}", replace(best, microbatches=parts)))
+    for mode in space.recompute:
+        if mode != best.memory.recompute:
+            changed.append((f"recompute={mode}", replace(best, memory=replace(best.memory, recompute=mode))))
+    if spec.tp > 1 and len(space.sequence) > 1:
+        changed.append((f"sequence={not best.sequence}", replace(best, sequence=not best.sequence)))
+    if spec.pp > 1:
+        for name in space.schedule:
+            if name != best.pipeline.schedule:
+                changed.append((f"schedule={name}", replace(plain, pipeline=replace(plain.pipeline, schedule=name))))
+    for zero in space.zero if spec.pp == 1 else ():
+        if zero != best.zero:
+            changed.append((f"zero={zero}", replace(best, zero=zero)))
+    return changed

@@ -1,0 +1,238 @@
+"""Pricing strategies of one model, batch and cluster: each is resolved, composed and forecast once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cached_property
+from math import ceil
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from meshkit.cluster import Cluster
+from meshkit.errors import MeshkitError
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.pipeline import Cut
+from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, kept_of_blocks
+from meshkit.preflight.forecast import Batch, Forecast, Prices, Profiles, StepProfile, forecast_profile, profile_step
+from meshkit.preflight.search._bounds import Elements, Microbatch, Seconds
+from meshkit.preflight.search._result import Tried
+from meshkit.program import Program, ReadingError, example_of
+from meshkit.resolve import Resolved, resolve_alike
+from meshkit.step import Loss
+from meshkit.strategy import PipelinePolicy, Strategy
+
+Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
+Made = TypeVar("Made")
+KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
+
+
+class Pricing:
+    def __init__(self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal) -> None:
+        self.model, self.cluster, self.batch, self.loss, self.goal = model, cluster, batch, loss, goal
+        self.profiles, self.memory = Profiles(), MemoryProfiles()
+        self.program = self.profiles.program_of(model)
+        self._resolved: OrderedDict[str, Resolved] = OrderedDict()
+        self._profiles: OrderedDict[str, StepProfile] = OrderedDict()
+        self._peaks: dict[str, Composed] = {}
+        self._tried: dict[str, Tried] = {}
+        self._microbatches: dict[Hashable, Microbatch | None] = {}
+        self._cuts: dict[Hashable, Cut | None] = {}
+        self._elements: dict[Hashable, Elements | None] = {}
+        self._kept: dict[Hashable, dict[str, tuple[int, int]] | None] = {}
+
+    # ------------------------------------------------------------------------------------------------- exactly
+
+    def resolved(self, strategy: Strategy) -> Resolved:
+        def made() -> Resolved:
+            kernels = self.cluster.device.kernels
+            return resolve_alike(self._program(strategy), strategy, strategy.mesh_for(), device_type=kernels)
+
+        return _kept(self._resolved, repr(strategy), made)
+
+    def profile(self, strategy: Strategy) -> StepProfile:
+        def made() -> StepProfile:
+            return self._profiled(self.resolved(strategy), self.batch, strategy.microbatches or 1)
+
+        return _kept(self._profiles, repr(strategy), made)
+
+    def tried(self, strategy: Strategy) -> Tried:
+        key = repr(strategy)
+        if key not in self._tried:
+            told = forecast_profile(self.profile(strategy), self.cluster)
+            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=self.peak(strategy), cost=self.cost(told))
+        return self._tried[key]
+
+    def cost(self, told: Forecast) -> float:
+        if callable(self.goal):
+            return self.goal(told)
+        return told.seconds * told.ranks if self.goal == "cost" else told.seconds
+
+    def peak(self, strategy: Strategy) -> Composed:
+        key = repr(strategy)
+        if key not in self._peaks:
+            resolved = self.resolved(strategy)
+            self._peaks[key] = compose(
+                resolved,
+                rows=self.batch.rows(resolved.spec),
+                seq_len=self.batch.seq_len,
+                microbatches=strategy.microbatches,
+                profiles=self.memory,
+                loss=self.loss,
+                kernels=self.cluster.device.kernels,
+            )
+        return self._peaks[key]
+
+    def _program(self, strategy: Strategy) -> Program:
+        """With cp the model is read with the positions of each rank's tokens, else for all sizes of tp once."""
+        return self.program if strategy.mesh_for().cp > 1 else self._read_once
+
+    @cached_property
+    def _read_once(self) -> Program:
+        example = self.program.example or example_of(self.model, multiple=4 * self.cluster.tiers[0].ranks)
+        if example is None:
+            return self.program
+        program = Program(self.model, example)
+        try:
+            program.read(example, {})
+        except (ReadingError, MeshkitError):
+            return self.program  # it takes something else, or fewer tokens
+        return program
+
+    def _profiled(self, resolved: Resolved, batch: Batch, microbatches: int) -> StepProfile:
+        return profile_step(
+            resolved,
+            batch,
+            microbatches=microbatches,
+            loss=self.loss,
+            kernels=self.cluster.device.kernels,
+            profiles=self.profiles,
+        )
+
+    # -------------------------------------------------------------------------------------- what bounds are made of
+
+    def rows(self, strategy: Strategy) -> int:
+        """Of a microbatch of the rank that has most."""
+        return ceil(self.batch.rows(strategy.mesh_for()) / (strategy.microbatches or 1))
+
+    def family(self, strategy: Strategy) -> Hashable:
+        """What an operator of one microbatch depends on beside its rows."""
+        spec = strategy.mesh_for()
+        inner = spec.cp, spec.tp, spec.ep, spec.etp
+        return inner, strategy.sequence, repr(strategy.memory.recompute), strategy.context.scheme
+
+    def _alone(self, strategy: Strategy) -> Strategy:
+        """One stage and one replica of it, without the rest of the mesh."""
+        return replace(
+            strategy,
+            mesh=inner_mesh(strategy.mesh_for()),
+            zero=None,
+            microbatches=1,
+            pipeline=PipelinePolicy(),
+        )
+
+    def microbatch(self, strategy: Strategy, rows: int) -> Microbatch | None:
+        """Seconds of the parts of one microbatch of so many rows; None where it is refused without the rest of its mesh."""
+        key = self.family(strategy), rows
+        if key not in self._microbatches:
+            try:
+                self._microbatches[key] = self._microbatch(self._alone(strategy), rows)
+            except MeshkitError:
+                self._microbatches[key] = None
+        return self._microbatches[key]
+
+    def _microbatch(self, alone: Strategy, rows: int) -> Microbatch:
+        spec = alone.mesh_for()
+        batch = Batch(sequences=rows * spec.dp_shard, seq_len=self.batch.seq_len)
+        resolved = self.resolved(alone)
+        profile = self._profiled(resolved, batch, 1)
+        prices = Prices(self.cluster, spec)
+        parts = {part.name: Seconds.of(prices.part(part)) for part in profile.stages[0]}
+        blocks = set(resolved.blocks)
+        return Microbatch(
+            blocks={name: seconds for name, seconds in parts.items() if name in blocks},
+            around={name: seconds for name, seconds in parts.items() if name not in blocks},
+        )
+
+    def cut(self, strategy: Strategy) -> Cut | None:
+        """The stages of any strategy with that many ranks of pp and that schedule; None without pp, and where refused."""
+        spec = strategy.mesh_for()
+        key = spec.pp, strategy.pipeline.schedule
+        if key not in self._cuts:
+            plain = replace(
+                strategy,
+                mesh=MeshSpec(pp=spec.pp),
+                zero=None,
+                microbatches=None,
+                sequence=False,
+                pipeline=replace(strategy.pipeline, stages=None),
+                memory=replace(strategy.memory, recompute="none"),
+            )
+            try:
+                self._cuts[key] = None if spec.pp == 1 else self.resolved(plain).cut
+            except MeshkitError:
+                self._cuts[key] = None
+        return self._cuts[key]
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element of the first parameter."""
+        return next(iter(self.program.parameters.values())).element_size()
+
+    def padding_bytes(self, strategy: Strategy) -> int:
+        """At most what all parameters are padded by, so that as many ranks share them evenly: once gathered, once reduced."""
+        shards = strategy.mesh_for().dp_shard * strategy.mesh_for().cp
+        return 2 * self.itemsize * sum(-rows % shards * width for rows, width in self._sizes)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(rows, elements of a row) of all parameters."""
+        return [
+            (len(each), each.numel() // len(each))
+            for each in self.program.parameters.values()
+            if each.ndim * each.numel()
+        ]
+
+    def elements(self, strategy: Strategy) -> Elements | None:
+        """Of the parameters that train, as tp and experts split them at most; None where that is refused."""
+        spec = strategy.mesh_for()
+        key = spec.tp, spec.ep * spec.etp
+        if key not in self._elements:
+            try:
+                self._elements[key] = Elements.of(self.resolved(self._alone(strategy)))
+            except MeshkitError:
+                self._elements[key] = None
+        return self._elements[key]
+
+    def kept(self, strategy: Strategy, rows: int) -> dict[str, tuple[int, int]] | None:
+        """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, and those of them
+        that wait on for W. None where they are not composed.
+        """
+        key = self.family(strategy), rows
+        if key not in self._kept:
+            alone = self._alone(strategy)
+            try:
+                self._kept[key] = kept_of_blocks(
+                    self.resolved(alone),
+                    rows=rows,
+                    seq_len=self.batch.seq_len,
+                    profiles=self.memory,
+                    loss=self.loss,
+                    kernels=self.cluster.device.kernels,
+                )
+            except MeshkitError:
+                self._kept[key] = None
+        return self._kept[key]
+
+
+def _kept(made: OrderedDict[str, Made], key: str, make: Callable[[], Made]) -> Made:
+    if key in made:
+        made.move_to_end(key)
+    else:
+        made[key] = make()
+        if len(made) > KEPT:
+            made.popitem(last=False)
+    return made[key]
