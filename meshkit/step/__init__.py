@@ -7,6 +7,7 @@ from meshkit.step._loss import count_labels as count_labels
 from meshkit.step._loss import next_token_loss as next_token_loss
 from meshkit.step._norm import clip_grad_norm as clip_grad_norm
 from meshkit.step._norm import grad_norm as grad_norm
+from meshkit.step._norm import inner_product as inner_product
 from meshkit.step._optimizers import compare_anew as compare_anew
 from meshkit.step._optimizers import compare_optimizers as compare_optimizers
 from meshkit.step._rows import refuse_microbatches as refuse_microbatches

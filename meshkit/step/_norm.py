@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,22 @@ def _norm(model: Run | nn.Module | Iterable[Tensor], what: str, facts: Mapping[s
     total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64, device=model.mesh.device)
     (total,) = model.mesh.agreement.meet(what, total, facts=facts)
     return total.sqrt()
+
+
+def inner_product(run: Run, parameters: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """The inner product of two vectors of the size of these parameters, same on every rank and every mesh; fp64 scalar.
+
+    parameters: of the run. left, right: this rank's shard for each. Each entry is counted once however it is sharded.
+    Wire: an all-reduce of a few numbers over the mesh, in which ranks agree on the call.
+    """
+    names = {id(parameter): name for name, parameter in run.named_parameters()}
+    copies = copies_of(run.model)
+    total = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    for parameter, one, other in zip(parameters, left, right, strict=True):
+        if names[id(parameter)] not in copies and _is_first(run.mesh, _sharded_over(parameter, {})):
+            total += (one.double() * other.double()).sum().to(total.device)
+    (total,) = run.mesh.agreement.meet("inner_product", total, facts={})
+    return total
 
 
 def _is_first(mesh: Mesh, sharded: tuple[str, ...]) -> bool:

@@ -27,6 +27,7 @@ ALSO = (
     "meshkit.algos.reallocate",
     "meshkit.algos.shardcast",
     "meshkit.algos.distill",
+    "meshkit.algos.trpo",
     "meshkit.algos.dataflow",
     "meshkit.recipes",
     "meshkit.resolve",
