@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import meshkit as mk
 from meshkit.core import collectives, full_tensor
 from meshkit.errors import PlanError
-from meshkit.loss import _cross_entropy, _token_log_probs, chunked, token_log_probs
+from meshkit.loss import _cross_entropy, _divergence, _token_log_probs, chunked, token_log_probs
 from meshkit.parallel.context import _attention
 from meshkit.parallel.expert import _exchange
 from meshkit.parallel.pipeline import _split_backward
@@ -89,6 +89,7 @@ REFUSES: dict[Callable[..., Any], str] = {
     _cross_entropy._VocabParallelCrossEntropy.backward: "F.cross_entropy on logits.full_tensor()",
     chunked._ChunkedCrossEntropy.backward: "F.cross_entropy",
     _token_log_probs._TokenLogProbs.backward: "F.cross_entropy",
+    _divergence._Divergences.backward: "F.kl_div",
 }
 # By mirrors, or of operators of torch on the gradient alone.
 DIFFERENTIABLE = {

@@ -52,7 +52,7 @@ def with_another(optimizer: Callable[[Training], Optimizer]) -> Callable[[Traini
 
 REFUSED: dict[str, tuple[Callable[[Training], Any], str]] = {
     "mesh": (lambda t: t.run.move(mesh="tp=4", optimizer=t.optimizer), "MeshError: mesh tp=4 needs a multiple of 4"),
-    "choice": (lambda t: t.run.move(mesh="pp=2", optimizer=t.optimizer, zero=3), "PlanError: zero=3 with pp"),
+    "choice": (lambda t: t.run.move(mesh="pp=2", optimizer=t.optimizer, zero=3), "PlanError: pipeline: 2 stages"),
     "gradients": (with_gradients, "have gradients, 'embed_tokens.weight' first"),
     "state": (of_other_state, "state as 'plain', and under the new strategy as '8bit'"),
     "guard": (under_guard, "a CorruptionGuard looks at"),

