@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from tests.loss.test_chunked import heads, inputs
 from tests.world import pool
 
 TOL_FP64 = 1e-10  # only the order of sums differs
+TOL_FP32 = 3e-5  # a few roundings of logits up to 150
 KINDS = [
     Divergence(kind="forward"),
     Divergence(kind="reverse", temperature=0.6),
@@ -25,20 +28,22 @@ FEATURES, VOCABULARY = 8, 13
 
 def oracle(logits: Tensor, labels: Tensor, teacher: Tensor, divergence: Divergence, top: int | None) -> Tensor:
     """Of the teacher's logits: all but its `top` tokens are one outcome."""
-    q, p = ((each / divergence.temperature).softmax(-1) for each in (logits, teacher))
+    log_q, log_p = ((each / divergence.temperature).log_softmax(-1) for each in (logits, teacher))
     if top is not None and top < VOCABULARY:
-        kept = p.topk(top, dim=-1).indices
-        p, q = (
-            torch.cat([each.gather(-1, kept), 1 - each.gather(-1, kept).sum(-1, keepdim=True)], -1) for each in (p, q)
+        kept = log_p.topk(top, dim=-1).indices
+        is_kept = torch.zeros(log_p.shape, dtype=torch.bool).scatter_(-1, kept, True)
+        log_p, log_q = (
+            torch.cat([each.gather(-1, kept), each.masked_fill(is_kept, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+            for each in (log_p, log_q)
         )
     beta = divergence.beta
-    m = beta * p + (1 - beta) * q
-    losses = {
-        "forward": (p * (p / q).log()).sum(-1),
-        "reverse": (q * (q / p).log()).sum(-1),
-        "jsd": (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(-1),
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    parts = {
+        "forward": log_p.exp() * (log_p - log_q),
+        "reverse": log_q.exp() * (log_q - log_p),
+        "jsd": beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m),
     }
-    return losses[divergence.kind] * (labels != -100)
+    return parts[divergence.kind].sum(-1) * (labels != -100)
 
 
 def weighted(losses: Tensor) -> Tensor:
@@ -71,6 +76,27 @@ def test_values_and_gradients_are_those_of_whole_distributions(divergence: Diver
     for one, other in pairs:
         assert one is not None and other is not None
         assert float((one.detach() - other.detach()).abs().max()) <= TOL_FP64
+
+
+@pytest.mark.parametrize("top", [1, 4])
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda each: each.kind)
+@pytest.mark.parametrize(("student_peak", "teacher_peak"), [(0.0, 60.0), (60.0, 0.0), (60.0, 60.0), (0.0, 150.0)])
+def test_peaked_distributions_keep_their_digits_in_fp32(
+    student_peak: float, teacher_peak: float, divergence: Divergence, top: int
+) -> None:
+    """All other tokens together may have a share of e^-150: 1 less the rest is then 0 or a rounding error."""
+    hidden, labels = torch.randn(6, VOCABULARY), torch.zeros(6, dtype=torch.int64)
+    teacher = torch.randn(6, VOCABULARY)
+    hidden[:, 2] += student_peak
+    teacher[:, 5] += teacher_peak
+    ours, theirs = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    expected = oracle(theirs, labels, teacher.double(), divergence, top)
+    expected.sum().backward()
+    found = token_divergences(ours, labels, told(teacher, divergence, top), divergence)
+    found.sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(found.double(), expected, rtol=TOL_FP32, atol=TOL_FP32)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=TOL_FP32, atol=TOL_FP32)
 
 
 def test_what_is_said_of_ignored_labels_is_not_read() -> None:
@@ -109,6 +135,9 @@ def test_a_divergence_that_is_none_is_refused(options: dict, said: str) -> None:
         Divergence(**options)
     with pytest.raises(DataError, match=r"the teacher's log_probs are \(2, 5\), and the student's logits \(2, 13\)"):
         token_divergences(torch.zeros(2, 13), torch.zeros(2, dtype=torch.int64), Teacher(torch.zeros(2, 5)), KINDS[0])
+    with pytest.raises(DataError, match=r"the teacher's rest is none, and the labels \(2,\)"):
+        told_some = Teacher(torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64))
+        token_divergences(torch.zeros(2, 13), torch.zeros(2, dtype=torch.int64), told_some, KINDS[0])
 
 
 # ---------------------------------------------------------------------------------------------- vocabulary-parallel
@@ -130,8 +159,9 @@ def on_ranks(vocabulary: int, top: int | None, divergence: Divergence) -> float:
     weighted(losses).backward()
     assert whole.grad is not None and local.grad is not None
     gaps = [(local.grad - whole.grad[..., own]), found.log_probs - said.log_probs]
-    if found.ids is not None and said.ids is not None:
+    if found.ids is not None and said.ids is not None and found.rest is not None and said.rest is not None:
         gaps.append((found.ids - said.ids).double())
+        gaps.append((found.rest.exp() - said.rest.exp()).double())  # -inf where there is no rest
     gaps.append(losses.detach() - token_divergences(student, labels, said, divergence))
     return max(float(gap.abs().max()) if gap.numel() else 0.0 for gap in gaps)
 
