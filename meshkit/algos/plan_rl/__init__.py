@@ -1,4 +1,4 @@
-"""Searched plans of reinforcement learning (ReaLHF, execution plan, placement): which ranks and which layout each call has."""
+"""Searched plans of reinforcement learning (ReaLHF, execution plan, placement): ranks and layout of each call."""
 
 from ._costs import Cost as Cost
 from ._costs import Costs as Costs

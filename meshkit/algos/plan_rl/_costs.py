@@ -205,7 +205,7 @@ class Costs:
         sizes = [getattr(config, each, None) for each in ("num_hidden_layers", "num_key_value_heads", "head_dim")]
         if any(not isinstance(size, int) for size in sizes):
             raise PlanError(
-                f"model {name!r}: its config does not say what a token of its cache takes. Give PlannedModel(cache_bytes=...)."
+                f"model {name!r}: its config does not say what its cache takes. Give PlannedModel(cache_bytes=...)."
             )
         layers, heads, features = map(int, sizes)  # type: ignore[arg-type]  # whole numbers, as was just asked
         return 2.0 * layers * heads * features * (2 if self.fixed.memory.precision is not None else 4)

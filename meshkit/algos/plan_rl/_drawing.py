@@ -1,4 +1,4 @@
-"""Drawing of a plan (SVG): a Gantt chart by node of two iterations of the steady state, calls in colours, the period marked."""
+"""Drawing of a plan (SVG): a Gantt chart by node of two periods of the steady state, calls in colours."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def svg(plan: RLPlan) -> str:
         f'role="img" aria-label="Plan by node" {FONT}>',
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        _text(LEFT, 22, f"an iteration every {period:.4g} s, at most {found.gap:.1%} above the least", css="ink", size=14),
+        _text(
+            LEFT, 22, f"an iteration every {period:.4g} s, at most {found.gap:.1%} above the least", css="ink", size=14
+        ),
     ]
     for unit in range(problem.units):
         y = TOP + LANE * unit

@@ -1,4 +1,4 @@
-"""Seconds of a weight sync (reallocation) between two places of a model: exact bytes of each link, over the tiers they cross."""
+"""Seconds of a weight sync (reallocation) between two places of a model: exact bytes of each link, by tier."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Moves:
 
     def _most_bytes(self, model: str, alternative: Alternative) -> float:
         """Of a rank, in the dtype of the messages: fewer than it holds where it trains in fp32."""
-        layout = self._layout(model, Alternative(first=0, count=alternative.count, layout=alternative.layout, seconds={}))
+        layout = self._layout(
+            model, Alternative(first=0, count=alternative.count, layout=alternative.layout, seconds={})
+        )
         held: defaultdict[int, int] = defaultdict(int)
         for tensor in layout.tensors.values():
             for rank, region in tensor.regions.items():

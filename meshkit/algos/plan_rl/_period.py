@@ -1,6 +1,6 @@
-"""The steady state of a dataflow (cyclic scheduling): rules between calls of iterations, and the least period that keeps them.
+"""The steady state of a dataflow (cyclic scheduling): rules between calls, and the least period that keeps them.
 
-A rule (u, v, k) is: v of iteration i + k begins after u of iteration i has ended, so start_v + k period >= start_u + seconds_u.
+A rule (u, v, k) is: v of iteration i + k begins after u of iteration i has ended: start_v + k period >= start_u + seconds_u.
 The least period is the largest ratio of seconds to k over the cycles of the rules (Reiter 1968; Lawler 1976).
 """
 

@@ -106,7 +106,9 @@ def alternatives(
                         found.append(_price(calls, mesh, costs, spec, recompute))
                     except MeshkitError as error:
                         refused = str(error)
-            priced[mesh][count] = [each for each in found if costs.device_bytes is None or each.bytes <= costs.device_bytes]
+            priced[mesh][count] = [
+                each for each in found if costs.device_bytes is None or each.bytes <= costs.device_bytes
+            ]
         if not any(priced[mesh].values()):
             raise PlanError(f"plan_rl: no layout runs the calls of mesh {mesh!r}: {refused or 'memory is too small'}")
     common = {count: _common(calls, priced, count) for count in range(1, units + 1)}
@@ -129,9 +131,7 @@ def alternatives(
     }
 
 
-def _price(
-    calls: Sequence[Call], mesh: str, costs: Costs, spec: MeshSpec, recompute: RecomputeMode
-) -> _Priced:
+def _price(calls: Sequence[Call], mesh: str, costs: Costs, spec: MeshSpec, recompute: RecomputeMode) -> _Priced:
     seconds = {call.name: 0.0 for call in calls if call.on == mesh}
     static: dict[str, float] = {}
     active = 0.0

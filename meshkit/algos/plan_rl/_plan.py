@@ -53,7 +53,9 @@ def problem_of(
     asked = space or PlanSpace()
     unit_ranks = asked.unit_ranks or _unit_ranks(world, machine)
     if world < 1 or world % unit_ranks:
-        raise PlanError(f"plan_rl(world={world}): not of whole units of {unit_ranks} ranks. Change the world, or unit_ranks.")
+        raise PlanError(
+            f"plan_rl(world={world}): not of whole units of {unit_ranks} ranks. Change the world, or unit_ranks."
+        )
     units = world // unit_ranks
     costs = Costs(
         dict(run.models),
@@ -70,7 +72,9 @@ def problem_of(
     )
     apart = {} if run.beside is None else _beside(run.beside, units)
     places = {
-        mesh: frozenset(pair[index] for pair in pairs) for ends, pairs in apart.items() for index, mesh in enumerate(ends)
+        mesh: frozenset(pair[index] for pair in pairs)
+        for ends, pairs in apart.items()
+        for index, mesh in enumerate(ends)
     }
     return Problem(
         calls=run.calls,
@@ -109,7 +113,9 @@ def plan_rl(
     priced_s = time.monotonic() - began
     found = search_plan(problem, limit_s=limit_s, gap=gap, workers=workers)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return RLPlan(found=found, cluster=machine.name, unit_ranks=world // problem.units, priced_s=priced_s, run_beside=run.beside)
+    return RLPlan(
+        found=found, cluster=machine.name, unit_ranks=world // problem.units, priced_s=priced_s, run_beside=run.beside
+    )
 
 
 def _unit_ranks(world: int, cluster: Cluster) -> int:

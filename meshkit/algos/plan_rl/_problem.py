@@ -1,9 +1,9 @@
-"""The problem of a searched plan, as data: calls, where the mesh of each may lie, and what that costs. No model, no cluster."""
+"""The problem of a searched plan, as data: calls, where the mesh of each may lie, what that costs. No model, no cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshkit.algos.dataflow import Call
 from meshkit.errors import PlanError
@@ -100,6 +100,16 @@ class Problem:
         trained = {work.model for call in self.calls for work in call.works if work.kind == "train"}
         return [(model, mesh) for model, mesh in self.copies if model in trained]
 
+    def slower(self, factors: Mapping[str, float]) -> Problem:
+        """Calibrated: the seconds of calls times these factors, as `flow.seconds` of one run over its forecast says them."""
+        meshes = {
+            mesh: [
+                replace(each, seconds=_times(each.seconds, factors), core_s=_times(each.core_s, factors)) for each in of
+            ]
+            for mesh, of in self.meshes.items()
+        }
+        return replace(self, meshes=meshes)
+
     def refusal(self, choice: Choice) -> str:
         """Why the choice is none, "" if it is one."""
         for (one, other), pairs in self.apart.items():
@@ -122,3 +132,7 @@ class Problem:
             for unit in chosen.units:
                 active[unit] = max(active[unit], chosen.active_bytes)
         return max(map(sum, zip(kept, active, strict=True)))
+
+
+def _times(seconds: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    return {name: value * factors.get(name, 1.0) for name, value in seconds.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-import tomllib
 
 from meshkit.algos.plan_rl._period import seconds_of, units_of
 from meshkit.algos.plan_rl._problem import Alternative
@@ -18,7 +18,7 @@ from meshkit.mesh import Mesh, init_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class RLPlan:
-    """Print it. found: choice, order, steady state and bound. unit_ranks: of a unit of places. priced_s: of the costs alone."""
+    """Print it. found: choice, order, steady state and bound. unit_ranks: of a unit of places. priced_s: of costs alone."""
 
     found: Found
     cluster: str
@@ -35,6 +35,10 @@ class RLPlan:
     def gap(self) -> float:
         """By how much that may be above the least, as a share of it."""
         return self.found.gap
+
+    @property
+    def world(self) -> int:
+        return self.found.problem.units * self.unit_ranks
 
     def ranks(self, mesh: str) -> range:
         chosen = self.found.choice[mesh]
@@ -70,7 +74,12 @@ class RLPlan:
             "bound_s": self.found.bound_s,
             "staleness": problem.staleness,
             "mesh": [
-                {"name": mesh, "axes": each.layout, "first_rank": self.ranks(mesh).start, "ranks": len(self.ranks(mesh))}
+                {
+                    "name": mesh,
+                    "axes": each.layout,
+                    "first_rank": self.ranks(mesh).start,
+                    "ranks": len(self.ranks(mesh)),
+                }
                 | ({"recompute": each.choices} if each.choices else {})
                 for mesh, each in self.found.choice.items()
             ],
@@ -112,7 +121,7 @@ class RLPlan:
         memory = "" if problem.device_bytes is None else f", {problem.peak_bytes(choice) / 2**30:.1f} GiB at most"
         return "\n".join(
             [
-                f"an iteration every {self.period_s:.4g} s on {problem.units * self.unit_ranks} ranks of {self.cluster}{memory}",
+                f"an iteration every {self.period_s:.4g} s on {self.world} ranks of {self.cluster}{memory}",
                 f"at most {self.gap:.2%} above the least, which is at least {found.bound_s:.4g} s",
                 *table,
                 f"priced in {self.priced_s:.1f} s, searched in {found.took_s:.1f} s, {found.syncs_seen} weight syncs planned",

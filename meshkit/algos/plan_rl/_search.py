@@ -1,11 +1,11 @@
-"""The search (ReaLHF, execution plan): CP-SAT on lower bounds of weight syncs, then exact seconds of those it chose, again."""
+"""The search (ReaLHF, execution plan): CP-SAT on lower bounds of weight syncs, then exact seconds of those it chose."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshkit.algos.plan_rl._period import Steady, seconds_of, steady_state, sync_name
 from meshkit.algos.plan_rl._problem import Alternative, Choice, Problem
@@ -94,7 +94,7 @@ def evaluate(problem: Problem, choice: Choice, *, limit_s: float = 10.0) -> Foun
     """
     if why := problem.refusal(choice):
         raise PlanError(f"this plan {why}. Choose other layouts.")
-    only = Problem(**{**vars(problem), "meshes": {mesh: [choice[mesh]] for mesh in problem.meshes}})
+    only = replace(problem, meshes={mesh: [choice[mesh]] for mesh in problem.meshes})
     return search_plan(only, limit_s=limit_s)
 
 

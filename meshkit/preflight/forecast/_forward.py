@@ -83,9 +83,7 @@ def _decode_stage_s(parts: tuple[Part, ...], share: float, rows: int, dtype: str
         for op, count in part.profile.ops
         if op.phase == FORWARD and op.kind != "attention"
     )
-    calls = fsum(
-        prices.call_s(_smaller(call, share)) for part in parts for call in part.calls if call.phase == FORWARD
-    )
+    calls = fsum(prices.call_s(_smaller(call, share)) for part in parts for call in part.calls if call.phase == FORWARD)
     launches = sum(part.profile.launches.get(FORWARD, 0) for part in parts)
     launches += sum(call.count for part in parts for call in part.calls if call.phase == FORWARD)
     return kernels + calls + launch_s(prices.cluster, launches, kernels + calls)

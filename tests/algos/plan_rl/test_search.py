@@ -1,4 +1,4 @@
-"""The searched plan is the best of all: equal to brute force over places, layouts and orders, with another program's period."""
+"""The searched plan is the best of all: equal to brute force over places, layouts and orders, unrolled in time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ def random_problem(seed: int, staleness: int, units: int = 2) -> Problem:
         calls[2] = Call(**{**vars(calls[2]), "needs": ["answer"]})
     places = [(first, count) for count in range(1, units + 1) for first in range(units - count + 1)]
     models = {"sampler": "actor", "judge": "judge", "actor": "actor"}
-    seconds = {(call.name, count, layout): draw.uniform(1, 9) for call in calls for count in range(1, units + 1) for layout in "ab"}
+    seconds = {
+        (call.name, count, layout): draw.uniform(1, 9)
+        for call in calls
+        for count in range(1, units + 1)
+        for layout in "ab"
+    }
     meshes = {
         call.on: [
             Alternative(
