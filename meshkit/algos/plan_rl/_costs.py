@@ -105,7 +105,12 @@ class Costs:
             ),
             memory_curve=tuple((size, seconds / faster) for size, seconds in device.memory_curve),
         )
-        return replace(self.cluster, device=quick)
+        # Messages between ranks of a host are copies by its cores, and wait for them as kernels do.
+        collectives = tuple(
+            replace(each, points=tuple((size, seconds / faster) for size, seconds in each.points))
+            for each in self.cluster.collectives
+        )
+        return replace(self.cluster, device=quick, collectives=collectives)
 
     def core_s(self, seconds: float, ranks: int) -> float:
         """Seconds of host cores that a call keeps busy; 0 where ranks have devices."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from math import prod
 
 import torch
 
@@ -23,6 +24,7 @@ class Moves:
         self.models, self.cluster, self.unit_ranks, self.dtype = models, cluster, unit_ranks, dtype
         self._layouts: dict[tuple[str, int, int, str], Layout] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
+        self._most: dict[tuple[str, int, str], float] = {}
 
     def plan(self, model: str, source: Alternative, destination: Alternative) -> ReallocationPlan:
         """What the sync sends: of parameters in the dtype that they compute in."""
@@ -63,17 +65,15 @@ class Moves:
 
     def _most_bytes(self, model: str, alternative: Alternative) -> float:
         """Of a rank, in the dtype of the messages: fewer than it holds where it trains in fp32."""
-        layout = self._layout(
-            model, Alternative(first=0, count=alternative.count, layout=alternative.layout, seconds={})
-        )
-        held: defaultdict[int, int] = defaultdict(int)
-        for tensor in layout.tensors.values():
-            for rank, region in tensor.regions.items():
-                size = 1
-                for start, stop in region:
-                    size *= stop - start
-                held[rank] += size
-        return float(max(held.values())) * self.dtype.itemsize
+        key = model, alternative.count, alternative.layout
+        if key not in self._most:
+            first = Alternative(first=0, count=alternative.count, layout=alternative.layout, seconds={})
+            held: Counter[int] = Counter()
+            for tensor in self._layout(model, first).tensors.values():
+                for rank, region in tensor.regions.items():
+                    held[rank] += prod(stop - start for start, stop in region)
+            self._most[key] = float(max(held.values())) * self.dtype.itemsize
+        return self._most[key]
 
     def _layout(self, model: str, alternative: Alternative) -> Layout:
         key = model, *alternative.place
