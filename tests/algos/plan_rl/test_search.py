@@ -183,7 +183,7 @@ def test_equal_to_brute_force_over_three_calls_on_two_nodes(seed: int, staleness
         return
     found = search_plan(problem, limit_s=20, workers=2)
     assert found.steady.period_s == pytest.approx(best, rel=TOL_TICKS)
-    assert found.gap <= 3 * TOL_TICKS  # of the first plan's period, which may be longer
+    assert found.gap <= 0.02  # ticks are of the first plan's period, which may be much longer
     assert found.bound_s <= best * (1 + 1e-9)
     again = evaluate(problem, found.choice)
     assert again.steady.period_s == pytest.approx(found.steady.period_s, rel=TOL_TICKS)
