@@ -14,3 +14,5 @@ from ._rl import log_prob_call as log_prob_call
 from ._rl import reward_call as reward_call
 from ._rl import rollout_call as rollout_call
 from ._rl import rollout_of as rollout_of
+from ._work import Kind as Kind
+from ._work import Work as Work
