@@ -12,7 +12,7 @@ from meshkit.parallel.pipeline import peak_live
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.search import min_max_partition
 from meshkit.preflight.search._pricing import Pricing
-from meshkit.preflight.search._search import _World
+from meshkit.preflight.search._search import Level, _World
 from meshkit.preflight.search.command import command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
@@ -60,9 +60,11 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
     world.add([each.strategy for each in every.tried])
     for each in every.tried:
-        bounds = [world.mean_s(each.strategy), *(world.least_s(each.strategy, own=own) for own in (False, True))]
-        assert max(bounds) <= each.seconds
-        assert 0 < world.least_bytes(each.strategy) <= each.peak_bytes
+        assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
+        for level in (Level.SENT, Level.TRACED, Level.OWN):
+            assert 0 < world.least_s(each.strategy, level) <= each.seconds, level
+        for level in (Level.SENT, Level.TRACED):
+            assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
