@@ -331,6 +331,7 @@ def _of_world(
     began = time.monotonic()
     state = _World(pricing, world, device_bytes, exhaustive=exhaustive, balance=space.balance)
     node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
+    sizes = space.sizes(world, node=node_ranks, experts=experts)
     state.add(list(space.strategies(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
         while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
@@ -349,7 +350,7 @@ def _of_world(
         unfit=state.unfit,
         cut=state.left,
         least=state.least,
-        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, device_bytes)),
+        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, sizes, device_bytes)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
     )
