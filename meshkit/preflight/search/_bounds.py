@@ -260,7 +260,7 @@ def ranks_of(
     stages: Stages | None,
     alive: Alive | None,
 ) -> Ranks:
-    """kept: of blocks, as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
+    """kept: as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
     spec, precision = strategy.mesh_for(), strategy.memory.precision
     if stages is None or alive is None:
         total = sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
@@ -273,13 +273,14 @@ def ranks_of(
     sizes = np.zeros((2, len(weights)))
     if kept is not None:
         sizes = np.array([[sum(kept[name][at] for name in stage) for stage in stages.blocks] for at in (0, 1)])
+    most = alive.most(*sizes, weights * gathered, weights * summed)
+    if kept is not None:  # in the loss the last stage is gathered, and holds a microbatch
+        last = stages.placement[-1]
+        most[last] = max(most[last], sizes[0, -1] + weights[-1] * gathered + kept[""][0])
     own = weights.copy()
     for stage, names in zip((0, -1), stages.ends, strict=True):
         own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
-    return Ranks(
-        np.bincount(stages.placement, own, alive.world),
-        alive.most(*sizes, weights * gathered, weights * summed),
-    )
+    return Ranks(np.bincount(stages.placement, own, alive.world), most)
 
 
 def _holders(name: str) -> Iterator[str]:
