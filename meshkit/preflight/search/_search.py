@@ -282,6 +282,8 @@ class _World:
         else:
             most, parts = self._rows[None], spec.cp * spec.tp
             kept = pricing.kept_whole(strategy, most, self._most_ep)
+            if kept is not None and parts > 1:
+                kept = kept | {"": (0, 0)}  # a loss over a split vocabulary is another, which may hold less
         if kept is not None:
             share = rows / (most * parts)
             kept = {name: (size * share, waits * share) for name, (size, waits) in kept.items()}
