@@ -241,9 +241,14 @@ def _plan_cut(
     return cut
 
 
-@lru_cache(maxsize=256)
 def _stages_of(schedule: str, ranks: int) -> int:
-    return generator_of(schedule)(ranks, 2).stages
+    """Each rank has as many as one rank alone would have; a table of thousands of ranks takes seconds."""
+    return ranks * _stages_of_rank(schedule)
+
+
+@lru_cache
+def _stages_of_rank(schedule: str) -> int:
+    return generator_of(schedule)(1, 2).stages
 
 
 def _outline(program: Program, example: Example, layout: TensorLayout) -> str:
