@@ -186,7 +186,8 @@ class _Divergences(torch.autograd.Function):
 
 def _outcomes(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Of each outcome: (its part of the divergence, q g), with g the derivative by q up to a constant."""
-    log_p, log_q = log_p.clamp(min=WEIGHTLESS), log_q.clamp(min=WEIGHTLESS)
+    # Of -inf alone: a finite one may be smaller than that, as at temperatures near 0.
+    log_p, log_q = (each.masked_fill(each == -torch.inf, WEIGHTLESS) for each in (log_p, log_q))
     if divergence.kind == "forward":
         p = log_p.exp()
         return p * (log_p - log_q), -p

@@ -39,7 +39,7 @@ def top_log_probs(logits: Tensor | LinearLogits, top: int | None = None, *, temp
         for tokens in slices_of(len(hidden), settings.chunk)
     ] or [_nothing(hidden, top, settings)]
     log_probs, *more = (torch.cat(each) for each in zip(*parts, strict=True))
-    log_probs = log_probs.view(*logits.shape[:-1], -1)
+    log_probs = log_probs.view(*logits.shape[:-1], log_probs.shape[-1])
     if not more:
         return Teacher(log_probs)
     ids, rest = more
@@ -72,8 +72,10 @@ def _top(wide_NV: Tensor, top: int | None, settings: Settings) -> tuple[Tensor, 
     if settings.axis is not None:
         missing = min(top, longest) - count
         values = all_gather(F.pad(values, (0, missing), value=-torch.inf), -1, settings.axis)
-        ids = all_gather(F.pad(ids, (0, missing)), -1, settings.axis)
-        values, places = values.topk(min(top, values.shape[-1], settings.vocabulary), dim=-1)
-        ids = ids.gather(-1, places)
+        ids = all_gather(F.pad(ids, (0, missing), value=-1), -1, settings.axis)
+        # Behind tokens of -inf, which are tokens: a padded place is none, and its id another's.
+        order = values.clamp(min=torch.finfo(values.dtype).min).masked_fill(ids < 0, -torch.inf)
+        places = order.topk(min(top, values.shape[-1], settings.vocabulary), dim=-1).indices
+        values, ids = values.gather(-1, places), ids.gather(-1, places)
     _, rest = split_told(log_probs, ids, settings)
     return values, ids, rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -122,6 +123,30 @@ def test_the_divergence_of_a_distribution_from_itself_is_nothing() -> None:
         assert float(losses.detach().abs().max()) < TOL_FP64 and float(grad.abs().max()) < TOL_FP64
 
 
+@pytest.mark.parametrize("top", [None, 1, 4, VOCABULARY])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_log_probabilities_of_whatever_size_are_counted_in_full(kind: Literal["forward", "reverse", "jsd"], top: int | None) -> None:
+    """At a temperature near 0, or of logits in the thousands, a token may have e^-100000."""
+    divergence = Divergence(kind=kind, beta=0.3, temperature=0.001)
+    student, teacher = torch.randn(2, 6, VOCABULARY, dtype=torch.float64) * 30
+    labels = torch.zeros(6, dtype=torch.int64)
+    expected = oracle(student, labels, teacher, divergence, top)
+    found = token_divergences(student, labels, told(teacher, divergence, top), divergence)
+    assert kind == "jsd" or float(expected.max()) > 1e4
+    torch.testing.assert_close(found, expected, rtol=TOL_FP64, atol=TOL_FP64)
+
+
+@pytest.mark.parametrize("top", [None, 2, 50])
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_of_no_predictions_nothing_is_told(shape: tuple[int, ...], top: int | None) -> None:
+    logits = torch.zeros(*shape, VOCABULARY, requires_grad=True)
+    teacher = top_log_probs(logits, top)
+    assert teacher.log_probs.shape == (*shape, VOCABULARY if top is None else min(top, VOCABULARY))
+    losses = token_divergences(logits, torch.zeros(shape, dtype=torch.int64), teacher, Divergence())
+    losses.sum().backward()
+    assert losses.shape == shape and logits.grad is not None
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -172,3 +197,25 @@ def test_a_sharded_vocabulary_has_the_same_values_and_gradients(divergence: Dive
     for vocabulary in (61, 3):  # uneven parts; one rank without any
         kept = None if top is None else min(top, vocabulary)
         assert max(pool(4).run(on_ranks, vocabulary, kept, divergence)) <= TOL_FP64
+
+
+def ids_on_ranks(vocabulary: int, top: int) -> tuple[list[int], float]:
+    """What a sharded teacher tells that can say three tokens only, and the student's divergence from it."""
+    axis = mesh_for("tp=4")["tp"]
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 1, vocabulary, dtype=torch.float64)
+    teacher[:, 3:] = -torch.inf
+    own = chunk(vocabulary, axis.size(), axis.get_local_rank())
+    said = top_log_probs(sharded_logits(teacher[:, own], axis, vocabulary), top)
+    logits = sharded_logits(student[:, own], axis, vocabulary)
+    losses = token_divergences(logits, torch.zeros(1, dtype=torch.int64), said, Divergence())
+    log_p, log_q = teacher.log_softmax(-1)[0, :3], student.log_softmax(-1)[0, :3]
+    assert said.ids is not None
+    return said.ids[0].tolist(), float(losses) - float((log_p.exp() * (log_p - log_q)).sum())
+
+
+@pytest.mark.parametrize("top", [3, 5, 6, 13])
+def test_a_teacher_on_ranks_tells_of_a_token_once_where_others_are_impossible(top: int) -> None:
+    for ids, gap in pool(4).run(ids_on_ranks, VOCABULARY, top):
+        assert len(set(ids)) == len(ids) == top and set(ids) >= {0, 1, 2} and set(ids) <= set(range(VOCABULARY))
+        assert abs(gap) <= TOL_FP64
