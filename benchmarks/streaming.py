@@ -141,7 +141,6 @@ def main() -> None:
     bound = max(sum(settings.rollout_s) / len(settings.rollout_s), settings.train_s)
     context = multiprocessing.get_context("spawn")
     table = Table("flow", "at most updates old", "seconds of an iteration", "over the larger mean", "ms of a look")
-    rows = []
     for index, (stream, staleness) in enumerate(
         (stream, age) for stream in (False, True) for age in settings.staleness
     ):
@@ -166,12 +165,10 @@ def main() -> None:
             "loadavg": [round(each, 1) for each in os.getloadavg()],
             "ratio_of_turns": vars(spread([each / bound for each in turns])),
         }
-        rows.append(row)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({**environment(), **row}) + "\n")
         table.add_row(row["name"], str(staleness), f"{mean:.3f}", f"{mean / bound:.3f}", str(row["look_ms"]))
     Console().print(table)
-    with RESULTS.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**environment(), **row}) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ class Guard:
     """A meeting of ranks before each row. name: the same on every rank, and unique in the world.
 
     timeout: how long ranks wait for one that is busy elsewhere; it must be longer than the longest row.
-    Wire: for each row a barrier of its ranks, or an all-reduce of numbers, and from each one request to the store that the world was made with.
+    Wire: for each row a barrier of its ranks, or an all-reduce of numbers, and from each one request to the store that the
+    world was made with.
     """
 
     def __init__(self, name: str, *, timeout: timedelta) -> None:
