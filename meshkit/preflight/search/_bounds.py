@@ -23,6 +23,7 @@ from meshkit.strategy import OptimizerPolicy, Strategy
 
 Array = npt.NDArray[np.float64]
 
+
 @dataclass(frozen=True)
 class Seconds:
     """Of one microbatch: kernels, and messages that block them."""
