@@ -5,7 +5,7 @@
     python -m benchmarks.plan_rl --part published --record     # adds rows to results/plan_rl.jsonl
 
 cpu: a policy that writes, a reference that reads, a policy that learns, by `Flow` on the meshes of each plan. The ranks
-measure themselves as `measure-cluster` does; then all plans run in turn, `--passes` times. Forecasts come afterwards, from the
+measure themselves as `measure-cluster` does; then all plans run in turn, `--passes` times. Forecasts come after, from the
 cluster alone, and once more with each call as much slower as the first plan's was, which then counts no more.
 published: models and lengths of ReaLHF's public benchmark scripts (7B on 8 GPUs, 13B on 16, 34B on 32, 70B on 64, with rows
 x answers of 128 x 896, 256 x 384 and 512 x 128, prompts of 128, 8 minibatches); the actor is scaled and the critic is 7B, or
