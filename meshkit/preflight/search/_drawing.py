@@ -29,7 +29,9 @@ def svg(found: Found) -> str:
         f'role="img" aria-label="Seconds of a step against peak memory" {FONT}>',
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 26, f"{len(found.tried):,} strategies priced, {len(found.front):,} on the front", css="ink", size=13),
+        _text(
+            LEFT, 26, f"{len(found.tried):,} strategies priced, {len(found.front):,} on the front", css="ink", size=13
+        ),
     ]
     if found.tried:
         parts += _plot(found)
@@ -73,7 +75,9 @@ def _plot(found: Found) -> list[str]:
     parts += [dot(each, "front", "#0072b2", 4) for each in found.front]
     if found.winner is not None:
         x, y = at_x(found.winner.seconds), at_y(found.winner.peak_bytes / GIB)
-        parts.append(f'<circle class="best" cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="#0072b2" stroke-width="2"/>')
+        parts.append(
+            f'<circle class="best" cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="#0072b2" stroke-width="2"/>'
+        )
         parts.append(_text(x + 12, y - 8, "best", css="ink"))
     return parts
 
