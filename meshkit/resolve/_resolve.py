@@ -68,7 +68,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     refuse_without_pp(strategy, spec)
     names = once(program, ("names", strategy.plan), lambda: name_modules(program, strategy.plan))
     refuse_without_blocks(strategy, names.blocks)
-    if spec.pp > 1 and names.blocks and strategy.pipeline.schedule in NAMES:
+    if spec.pp > 1 and names.blocks and strategy.pipeline.stages is None and strategy.pipeline.schedule in NAMES:
         refuse_more_stages(names.blocks, _stages_of(strategy.pipeline.schedule, spec.pp))
     refuse_meta(program)
     refuse_pointers(program, spec)

@@ -240,6 +240,8 @@ def _not_composed(resolved: Resolved) -> str:
     cut = resolved.cut
     if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
         return "a tied parameter of two stages of one rank gets gradients in I and in W"
+    if cut is not None and not all(cut.stages.blocks):
+        return "a stage has no blocks, so that what moves at its edges is all that it holds"
     return ""
 
 

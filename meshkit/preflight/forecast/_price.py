@@ -128,12 +128,12 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> S
     ledgers = {phase: _sum(each.ledgers[phase] for each in priced) for phase in (FORWARD, BACKWARD, WEIGHT)}
     for phase, ledger in ledgers.items():
         launches = sum(each.launches[phase] for each in priced)
-        ledger["launch"] = _launch_s(cluster, launches, fsum(ledger.values()))
+        ledger["launch"] = launch_s(cluster, launches, fsum(ledger.values()))
     once: defaultdict[str, float] = defaultdict(float)
     forward = [each.seconds(FORWARD) for each in priced]
     backward = [each.seconds(BACKWARD) + each.seconds(WEIGHT) for each in priced]
     for phase, computed in ((FORWARD, forward), (BACKWARD, backward)):
-        for times, exposed in _data_exposed(parts, phase, computed, microbatches, prices):
+        for times, exposed in data_exposed(parts, phase, computed, microbatches, prices):
             for axis, seconds in exposed.items():
                 if times == microbatches > 1:
                     ledgers[phase][axis] = ledgers[phase].get(axis, 0.0) + seconds
@@ -147,7 +147,7 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> S
     return StageSeconds(ledgers, dict(once))
 
 
-def _launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
+def launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
     """What is seen of launches: all where the host computes itself, else what the device waits for the host."""
     host_s = launches * cluster.device.launch_s
     if cluster.device.kernels == "cpu" or not host_s:
@@ -156,7 +156,7 @@ def _launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
     return float((host_s**ALIKE + busy_s**ALIKE) ** (1 / ALIKE)) - busy_s
 
 
-def _data_exposed(
+def data_exposed(
     parts: Sequence[Part], phase: str, computed: Sequence[float], microbatches: int, prices: Prices
 ) -> Iterable[tuple[int, Ledger]]:
     """(how often in the step, exposed seconds by axis) of an FSDP stage's gathers and reductions.
@@ -232,7 +232,7 @@ def _pipelined(
 
     Where ranks share the cores of a host, a rank computes faster while others wait, and all together as fast as the cores do.
     """
-    hops, crowding = _hops(schedule, profile, prices.cluster), prices.cluster.crowding
+    hops, crowding = hops_between(schedule, profile, prices.cluster), prices.cluster.crowding
     simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other], faster=crowding)
     of_rank = [
         _sum(
@@ -272,7 +272,7 @@ def pipeline_seconds(
     return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
 
 
-def _hops(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
+def hops_between(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
     """Seconds of a message between two ranks of pp that have stages next to one another."""
     stride = profile.spec.world_size // profile.spec.pp
     size = max((max(each) for each in profile.crossing), default=0)
