@@ -25,7 +25,6 @@ Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 
-
 @dataclass(frozen=True)
 class Seconds:
     """Of one microbatch: kernels, and messages that block them."""
