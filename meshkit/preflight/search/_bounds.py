@@ -22,6 +22,7 @@ from meshkit.resolve import Resolved
 from meshkit.strategy import OptimizerPolicy, Strategy
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,8 @@ class Alive:
     """
 
     world: int
-    ranks: Array
-    stages: Array
+    ranks: Indices
+    stages: Indices
     kept: Array
     waits: Array
     gathered: Array
@@ -240,7 +241,7 @@ def _instants(rows: Sequence[Row], place: Mapping[int, int]) -> Array:
                 grows, now[at + 3] = grows or not now[at + 3], 1
         if grows:
             seen[tuple(now)] = None
-    return np.array(list(seen))
+    return np.array(list(seen), dtype=np.float64)
 
 
 def _greatest(vectors: Array) -> Array:
@@ -274,14 +275,16 @@ def ranks_of(
     sizes = np.zeros((2, len(weights)))
     if kept is not None:
         sizes = np.array([[sum(kept[name][at] for name in stage) for stage in stages.blocks] for at in (0, 1)])
-    most = alive.most(*sizes, weights * gathered, weights * summed)
+    most = alive.most(sizes[0], sizes[1], weights * gathered, weights * summed)
     if kept is not None:  # in the loss the last stage is gathered, and holds a microbatch
         last = stages.placement[-1]
         most[last] = max(most[last], sizes[0, -1] + weights[-1] * gathered + kept[""][0])
     own = weights.copy()
     for stage, names in zip((0, -1), stages.ends, strict=True):
         own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
-    return Ranks(np.bincount(stages.placement, own, alive.world), most)
+    elements_of = np.zeros(alive.world)
+    np.add.at(elements_of, np.array(stages.placement), own)
+    return Ranks(elements_of, most)
 
 
 def _holders(name: str) -> Iterator[str]:
