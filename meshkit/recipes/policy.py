@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshkit.algos.dataflow import PROMPTED, Call, Flow, StreamFlow, Sync, generation_call, rollout_call
 from meshkit.algos.policy import RolloutRules
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
-from meshkit.data import REFERENCE_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
+from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
 from meshkit.initialize import init_weights
 from meshkit.mesh import Mesh, init_mesh
@@ -20,7 +21,7 @@ from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.optim import adamw
 from meshkit.step import Run
 
-from .flags import RolloutFlags, SamplerFlags
+from .flags import RolloutFlags, SampledFlags, SamplerFlags
 from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
@@ -127,3 +128,44 @@ def engine_of(config: RolloutFlags, run: Run) -> Engine:
     if config.engine == "vllm":
         return VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
     return partial(generate, run)
+
+
+def rollout_flow(
+    config: SampledFlags,
+    meshes: Mapping[str, Mesh],
+    sampler: Run | None,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    prompts: PromptLoader,
+    calls: Sequence[Call],
+    syncs: Sequence[Sync],
+    *,
+    engine: Engine | None,
+) -> Flow | StreamFlow:
+    """The dataflow of a policy recipe: `samples` rollouts of each prompt by the sampler, then `calls`; --stream says which.
+
+    meshes: of `actor_and_sampler`. sampler, engine: None on ranks without it. prompts: of one data rank of one, since the
+    flow shares them out. Raises: PlanError for --stream without ranks of its own, without staleness, or with vLLM.
+    """
+    options: dict[str, Any] = {"on": "sampler", "sampling": sampling, "samples": config.samples, "seed": config.seed}
+    given: dict[str, Any] = {
+        "source": lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
+        "fields": PROMPTED,
+        "total": config.steps,
+        "syncs": syncs,
+        "staleness": config.staleness,
+    }
+    if not config.stream:
+        return Flow(meshes, [rollout_call(engine, tokenizer, **options), *calls], **given)
+    for wrong, why in (
+        (not config.sampler_ranks, "needs --sampler-ranks of its own"),
+        (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
+        (
+            config.engine != "meshkit",
+            f"needs --engine meshkit, whose answers go on with new weights, not {config.engine}",
+        ),
+    ):
+        if wrong:
+            raise PlanError(f"--stream {why}.")
+    write = generation_call(sampler, tokenizer, tokens=config.stream_tokens, **options)
+    return StreamFlow(meshes, write, calls, **given)

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +37,7 @@ VERIFIERS: dict[str, Reward] = {
 """by the names that recipes have for them"""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _module(path: Path, modified_ns: int) -> ModuleType:
     """The file, imported once by a process unless it has changed. Raises: DataError for one that cannot be."""
     name = "_".join(("reward", *path.with_suffix("").parts[1:]))

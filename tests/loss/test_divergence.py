@@ -125,7 +125,9 @@ def test_the_divergence_of_a_distribution_from_itself_is_nothing() -> None:
 
 @pytest.mark.parametrize("top", [None, 1, 4, VOCABULARY])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-def test_log_probabilities_of_whatever_size_are_counted_in_full(kind: Literal["forward", "reverse", "jsd"], top: int | None) -> None:
+def test_log_probabilities_of_whatever_size_are_counted_in_full(
+    kind: Literal["forward", "reverse", "jsd"], top: int | None
+) -> None:
     """At a temperature near 0, or of logits in the thousands, a token may have e^-100000."""
     divergence = Divergence(kind=kind, beta=0.3, temperature=0.001)
     student, teacher = torch.randn(2, 6, VOCABULARY, dtype=torch.float64) * 30

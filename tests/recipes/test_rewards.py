@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.ppo import Config
+from meshkit.algos.policy import CORRECTIONS
 from meshkit.algos.rewards import Unscored, score
 from meshkit.algos.rollout import Rollout
 from meshkit.data import CHATML, CHATML_TOKENS, ChatTemplate, save_chat_template, save_tokenizer, train_tokenizer
 from meshkit.errors import DataError, PlanError, RewardError
 from meshkit.recipes.evaluation import report_unscored
+from meshkit.recipes.flags import CorrectionName
 from meshkit.recipes.rewards import Rewards
 from meshkit.recipes.tasks import load_tasks
 from tests.recipes.launch import run
@@ -116,10 +119,14 @@ def test_a_step_without_any_score_ends_the_run(capsys: pytest.CaptureFixture[str
 
 def test_older_answers_need_a_loss_that_corrects_for_them() -> None:
     with pytest.raises(
-        PlanError, match="--staleness 2 with --preset PPO, which does not correct.*Choose DECOUPLED_PPO"
+        PlanError, match="--staleness 2 with --preset PPO, which does not correct.*Choose a --correction such as tis"
     ):
         Config(preset="PPO", staleness=2).policy_loss(critic=True)
     assert Config(preset="DECOUPLED_PPO", staleness=2).policy_loss(critic=True).corrections
+    two = Config(preset="PPO", staleness=2, correction=("icepop", "dppo-tv")).policy_loss(critic=True)
+    assert two.corrections == (*CORRECTIONS["icepop"], *CORRECTIONS["dppo-tv"])
+    assert Config(preset="DECOUPLED_PPO", staleness=2, correction=("none",)).policy_loss(critic=True).corrections == ()
+    assert get_args(CorrectionName) == tuple(CORRECTIONS)
 
 
 # ------------------------------------------------------------------------------------------------ recipes

@@ -73,6 +73,8 @@ class Rollout:
     log_probs: np.ndarray | None = None
     """[N] by the engine, fp32 or as wide as the model: log_softmax(logits / temperature) over the whole vocabulary, as
     training computes it; for temperature 0, that of temperature 1"""
+    versions: np.ndarray | None = None
+    """[N] int64, of the weights that wrote each token: how many updates they had"""
     text: str = ""
     """without the id that ended it"""
     key: int = 0

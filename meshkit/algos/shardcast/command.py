@@ -57,5 +57,7 @@ def _read_secret(path: Path) -> str:
     except UnicodeDecodeError:
         secret = ""
     if not secret:
-        raise CheckpointError(f"relay --secret-file {path}: it has no text, so nothing would be checked. Write the secret.")
+        raise CheckpointError(
+            f"relay --secret-file {path}: it has no text, so nothing would be checked. Write the secret."
+        )
     return secret
