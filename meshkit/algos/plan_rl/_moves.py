@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from math import prod
+from collections import defaultdict
+from math import inf
 
 import torch
 
-from meshkit.algos.plan_rl._costs import PlannedModel
+from meshkit.algos.plan_rl._costs import TRAINED_BYTES, PlannedModel
 from meshkit.algos.plan_rl._problem import Alternative
 from meshkit.algos.reallocate import Layout, ReallocationPlan, layout_of, plan_reallocation
 from meshkit.cluster import Cluster, hop_s
@@ -24,7 +24,6 @@ class Moves:
         self.models, self.cluster, self.unit_ranks, self.dtype = models, cluster, unit_ranks, dtype
         self._layouts: dict[tuple[str, int, int, str], Layout] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
-        self._most: dict[tuple[str, int, str], float] = {}
 
     def plan(self, model: str, source: Alternative, destination: Alternative) -> ReallocationPlan:
         """What the sync sends: of parameters in the dtype that they compute in."""
@@ -53,27 +52,15 @@ class Moves:
 
     def least_s(self, model: str, source: Alternative, destination: Alternative) -> float:
         """At most `seconds`: the rank that holds most in the destination receives it, less what it may hold before."""
-        lacking = self._most_bytes(model, destination)
+        lacking = destination.static_bytes.get(model, 0.0)
         if set(source.units) & set(destination.units):
-            lacking -= self._most_bytes(model, source)
+            lacking -= source.static_bytes.get(model, 0.0) / TRAINED_BYTES * self.dtype.itemsize
         if lacking <= 0:
             return 0.0
         ranks = self.cluster.tiers[0].ranks
-        inside = hop_s(self.cluster, lacking, 0, 1) if ranks > 1 else 0.0
-        outside = hop_s(self.cluster, lacking, 0, ranks) if self.cluster.ranks > ranks else inside
+        inside = hop_s(self.cluster, lacking, 0, 1) if ranks > 1 else inf
+        outside = hop_s(self.cluster, lacking, 0, ranks) if self.cluster.ranks > ranks else inf
         return min(inside, outside)
-
-    def _most_bytes(self, model: str, alternative: Alternative) -> float:
-        """Of a rank, in the dtype of the messages: fewer than it holds where it trains in fp32."""
-        key = model, alternative.count, alternative.layout
-        if key not in self._most:
-            first = Alternative(first=0, count=alternative.count, layout=alternative.layout, seconds={})
-            held: Counter[int] = Counter()
-            for tensor in self._layout(model, first).tensors.values():
-                for rank, region in tensor.regions.items():
-                    held[rank] += prod(stop - start for start, stop in region)
-            self._most[key] = float(max(held.values())) * self.dtype.itemsize
-        return self._most[key]
 
     def _layout(self, model: str, alternative: Alternative) -> Layout:
         key = model, *alternative.place

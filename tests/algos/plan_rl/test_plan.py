@@ -98,18 +98,25 @@ def test_minibatches_are_steps_and_passes_repeat_them() -> None:
 def test_seconds_of_a_sync_are_its_bytes_over_the_link() -> None:
     model = planned()
     moves = Moves({"actor": model}, H100, unit_ranks=1, dtype=torch.bfloat16)
-    one, other = (Alternative(first=first, count=1, layout="dp_shard=1", seconds={}) for first in (0, 1))
+    of = costs(model, H100)
+    sizes: dict[str, Any] = {"model": "actor", "rows": 8, "prompt": 8, "new": 8}
+
+    def lies(first: int, count: int, layout: str, kind: str) -> Alternative:
+        held = of.of(Work(kind=kind, **sizes), MeshSpec.parse(layout)).static_bytes
+        return Alternative(first=first, count=count, layout=layout, seconds={}, static_bytes={"actor": held})
+
+    one, other = lies(0, 1, "dp_shard=1", "train"), lies(1, 1, "dp_shard=1", "generate")
     size = 2 * sum(each.numel() for each in model.module.parameters())
     tier = H100.tiers[0]
     assert moves.seconds("actor", one, other) == pytest.approx(tier.latency_s + size / tier.carried_bytes_per_s)
     # The nearest half of a copy on the same ranks is there already: each rank lacks the other half.
-    whole = Alternative(first=0, count=2, layout="dp_replicate=2", seconds={})
-    half = Alternative(first=0, count=2, layout="dp_shard=2", seconds={})
+    half, whole = lies(0, 2, "dp_shard=2", "train"), lies(0, 2, "dp_replicate=2", "generate")
     assert moves.seconds("actor", half, whole) == pytest.approx(
         tier.latency_s + size / 2 / tier.carried_bytes_per_s, rel=0.02
     )
-    for source, destination in ((one, other), (half, whole), (whole, half)):
-        assert moves.least_s("actor", source, destination) <= moves.seconds("actor", source, destination) * (1 + 1e-9)
+    for source, destination in ((one, other), (half, whole), (half, other)):
+        least_s = moves.least_s("actor", source, destination)
+        assert 0 < least_s <= moves.seconds("actor", source, destination) * (1 + 1e-9)
 
 
 def nothing(samples: list[Sample]) -> None:
