@@ -88,8 +88,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- the meshes
     world, meshes = mk.init_mesh(), actor_and_sampler(config)
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
-    for name, mesh in meshes.items():
-        print0(f"{name}  {mesh.describe()}")
+    print0("\n".join(f"{name}  {mesh.describe()}" for name, mesh in meshes.items()))
     print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
@@ -171,9 +170,8 @@ def main() -> None:
     flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, calls, syncs, engine=engine)
     print0(flow.describe())
 
-    def held_out_score() -> float:
-        options = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
-        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **options)
+    options = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
+    held_out_score = partial(greedy_score, sampler, tasks.held_out, tokenizer, tasks.score, **options)
 
     # ---------------------------------------------------------------------------------------------- the loop
     parts = {"actor": (actor, optimizer, scheduler), "critic": (critic, critic_optimizer, None)}
@@ -200,6 +198,8 @@ def main() -> None:
         export_model(actor, export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
+
+planned_calls = mk.recipes.planned_ppo  # python -m meshkit plan-rl examples/ppo.py
 
 if __name__ == "__main__":
     mk.run_main(main)

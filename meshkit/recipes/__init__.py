@@ -30,6 +30,7 @@ from .inputs import instruction_rows as instruction_rows
 from .inputs import preference_rows as preference_rows
 from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
+from .planned import planned_ppo as planned_ppo
 from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from meshkit.algos.dataflow._work import Work
 from meshkit.errors import DataError, PlanError
 
 Sample = dict[str, Any]
@@ -26,6 +27,7 @@ class Call:
     adds. `function` returns the samples in order, each with these fields. It may return several samples for one, or none, if
     each keeps the field `source` of the sample it comes from, as a copy does. A call that gives nothing may return None.
     stage: "rollout" may run ahead of training, by the flow's `staleness`; a call that changes parameters is "train".
+    works: what it does with which models, one after the other, for `plan_rl`; a flow does not read it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Call:
     needs: Sequence[str] = ()
     gives: Sequence[str] = ()
     stage: Stage = "rollout"
+    works: Sequence[Work] = ()
 
     def __post_init__(self) -> None:
         # `Flow` itself writes this field.
