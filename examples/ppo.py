@@ -26,10 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 import meshkit as mk
-from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
+from meshkit.algos import dataflow, policy, rewards, rollout
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
     SampledFlags,
@@ -44,6 +42,7 @@ from meshkit.recipes import (
     report_unscored,
     rollout_flow,
     run_from,
+    sampler_of,
     show_rollouts,
 )
 
@@ -112,13 +111,7 @@ def main() -> None:
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
-    dist.barrier()  # until the folder is written
-    sampler, syncs = actor, []
-    if config.sampler_mesh is not None:
-        sampler = run_from(start, partial(build, config, sampler_mesh)) if sampler_mesh.here else None
-        weights = reallocate.prepare_reallocation(actor, sampler)
-        print0(weights.plan)
-        syncs = [dataflow.Sync(name="weights", source="actor", destination="sampler", function=weights)]
+    sampler, syncs = sampler_of(config, meshes, actor, start, partial(build, config))
     engine = engine_of(config, sampler) if sampler is not None else None
 
     # ---------------------------------------------------------------------------------------------- calls of the dataflow

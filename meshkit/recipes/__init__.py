@@ -38,6 +38,7 @@ from .policy import mesh_beside as mesh_beside
 from .policy import policy_tasks as policy_tasks
 from .policy import rollout_flow as rollout_flow
 from .policy import run_from as run_from
+from .policy import sampler_of as sampler_of
 from .ranges import Count as Count
 from .ranges import CountOrNone as CountOrNone
 from .ranges import Finite as Finite

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshkit.algos.dataflow import PROMPTED, Call, Flow, StreamFlow, Sync, generation_call, rollout_call
 from meshkit.algos.policy import RolloutRules
+from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -56,9 +57,14 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
     characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for --engine vllm without vLLM, prompts and answers that do not fit, and a reward that fails at once:
-    before anything is trained.
+    Raises: MeshkitError for --engine vllm without vLLM, dynamic sampling with a sampler apart, prompts and answers that do
+    not fit, and a reward that fails at once: before anything is trained.
     """
+    if rules is not None and rules.dynamic and getattr(config, "sampler_mesh", None) is not None:
+        raise PlanError(
+            "dynamic sampling (DAPO) asks again within a step, for which learners and sampler must be one. Leave "
+            "--sampler-mesh out, or choose another --preset."
+        )
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
     tasks = load_tasks(
@@ -121,6 +127,24 @@ def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int
         init_weights(run.model, seed=seed, plan=run.plan)
     load_pretrained(run.model, folder, fresh=fresh)
     return run
+
+
+def sampler_of(
+    config: SamplerFlags, meshes: Mapping[str, Mesh], actor: Run | None, start: Path, build: Callable[[Mesh, Any], Run]
+) -> tuple[Run | None, list[Sync]]:
+    """(who writes, the weight syncs): the actor itself and none, or with --sampler-mesh its copy, and one to it.
+
+    meshes: of `actor_and_sampler`. start: the folder that the actor began with. build: the run of a shape on a mesh. Every
+    rank of the world calls it. Wire: that of `prepare_reallocation`.
+    """
+    if config.sampler_mesh is None:
+        return actor, []
+    dist.barrier()  # until the folder is written
+    sampler = run_from(start, partial(build, meshes["sampler"])) if meshes["sampler"].here else None
+    weights = prepare_reallocation(actor, sampler)
+    if dist.get_rank() == 0:
+        print(weights.plan)
+    return sampler, [Sync(name="weights", source="actor", destination="sampler", function=weights)]
 
 
 def engine_of(config: RolloutFlags, run: Run) -> Engine:
