@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from meshkit.algos.rewards._score import Reward, Scores, Unscored, attempt, checked
+from meshkit.algos.rewards._score import Reward, Scores, Unscored, Value, attempt
 from meshkit.algos.rollout import Rollout
 
 START_S = 120.0
@@ -34,7 +34,7 @@ class RewardPool:
 
     def score(self, answers: Sequence[Rollout]) -> Scores:
         """The reward of each answer, in order."""
-        values: list[Any] = [Unscored(kind="raised", text="never tried")] * len(answers)
+        values: list[Value] = [Unscored(kind="raised", text="never tried")] * len(answers)
         # Reversed, and taken from the end: answers are given out in order.
         pending = list(range(len(answers)))[::-1]
         while pending or any(worker.answer is not None for worker in self._workers):
@@ -48,7 +48,7 @@ class RewardPool:
             for connection in wait(list(busy), timeout=max(0.0, left_s)):
                 self._receive(busy[connection], values)  # type: ignore[index]  # wait gives back what it was given
             self._end_late(values)
-        return Scores(values=tuple(checked(answer, value) for answer, value in zip(answers, values, strict=True)))
+        return Scores(values=tuple(values))
 
     def close(self) -> None:
         """Kill the workers."""
@@ -75,7 +75,7 @@ class RewardPool:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
 
-    def _receive(self, worker: _Worker, values: list[Any]) -> None:
+    def _receive(self, worker: _Worker, values: list[Value]) -> None:
         assert worker.answer is not None
         try:
             word, value = worker.connection.recv()
@@ -92,7 +92,7 @@ class RewardPool:
         else:
             values[worker.answer], worker.answer = value, None
 
-    def _end_late(self, values: list[Any]) -> None:
+    def _end_late(self, values: list[Value]) -> None:
         now = time.monotonic()
         for worker in [w for w in self._workers if w.answer is not None and now >= w.deadline(self._timeout_s)]:
             limit = START_S if worker.began is None else self._timeout_s
@@ -130,4 +130,4 @@ def _serve(connection: Connection, reward: Reward) -> None:
         except EOFError:
             return
         connection.send(("began", None))  # the reward is imported: the time limit of the answer starts
-        connection.send(("done", attempt(answer, reward)))
+        connection.send(("done", attempt(answer, reward)))  # numbers or a text: nothing that cannot be pickled

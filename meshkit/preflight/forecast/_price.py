@@ -23,7 +23,6 @@ FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 ADAM_BYTES = 28  # of an element in fp32: parameter, gradient and two moments are read, and all but the gradient written
 NORM_BYTES = 12  # clipping reads a gradient for its norm, then reads and writes it
 ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
-RING = ("send",)  # of cp: goes on while attention computes with what has come
 Ledger = dict[str, float]
 
 
@@ -84,8 +83,8 @@ def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
         ledger = ledgers[FORWARD if phase == FORWARD else BACKWARD]
         of_phase = [call for call in part.calls if call.phase == phase]
         for axis in dict.fromkeys(call.axis for call in of_phase):
-            beside = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and _is_beside(call))
-            alone = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and not _is_beside(call))
+            beside = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and call.is_beside)
+            alone = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and not call.is_beside)
             shown = exposed_s(attention[phase], beside, slower.compute_slower, slower.collective_slower)
             ledger[axis] += alone + shown
     launches = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), 0)
@@ -94,10 +93,6 @@ def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
     for call in part.calls:  # the host launches messages too
         launches[FORWARD if call.phase == FORWARD else BACKWARD] += call.count
     return PartSeconds({name: dict(ledger) for name, ledger in ledgers.items()}, launches)
-
-
-def _is_beside(call: Call) -> bool:
-    return call.axis == "cp" and call.op in RING
 
 
 def exposed_s(compute_s: float, message_s: float, compute_slower: float, message_slower: float) -> float:
