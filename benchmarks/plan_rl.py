@@ -5,9 +5,9 @@
     python -m benchmarks.plan_rl --part published --record     # adds rows to results/plan_rl.jsonl
 
 cpu: a policy that writes, a reference that reads, a policy that learns, by `Flow` on the meshes of each plan. The ranks
-measure themselves as `measure-cluster` does; then all plans run in turn, `--passes` times. Forecasts come after, from the
-cluster alone, and once more with each call as much slower as the first plan's was, which then counts no more.
-published: models and lengths of ReaLHF's public benchmark scripts (7B on 8 GPUs, 13B on 16, 34B on 32, 70B on 64, with rows
+measure themselves as `measure-cluster` does; then all plans run in turn, `--passes` times. Forecasts are made afterwards,
+from the cluster alone, and once more with calls as much slower as the first plan's were, which then counts no more.
+published: models and lengths of ReaLHF's public benchmark scripts (7B on 8 GPUs, 13B on 16, 34B on 32, 70B on 64; rows
 x answers of 128 x 896, 256 x 384 and 512 x 128, prompts of 128, 8 minibatches); the actor is scaled and the critic is 7B, or
 the other way round. The heuristic is tp=8, pp=GPUs/8 and dp=1 for every call. 6 calls on 16 nodes are one more setting.
 """
@@ -387,7 +387,7 @@ def ppo(setting: Setting) -> PlannedRun:
     )
 
 
-def planned(setting: Setting) -> dict[str, Any]:
+def planned(setting: Setting, picture: Path | None = None) -> dict[str, Any]:
     began = time.perf_counter()
     nodes = setting.gpus // 8
     symmetric = f"pp={nodes} tp=8" if nodes > 1 else "tp=8"
@@ -411,7 +411,10 @@ def planned(setting: Setting) -> dict[str, Any]:
             except PlanError:
                 continue
     found = plan_rl.search_plan(problem, limit_s=30, gap=0.02, workers=2)
-    print(plan_rl.RLPlan(found=found, cluster="a100", unit_ranks=unit_ranks, priced_s=priced_s), flush=True)
+    plan = plan_rl.RLPlan(found=found, cluster="a100", unit_ranks=unit_ranks, priced_s=priced_s)
+    print(plan, flush=True)
+    if picture is not None:
+        picture.write_text(plan_rl.svg(plan), encoding="utf-8")
     row |= {"period_s": round(found.steady.period_s, 3), "gap": round(found.gap, 4), "search_s": round(found.took_s, 1)}
     gain = None if heuristic is None else round(heuristic.steady.period_s / found.steady.period_s, 3)
     return row | {"heuristic_s": heuristic and round(heuristic.steady.period_s, 3), "gain": gain}
@@ -426,6 +429,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--plans", choices=list(SETS), default="spaced")
     parser.add_argument("--only", type=int, nargs="*", help="of published: numbers of settings")
+    parser.add_argument("--svg", type=Path, help="of published: a picture of the last setting")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     if "MESHKIT_PLAN_RANK" in os.environ:
@@ -434,7 +438,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.part == "published":
         every = list(settings())
-        rows = (planned(every[number]) for number in (options.only or range(len(every))))
+        rows = (planned(every[number], options.svg) for number in (options.only or range(len(every))))
     else:
         rows = (measured_beside(options.folder, options.passes, options.plans) for _ in range(1))
     for row in rows:

@@ -29,6 +29,7 @@ ALSO = (
     "meshkit.algos.distill",
     "meshkit.algos.trpo",
     "meshkit.algos.dataflow",
+    "meshkit.algos.plan_rl",
     "meshkit.recipes",
     "meshkit.resolve",
 )
