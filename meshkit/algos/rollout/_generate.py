@@ -20,11 +20,13 @@ from meshkit.algos.rollout._batch import row_of
 from meshkit.algos.rollout._batches import RowsGeneration
 from meshkit.algos.rollout._cache import CachePolicy, KeyValueCache
 from meshkit.algos.rollout._engine import Reason, Sampling, Stopping, refuse_odd_calls
+from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._rows import takes_of
 from meshkit.algos.rollout._scheduler import Growing, Scheduler
 from meshkit.algos.rollout._trial import refuted, rows_of
 from meshkit.core.rng import stream_of
+from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import LinearLogits, head_of
 from meshkit.parallel.data import after_inference, kept_gathered
 from meshkit.step import Run
@@ -41,12 +43,13 @@ def generate(
     samples: int = 1,
     seed: int = 0,
     decode: Callable[[list[int]], str] | None = None,
-    cache: CachePolicy | None = None,
+    cache: CachePolicy | KeptCache | None = None,
 ) -> list[Rollout]:
     """`samples` rollouts of each prompt, in the order of (prompt, sample).
 
     prompts: of this data rank, which may have none; the same on its ranks of tp, cp and pp, which all get the answers.
-    decode: ids to text, for `Rollout.text` and stop_strings. cache: the memory to take, and how much to do at a time.
+    decode: ids to text, for `Rollout.text` and stop_strings. cache: the memory to take, and how much to do at a time; a
+    `KeptCache` stays between calls.
     Answers depend on the weights, the seed, and a prompt's ids and key. They do not depend on other prompts or on the mesh,
     except through the last bits of logits, and with experts of limited capacity. Ranks of cp compute the same tokens; stages
     of pp take turns.
@@ -56,13 +59,14 @@ def generate(
     Every rank must call it. Wire: an all-reduce in which ranks agree on the call. For each step, what a forward of the model
     sends for its tokens, what `choose` sends, and two numbers per draw over tp, cp and pp. Where forwards of ranks with
     different prompts wait for each other, one number every few steps over those ranks. The parameters once, or in each step.
-    Without a `mask`, forwards of a trial and of a check, and a number over the mesh for each.
+    With a KeptCache a number over the mesh. Without a `mask`, forwards of a trial and of a check, and a number over the mesh for each.
     Raises: AgreementError where ranks differ in these choices, or ranks of one data rank in prompts; DataError for prompts
-    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that is not causal, and for a cache
-    without room for a prompt.
+    outside of the vocabulary, and for stop_strings without decode; PlanError for a model that is not causal, for a cache
+    without room for a prompt, and for a KeptCache of a model without a `mask`.
     Source: paged cache Kwon et al. 2023; continuous batching Yu et al. 2022.
     """
-    cache = cache or CachePolicy()
+    kept = cache if isinstance(cache, KeptCache) else None
+    cache = (cache or CachePolicy()) if not isinstance(cache, KeptCache) else cache.policy
     choices = {"seed": seed, "samples": samples, "sampling": sampling, "cache": cache}
     run.mesh.agreement.meet(
         "generate", facts=choices, rows={"prompts": [(each.key, each.ids.tolist()) for each in prompts]}
@@ -70,11 +74,18 @@ def generate(
     vocabulary = _vocabulary(run)
     refuse_odd_calls("generate", prompts, samples, vocabulary)
     stopping = Stopping(sampling, decode)
+    if kept is not None and not _takes_mask(run):
+        raise PlanError(
+            f"generate(cache=KeptCache()): {type(run.full_model).__name__} does not attend by a `mask`, and its own cache "
+            "does not stay between calls. Give a CachePolicy, which computes prompts whole in each call."
+        )
     # See [Note: ranks in lockstep].
     lockstep = _forwards_wait(run, cache)
     training = run.model.training
     run.model.eval()
     with ExitStack() as stack:
+        if kept is not None:
+            stack.enter_context(kept.used_by(run))  # before parameters are gathered, which writes into others
         # Callbacks run in reverse: hooks are removed first, then the mode is restored, at last gathered parameters are freed.
         stack.callback(after_inference, run.model)
         stack.callback(run.model.train, training)
@@ -82,7 +93,7 @@ def generate(
         if cache.keep_parameters:
             stack.enter_context(kept_gathered(run.model))
         if _takes_mask(run):
-            paged = _Generation(run, prompts, sampling, samples, seed, stopping, cache)
+            paged = _Generation(run, prompts, sampling, samples, seed, stopping, cache, kept)
             stack.enter_context(paged.few_logits())
             return _to_the_end(run, paged, lockstep=lockstep)
         rows = rows_of(run, prompts, vocabulary)
@@ -114,14 +125,22 @@ class _Generation:
         seed: int,
         stopping: Stopping,
         policy: CachePolicy,
+        kept: KeptCache | None = None,
     ) -> None:
         self.run, self.prompts, self.sampling, self.stopping = run, prompts, sampling, stopping
-        self.cache = KeyValueCache(policy.page_tokens)
+        self.kept = kept
+        self.cache = KeyValueCache(policy.page_tokens) if kept is None else kept.store
         answer_streams = [
             [stream_of("generate", seed, prompt.key, sample) for sample in range(samples)] for prompt in prompts
         ]
         self.scheduler = Scheduler(
-            prompts, samples, np.array(answer_streams, np.int64), sampling, policy, self.cache.pages
+            prompts,
+            samples,
+            np.array(answer_streams, np.int64),
+            sampling,
+            policy,
+            self.cache.pages,
+            None if kept is None else kept.prefixes,
         )
         self._ended: list[tuple[Growing, Reason]] = []
         self._logit_tokens = torch.empty(0, dtype=torch.int64)
@@ -137,9 +156,12 @@ class _Generation:
         multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self.prompts, self.cache, multiple=multiple, device=run.mesh.device)
         self._logit_tokens = row.logit_tokens
+        self.cache.copy(*step.copies_before)
         logits = run.infer(row.inputs, _logits)
         # Only now: the copied pages hold the prompt that this forward computed.
         self.cache.copy(*step.copies)
+        if self.kept is not None:
+            self.kept.count(step)
         if not step.draws:
             return
         draw_tokens(run, logits, row.rows, step.draws, self.sampling)

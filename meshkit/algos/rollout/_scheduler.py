@@ -15,6 +15,7 @@ import numpy as np
 
 from meshkit.algos.rollout._cache import CachePolicy, Pages
 from meshkit.algos.rollout._engine import Sampling
+from meshkit.algos.rollout._prefixes import Known, Prefixes
 from meshkit.algos.rollout._rollout import Prompt
 from meshkit.errors import PlanError
 
@@ -52,22 +53,27 @@ class Growing:
 
 @dataclass(eq=False)
 class Beginning:
-    """A group whose prompt is computed in this step. table: the pages of the prompt."""
+    """A group whose prompt is computed in this step. table: the pages of the prompt. known: its tokens that the cache has
+    already, before the `tokens` that are computed.
+    """
 
     group: Group
     members: list[Growing]
     table: np.ndarray
+    known: int
+    tokens: int
 
 
 @dataclass(eq=False)
 class Step:
     """begins: whole prompts (prefill). grows: one token each (decode), shortest sequence first. copies: (from, to), pages to
-    copy after the step.
+    copy after the step; copies_before: pages in which a known prefix ends, to copy before it.
     """
 
     begins: list[Beginning]
     grows: list[Growing]
     copies: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    copies_before: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
 
     @property
     def draws(self) -> list[Growing]:
@@ -81,7 +87,7 @@ class Step:
 
 
 class Scheduler:
-    """streams: int64 [prompts, samples], the streams of their random numbers."""
+    """streams: int64 [prompts, samples], the streams of their random numbers. prefixes: of a cache that stays."""
 
     def __init__(
         self,
@@ -91,7 +97,9 @@ class Scheduler:
         sampling: Sampling,
         policy: CachePolicy,
         pages: Pages,
+        prefixes: Prefixes | None = None,
     ) -> None:
+        self._prompts, self._prefixes = prompts, prefixes
         self._lengths = [len(prompt.ids) for prompt in prompts]
         self._streams, self._policy, self._pages = streams, policy, pages
         self._new_tokens = sampling.max_new_tokens
@@ -112,10 +120,13 @@ class Scheduler:
         grows = sorted(self.growing, key=lambda sequence: sequence.cached)
         step = Step([], grows)
         tokens, sequences = 0, len(grows)
+        if self._prefixes is not None:
+            self._prefixes.settle()
         # In order, without overtaking: a long prompt would otherwise wait for ever behind short ones.
         while self._waiting:
             group = self._waiting[0]
-            length, members = self._lengths[group.prompt], len(group.samples)
+            known = self._known(group.prompt)
+            length, members = self._lengths[group.prompt] - known.tokens, len(group.samples)
             need = self._need(group.prompt, members)
             if sequences + members > self._policy.max_sequences:
                 break
@@ -125,7 +136,7 @@ class Scheduler:
             if self._policy.max_pages is not None and self._reserved + need > self._policy.max_pages:
                 break
             self._waiting.popleft()
-            step.begins.append(self._begin(group, step.copies))
+            step.begins.append(self._begin(group, known, step))
             self._reserved += need
             tokens, sequences = tokens + length, sequences + members
         for sequence in grows:
@@ -139,6 +150,9 @@ class Scheduler:
     def end(self, ended: Sequence[Growing]) -> None:
         """Free the pages of these sequences, and what was reserved for them."""
         for sequence in ended:
+            if self._prefixes is not None:
+                ids = np.concatenate([self._prompts[sequence.prompt].ids, np.array(sequence.ids, np.int64)])
+                self._prefixes.add(ids[: sequence.cached], sequence.table, computed=True)
             for page in sequence.table[: sequence.pages]:
                 self._pages.give_back(int(page))
             prompt, sequence.group.growing = sequence.group.prompt, sequence.group.growing - 1
@@ -147,9 +161,17 @@ class Scheduler:
         ended_ids = set(map(id, ended))
         self.growing = [sequence for sequence in self.growing if id(sequence) not in ended_ids]
 
-    def _begin(self, group: Group, copies: tuple[list[int], list[int]]) -> Beginning:
-        length = self._lengths[group.prompt]
-        prompt_pages = [self._pages.take() for _ in range(self._policy.pages(length))]
+    def _known(self, prompt: int) -> Known:
+        return Known(0, [], None) if self._prefixes is None else self._prefixes.find(self._prompts[prompt].ids)
+
+    def _begin(self, group: Group, known: Known, step: Step) -> Beginning:
+        length, copies = self._lengths[group.prompt], step.copies
+        # Shared before any other is taken, which may evict what nobody uses.
+        prompt_pages = [self._pages.share(page) for page in known.full]
+        prompt_pages += [self._pages.take() for _ in range(self._policy.pages(length) - len(known.full))]
+        if known.begun is not None:
+            step.copies_before[0].append(known.begun)
+            step.copies_before[1].append(prompt_pages[len(known.full)])
         full = self._shared(group.prompt)
         members: list[Growing] = []
         for sample in group.samples:
@@ -167,7 +189,11 @@ class Scheduler:
                     copies[0].append(page)
                     copies[1].append(int(sequence.table[index]))
             members.append(sequence)
-        return Beginning(group, members, np.array(prompt_pages))
+        if self._prefixes is not None:
+            # Its full pages, for others that begin in this step: all write their keys before any attends.
+            ids = self._prompts[group.prompt].ids[: full * self._policy.page_tokens]
+            self._prefixes.add(ids, np.array(prompt_pages), computed=False)
+        return Beginning(group, members, np.array(prompt_pages), known.tokens, length - known.tokens)
 
     def _shared(self, prompt: int) -> int:
         """The number of full pages of the prompt, which its samples share."""
