@@ -2,6 +2,8 @@
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 tp=2"
 another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
+in turns        torchrun --nproc-per-node 4 examples/grpo.py --task guessing --prompts 64 --samples 8 --out runs/guessing
+your game       torchrun --nproc-per-node 4 examples/grpo.py --environment game.py:Game --pretrained ... --data rows.jsonl
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
@@ -32,13 +34,13 @@ from meshkit.algos.rewards import MeshScores, score_on_mesh
 from meshkit.algos.rollout import encode_prompts
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
+    EnvironmentFlags,
     ParallelFlags,
-    PolicyFlags,
     Session,
-    engine_of,
     export_model,
     first_policy,
     greedy_score,
+    playing_engine,
     policy_tasks,
     print0,
     report_unscored,
@@ -51,7 +53,7 @@ TOL_GAP = {"fp32": 1e-5, "bf16": 5e-2}  # of log-probabilities: docs/generation.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PolicyFlags, ParallelFlags):
+class Config(EnvironmentFlags, ParallelFlags):
     entropy: mk.recipes.NotNegative = 0.0
     """weight of a bonus for uncertain predictions"""
     updates: mk.recipes.Count = 1
@@ -88,7 +90,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
     config, tasks, tokenizer, sampling = policy_tasks(config, rules)
-    loss = loss.for_answers(sampling.max_new_tokens)
+    loss = loss.for_answers(sampling.max_new_tokens * tasks.turns)
     share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
@@ -101,7 +103,7 @@ def main() -> None:
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
-    write = engine_of(config, run)
+    write = playing_engine(config, run, tasks, tokenizer)
 
     def ask() -> MeshScores:
         """Rollouts of the next prompts, with their rewards."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +43,3 @@ class Calculator:
             return Observation(text=f"={self.tool(action.text[1:])}>")
         right = not action.truncated and action.text.strip() == self.completion
         return Observation(reward=float(right), done=True)
-
-
-def calculations(fields: Mapping[str, Any], generator: random.Random, turns: int) -> list[str]:
-    """Turns and answers of somebody who uses the calculator now and then, and else says some number: a demonstration."""
-    if generator.random() < 0.3:
-        expression = fields["prompt"].rstrip(">")
-        return [f"={expression}", f"={arithmetic_of(expression)}>", str(fields["completion"])]
-    return [str(generator.randrange(10 ** len(str(fields["completion"]))))]

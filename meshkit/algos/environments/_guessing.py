@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -29,18 +28,3 @@ class GuessingGame:
         if len(guess) != 1 or guess not in LETTERS:
             return Observation(done=True)
         return Observation(text="+" if self.secret > guess else "-")
-
-
-def guesses(fields: Mapping[str, Any], generator: random.Random, turns: int) -> list[str]:
-    """Turns and answers of somebody who half the time forgets what was said: a demonstration to begin with."""
-    low, high = (LETTERS.index(letter) for letter in (fields["prompt"][0], fields["prompt"][2]))
-    secret, first, last, said = LETTERS.index(fields["secret"]), low, high, list[str]()
-    for turn in range(turns):
-        forgets = generator.random() < 0.5
-        guess = generator.randint(low, high) if forgets else generator.randint(first, last)
-        said.append(LETTERS[guess])
-        if guess == secret or turn == turns - 1:
-            break
-        said.append("+" if secret > guess else "-")
-        first, last = (max(first, guess + 1), last) if secret > guess else (first, min(last, guess - 1))
-    return said

@@ -74,7 +74,7 @@ def generate(
     vocabulary = _vocabulary(run)
     refuse_odd_calls("generate", prompts, samples, vocabulary)
     stopping = Stopping(sampling, decode)
-    if kept is not None and not _takes_mask(run):
+    if kept is not None and not has_paged_cache(run):
         raise PlanError(
             f"generate(cache=KeptCache()): {type(run.full_model).__name__} does not attend by a `mask`, and its own cache "
             "does not stay between calls. Give a CachePolicy, which computes prompts whole in each call."
@@ -92,7 +92,7 @@ def generate(
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change every step: it would compile each
         if cache.keep_parameters:
             stack.enter_context(kept_gathered(run.model))
-        if _takes_mask(run):
+        if has_paged_cache(run):
             paged = _Generation(run, prompts, sampling, samples, seed, stopping, cache, kept)
             stack.enter_context(paged.few_logits())
             return _to_the_end(run, paged, lockstep=lockstep)
@@ -219,8 +219,8 @@ def _any_works(run: Run, works: bool) -> bool:
     return bool(any_works)
 
 
-def _takes_mask(run: Run) -> bool:
-    """Does the model attend by the mask's `attend`, as those of meshkit.models do?"""
+def has_paged_cache(run: Run) -> bool:
+    """Does the model attend by a `mask`'s `attend`, as those of meshkit.models do? `generate` then has a paged cache."""
     return not run.plan.attention and "mask" in takes_of(run.model)
 
 

@@ -18,12 +18,12 @@ from meshkit.algos.rollout._cache import Pages
 
 @dataclass(eq=False)
 class Node:
-    """ids: the tokens in the page, at most a page of them. children: by the first of their tokens. used: when last."""
+    """ids: the tokens in the page, at most a page of them. below: children by each beginning of theirs. used: when last."""
 
     ids: np.ndarray
     page: int
     parent: Node | None
-    children: dict[int, list[Node]] = field(default_factory=dict)
+    below: dict[bytes, dict[Node, None]] = field(default_factory=dict)
     used: int = 0
     computed: bool = False
 
@@ -82,15 +82,16 @@ class Prefixes:
                 made = Node(part.copy(), self._pages.share(int(table[index])), node, used=self._clock, computed=computed)
                 if not computed:
                     self._fresh.append(made)
-                if near is not None and same == len(near.ids) and not near.children:
+                if near is not None and same == len(near.ids) and not near.below:
                     self._remove(near)  # all that it has is in the new one
-                node.children.setdefault(int(part[0]), []).append(made)
+                for length in range(1, len(part) + 1):
+                    node.below.setdefault(part[:length].tobytes(), {})[made] = None
                 near = made
             near.used, node = self._clock, near
 
     def evict(self) -> bool:
         """Give the page back that was used longest ago and that no sequence uses; False where there is none."""
-        idle = [node for node in self._nodes() if not node.children and self._pages.users(node.page) == 1]
+        idle = [node for node in self._nodes() if not node.below and self._pages.users(node.page) == 1]
         if not idle:
             return False
         self._remove(min(idle, key=lambda node: node.used))
@@ -100,31 +101,28 @@ class Prefixes:
         """Give all pages back."""
         for node in list(self._nodes()):
             self._pages.give_back(node.page)
-        self._root.children, self._fresh = {}, []
+        self._root.below, self._fresh = {}, []
 
     def _nearest(self, node: Node, ids: np.ndarray) -> tuple[Node | None, int]:
-        """The child with the most tokens in common with ids, and how many; of a full page with a page of them."""
-        best, most = None, 0
-        for child in node.children.get(int(ids[0]), ()) if len(ids) else ():
-            length = min(len(child.ids), len(ids))
-            differs = np.flatnonzero(child.ids[:length] != ids[:length])
-            same = int(differs[0]) if len(differs) else length
-            if same > most:
-                best, most = child, same
-        return best, most
+        """The child with the most tokens in common with ids, and how many; a page of them at most."""
+        for length in range(min(len(ids), self._page_tokens), 0, -1):
+            if found := node.below.get(ids[:length].tobytes()):
+                return next(reversed(found)), length
+        return None, 0
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
-        beside = node.parent.children[int(node.ids[0])]
-        beside.remove(node)
-        if not beside:
-            del node.parent.children[int(node.ids[0])]
+        for length in range(1, len(node.ids) + 1):
+            start = node.ids[:length].tobytes()
+            del node.parent.below[start][node]
+            if not node.parent.below[start]:
+                del node.parent.below[start]
         self._pages.give_back(node.page)
 
     def _nodes(self) -> Iterator[Node]:
         waiting = [self._root]
         while waiting:
             node = waiting.pop()
-            below = [child for each in node.children.values() for child in each]
-            waiting += below
-            yield from below
+            children = list(dict.fromkeys(child for each in node.below.values() for child in each))
+            waiting += children
+            yield from children
