@@ -40,7 +40,11 @@ class FileEnvironment:
         return getattr(self.inner, name)
 
     def __getstate__(self) -> tuple[str, str, dict[str, Any]]:
-        return self.file, self.name, vars(self.inner)  # not the class, which only this process has imported by this name
+        return (
+            self.file,
+            self.name,
+            vars(self.inner),
+        )  # not the class, which only this process has imported by this name
 
     def __setstate__(self, state: tuple[str, str, dict[str, Any]]) -> None:
         self.file, self.name, values = state

@@ -74,7 +74,9 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
         turns=getattr(config, "turns", None),
     )
     if tasks.environment and rules is not None and rules.overlong:
-        raise PlanError("an overlong penalty (DAPO) is of an answer, and an episode has several. Choose another --preset.")
+        raise PlanError(
+            "an overlong penalty (DAPO) is of an answer, and an episode has several. Choose another --preset."
+        )
     # Characters for reference tasks: with one token a digit a small model learns them in minutes.
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
     tasks = replace(

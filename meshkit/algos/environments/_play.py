@@ -72,9 +72,7 @@ class Player:
         decode: Callable[[list[int]], str] | None = None,
     ) -> list[Rollout]:
         """Episodes of each prompt, in the order of (prompt, sample), on every rank of the data rank. Collective."""
-        episodes = [
-            [_Episode(prompt, sample, self.environment()) for sample in range(samples)] for prompt in prompts
-        ]
+        episodes = [[_Episode(prompt, sample, self.environment()) for sample in range(samples)] for prompt in prompts]
         groups = [
             [each for of_prompt in episodes[index :: self.groups] for each in of_prompt] for index in range(self.groups)
         ]
@@ -252,4 +250,7 @@ def _refuse_other_beginnings(group: Sequence[_Episode], samples: int) -> None:
         for each in playing[1:]:
             if not np.array_equal(each.beginning, playing[0].beginning):
                 name = type(each.environment).__name__
-                each.ended, each.failure = True, f"raised: {name}.reset: other text for another sample. Draw by the seed"
+                each.ended, each.failure = (
+                    True,
+                    f"raised: {name}.reset: other text for another sample. Draw by the seed",
+                )

@@ -79,7 +79,9 @@ class Prefixes:
             part = ids[start : start + size]
             near, same = self._nearest(node, part)
             if near is None or same < len(part):
-                made = Node(part.copy(), self._pages.share(int(table[index])), node, used=self._clock, computed=computed)
+                made = Node(
+                    part.copy(), self._pages.share(int(table[index])), node, used=self._clock, computed=computed
+                )
                 if not computed:
                     self._fresh.append(made)
                 if near is not None and same == len(near.ids) and not near.below:

@@ -101,7 +101,9 @@ def calculator_tasks(
         a, b = (generator.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
         low, high = sorted((a, b))
         asked, product = [f"={a}*{b}", f"={a * b}>", str(a * b)], str(a * b)
-        guessed = [[str(generator.randrange(10 ** (len(product) - 1), 10 ** len(product)))] for _ in range(demonstrations)]
+        guessed = [
+            [str(generator.randrange(10 ** (len(product) - 1), 10 ** len(product)))] for _ in range(demonstrations)
+        ]
         shown = [asked if generator.random() < 0.3 else guess for guess in guessed]
         return f"calculator {low}*{high}", Record(
             fields={"prompt": f"{a}*{b}>", "completion": product, "demonstrations": shown}, source=f"calculator:{a}*{b}"

@@ -104,7 +104,9 @@ def without(cell: Cell) -> dict[int, list[int]]:
     return {each.key: each.ids.tolist() for each in talk(start(cell), QUESTIONS, CachePolicy())}
 
 
-@pytest.mark.parametrize(("world", "cell", "policy"), LAYOUTS, ids=[f"{c.mesh}-{i}" for i, (_, c, _) in enumerate(LAYOUTS)])
+@pytest.mark.parametrize(
+    ("world", "cell", "policy"), LAYOUTS, ids=[f"{c.mesh}-{i}" for i, (_, c, _) in enumerate(LAYOUTS)]
+)
 def test_each_token_is_computed_once_and_its_log_probability_is_trainings(
     world: int, cell: Cell, policy: CachePolicy, expected: dict[str, dict[int, list[int]]]
 ) -> None:
@@ -172,5 +174,7 @@ def refused() -> None:
 
 
 def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
-    with pytest.raises(RankError, match="LlamaForCausalLM does not attend by a `mask`, and its own cache does not stay"):
+    with pytest.raises(
+        RankError, match="LlamaForCausalLM does not attend by a `mask`, and its own cache does not stay"
+    ):
         run_ranks(1, refused)
