@@ -3,10 +3,11 @@
     python benchmarks/environments.py                       # environments sleep as long as a group's turn takes to write
     python benchmarks/environments.py --groups 8 --every-at-once
 
-Environments sleep `--sleeps` times as long as a group's turn takes to write (measured first). As those of a simulator do, a group's
-sleep at the same time and those of the next group after them; with --every-at-once those of all groups may. Three runs of the same
-episodes in turn, each round: environments that take no time (generate), an engine that takes none (step), and both. The ratio is
-both over the larger of the two; in turns without overlap it is their sum over the larger. One rank, one thread.
+Environments sleep `--sleeps` times as long as a group's turn takes to write, which is measured first. As those of a simulator
+do, a group's sleep at the same time and those of the next group after them; with --every-at-once those of all groups may.
+Three runs of the same episodes in turn, each round: environments that take no time (generate), an engine that takes none
+(step), and both. The ratio is both over the larger of the two; without overlap it is their sum over the larger. One rank,
+one thread.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Settings:
 
 
 class Sleeper:
-    """Says three tokens after a while. one_group: holds the simulator; the group that comes next waits for it."""
+    """Says three tokens after a while."""
 
     seconds = 0.0
     size = 0

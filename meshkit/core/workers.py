@@ -1,4 +1,4 @@
-"""Worker processes (process pool): calls of one function, several at a time, each with a time limit; one that hangs is killed."""
+"""Worker processes (process pool): calls of one function, several at a time, with a time limit; one that hangs is killed."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def warm_up_policy(
 
 
 def _right_answers(row: Record, tokenizer: Tokenizer) -> list[Example]:
-    """The row's completion; of an environment its demonstrations, of which the turns are learnt, and not what answers them."""
+    """The row's completion; of an environment its demonstrations, of which turns are learnt, and not what answers them."""
     if "demonstrations" not in row.fields:
         return [encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)]
     examples = []

@@ -27,7 +27,7 @@ from meshkit.data import (
     reversal_tasks,
     split_records,
 )
-from meshkit.errors import RewardError
+from meshkit.errors import DataError, RewardError
 from meshkit.models import LlamaConfig
 
 from .rewards import Rewards
@@ -83,7 +83,7 @@ REFERENCE_TASKS = {
         rows=guessing_tasks,
         reward="exact",
         max_new_tokens=2,
-        sft_steps=150,
+        sft_steps=600,
         sft_lr=1e-3,
         environment="guessing",
         turns=4,
@@ -143,7 +143,8 @@ def load_tasks(
     """The rows of the files, or without any those of the task; of the held-out part the first `evaluated`.
 
     task: of REFERENCE_TASKS. reward: see `Rewards.read`; default that of the task, "exact" for files. max_new_tokens: default
-    that of the task, 256 for files. environment, turns: default those of the task. Raises: DataError for files that cannot be read or split.
+    that of the task, 256 for files. environment, turns: default those of the task.
+    Raises: DataError for files that cannot be read or split, and for a reward beside an environment.
     """
     reference_task = REFERENCE_TASKS[task]
     names = reward or ("exact" if data else reference_task.reward,)

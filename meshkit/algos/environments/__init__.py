@@ -10,3 +10,5 @@ from ._pool import EnvironmentPool as EnvironmentPool
 from ._protocol import Action as Action
 from ._protocol import Environment as Environment
 from ._protocol import Observation as Observation
+from ._verifiers import VerifiersEnvironment as VerifiersEnvironment
+from ._verifiers import verifiers_rows as verifiers_rows

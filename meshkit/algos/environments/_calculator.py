@@ -12,11 +12,11 @@ from meshkit.sandbox import SandboxLimits, run_sandboxed
 
 
 def arithmetic_of(expression: str) -> str:
-    """The value of an expression of + - * / ( ) and whole numbers, or `?`."""
+    """The value of an expression of + - * / ( ) and whole numbers; "" where it has none."""
     try:
         return str(calculate(expression))
     except ValueError:
-        return "?"
+        return ""
 
 
 def run_python(program: str, *, limits: SandboxLimits | None = None) -> str:

@@ -30,7 +30,8 @@ def chat_turns(chat: Chat, *, role: str = "user", stop: str = "") -> Callable[[s
         after = chat.template.render([_ASKED, _ANSWERED, *said], add_generation_prompt=True, **chat.variables)
         if not after.startswith(before):
             raise DataError(
-                f"{chat.template.where} writes an answer in another way once a message follows it. Give an encode= of your own."
+                f"{chat.template.where} writes an answer in another way once a message follows it. Give an encode= of your "
+                "own."
             )
         # A template may write more after the end of an answer, as a line break, which the model did not.
         end = before.rfind(stop) + len(stop) if stop and stop in before else len(before)

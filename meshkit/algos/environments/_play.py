@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: policy and environment in turns, by groups, so that one group's environments step while another writes.
+"""Multi-turn rollouts: policy and environment in turns, by groups: the environments of one step while another writes.
 
 A rollout holds all turns as one context: `wrote` is False for what the environment said, which is read and never learnt.
 """
@@ -39,7 +39,8 @@ class Player:
     each turn's reward at its last token, NaN at the end of an episode that failed. `truncated`: turns, or tokens, ran out
     before the environment was done.
     `fields` are the row's, with `turns`, their number, and `failure`, why it has no reward.
-    Environments run on the first rank of each data rank; the ranks of tp, cp and pp get what they observe. Every rank calls it.
+    Environments run on the first rank of each data rank; the others of tp, cp and pp get what they observe. Every rank calls
+    it.
     Wire: the engine's, for each group and turn; before each what environments said over tp, cp and pp, and whether any data
     rank goes on.
     Raises: DataError for numbers below 1.

@@ -48,6 +48,8 @@ class EnvironmentPool:
             self._workers.close()
         if "_loop" in vars(self):
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     @cached_property
     def _workers(self) -> Workers:
@@ -56,7 +58,8 @@ class EnvironmentPool:
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=loop.run_forever, daemon=True)
+        self._thread.start()
         return loop
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from meshkit.algos.policy._terms import KL, kl_estimates
 from meshkit.errors import PlanError
 
-
 TURN_STARTS = "turn_starts"
 """the name under which a batch holds where turns begin"""
 Level = Literal["token", "turn"]

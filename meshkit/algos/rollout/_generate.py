@@ -59,7 +59,8 @@ def generate(
     Every rank must call it. Wire: an all-reduce in which ranks agree on the call. For each step, what a forward of the model
     sends for its tokens, what `choose` sends, and two numbers per draw over tp, cp and pp. Where forwards of ranks with
     different prompts wait for each other, one number every few steps over those ranks. The parameters once, or in each step.
-    With a KeptCache a number over the mesh. Without a `mask`, forwards of a trial and of a check, and a number over the mesh for each.
+    With a KeptCache a number over the mesh. Without a `mask`, forwards of a trial and of a check, and a number over the mesh
+    for each.
     Raises: AgreementError where ranks differ in these choices, or ranks of one data rank in prompts; DataError for prompts
     outside of the vocabulary, and for stop_strings without decode; PlanError for a model that is not causal, for a cache
     without room for a prompt, and for a KeptCache of a model without a `mask`.

@@ -1,4 +1,4 @@
-"""KV cache that stays between calls (prefix caching): conversations go on, and prompts that begin alike share their beginning."""
+"""KV cache that stays between calls (prefix caching): conversations go on, and prompts share how they begin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class KeptCache:
     """`generate(..., cache=KeptCache())`: what calls have computed, the next ones find. One for each model.
 
     A prompt that begins as a prompt or an answer of a former call, such as the next turn of a conversation, is computed from
-    there on: each token once. Once parameters have changed nothing is found: their checksums are taken in each call. With `CachePolicy(max_tokens=)` what was used longest ago goes first; without, the cache grows.
+    there on: each token once. Once parameters have changed nothing is found: their checksums are taken in each call.
+    With `CachePolicy(max_tokens=)` what was used longest ago goes first; without, the cache grows.
     prefilled: tokens of prompts that were computed. reused: those that were found. decoded: tokens of answers that were
     computed; the last one of an answer is not, until its conversation goes on. All of this data rank.
     """

@@ -117,7 +117,7 @@ def guessing_tasks(
 ) -> TaskSplits:
     """`c-q>` and a `secret` letter of that range, of 8 to 15, for the environment `GuessingGame`; at most 1,384 rows.
 
-    demonstrations: episodes in a row, turns and what is answered to them, of somebody who half the time forgets what was said.
+    demonstrations: episodes in a row, turns and what is answered to them, of somebody who half the time forgets.
     """
     letters = string.ascii_lowercase
 

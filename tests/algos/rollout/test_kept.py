@@ -1,4 +1,4 @@
-"""`KeptCache`: a conversation over several calls computes each token once, with the log-probabilities of one whole forward."""
+"""`KeptCache`: a conversation over several calls computes each token once, and its log-probabilities are training's."""
 
 from __future__ import annotations
 
