@@ -35,12 +35,12 @@ RESULTS = Path(__file__).parent / "results" / "environments.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    hidden: int = 256
-    layers: int = 4
-    prompts: int = 16
+    hidden: int = 128
+    layers: int = 2
+    prompts: int = 8
     samples: int = 2
     turns: int = 8
-    tokens: int = 16
+    tokens: int = 12
     """of a turn"""
     groups: int = 4
     sleeps: float = 1.0
@@ -109,10 +109,10 @@ def main(settings: Settings) -> None:
         "without_overlap": spread(in_turn),
         **{f"{name}_s": spread(values) for name, values in found.items()},
     }
-    print(json.dumps(row))
+    print(json.dumps(row, default=vars))
     if settings.write:
         with RESULTS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, default=vars) + "\n")
 
 
 def _seconds(run: mk.Run, engine: Engine, settings: Settings, sleep: float) -> float:

@@ -93,10 +93,10 @@ def playing_engine(config: EnvironmentFlags, run: Run, tasks: Tasks, tokenizer: 
     if config.pretrained is not None:
         most = min(most, getattr(config_from_pretrained(config.pretrained), "max_position_embeddings", most))
     chats = any("messages" in row.fields for row in tasks.train[:1])
-    encode = tokenizer.encode
+    encode: Callable[[str], list[int]] = tokenizer.encode
     if chats and config.pretrained is not None:
         chat = Chat(tokenizer=tokenizer, template=load_chat_template(config.pretrained))
-        encode = chat_turns(chat, stop=tokenizer.backend.id_to_token(tokenizer.eos_id))
+        encode = chat_turns(chat, stop=tokenizer.backend.id_to_token(tokenizer.eos_id) or "")
     return Player(
         mesh=run.mesh,
         engine=engine,

@@ -504,7 +504,7 @@ class PolicyFlags(StepFlags, RolloutFlags):
 class EnvironmentFlags(PolicyFlags):
     """Environments, in which answers are turns of an episode."""
 
-    task: Literal["addition", "reversal", "countdown", "calculator", "guessing"] = "addition"
+    task: Literal["addition", "reversal", "countdown", "calculator", "guessing"] = "addition"  # type: ignore[assignment]
     environment: str = ""
     """calculator, guessing, or "file.py:Class": its steps give the reward, and --max-new-tokens is of a turn; default: the
     task's, where it has one"""
