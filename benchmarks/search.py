@@ -41,7 +41,12 @@ class Case:
     def model(self) -> nn.Module:
         made = mk.models.DeepseekV3 if isinstance(self.config, mk.models.DeepseekV3Config) else mk.models.Llama
         with torch.device("meta"):
-            return made(self.config)
+            model = made(self.config)
+        # Buffers, as the bias of a router, may not be on meta.
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                setattr(module, key, torch.zeros_like(buffer, device="cpu"))
+        return model
 
 
 CASES = {

@@ -1,12 +1,12 @@
 """Reinforcement learning with a verifier on a mesh: GRPO and its relatives, from prompts to a Hugging Face folder.
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 tp=2"
-another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
-in turns        torchrun --nproc-per-node 4 examples/grpo.py --task guessing --prompts 64 --samples 8 --out runs/guessing
-your game       torchrun --nproc-per-node 4 examples/grpo.py --environment game.py:Game --pretrained ... --data rows.jsonl
+another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal; in turns: --task guessing --lr 1e-3
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
+on other ranks, torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2" --sampler-mesh "dp_shard=2" \
+ without a stop     --sampler-ranks 2 --stream --staleness 4 --correction tis
 with vLLM       torchrun --nproc-per-node 8 examples/grpo.py --engine vllm ...
 is it sound?    torchrun --nproc-per-node 2 examples/grpo.py --mesh "tp=2" --selftest
 
@@ -23,20 +23,19 @@ right to 0.98 in the 300 steps of the defaults, addition from 0.43 to 0.96 with 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import meshkit as mk
-from meshkit.algos import policy
-from meshkit.algos.rewards import MeshScores, score_on_mesh
-from meshkit.algos.rollout import encode_prompts
+from meshkit.algos import dataflow, policy, rewards, rollout
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
     EnvironmentFlags,
-    ParallelFlags,
     Session,
+    actor_and_sampler,
     export_model,
     first_policy,
     greedy_score,
@@ -44,7 +43,9 @@ from meshkit.recipes import (
     policy_tasks,
     print0,
     report_unscored,
+    rollout_flow,
     run_from,
+    sampler_of,
     show_rollouts,
 )
 
@@ -53,7 +54,7 @@ TOL_GAP = {"fp32": 1e-5, "bf16": 5e-2}  # of log-probabilities: docs/generation.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EnvironmentFlags, ParallelFlags):
+class Config(EnvironmentFlags):
     entropy: mk.recipes.NotNegative = 0.0
     """weight of a bonus for uncertain predictions"""
     updates: mk.recipes.Count = 1
@@ -85,92 +86,116 @@ def main() -> None:
         config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
 
     # ---------------------------------------------------------------------------------------------- the mesh
-    mesh = mk.init_mesh(config.mesh)
-    print0(f"mesh  {mesh.describe()}\nloss  {config.describe_loss()}")
+    world, meshes = mk.init_mesh(), actor_and_sampler(config)
+    mesh, apart = meshes["actor"], config.sampler_mesh is not None
+    for name, each in (meshes if apart else {"mesh": mesh}).items():
+        print0(f"{name}  {each.describe()}")
+    print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
     config, tasks, tokenizer, sampling = policy_tasks(config, rules)
     loss = loss.for_answers(sampling.max_new_tokens * tasks.turns)
-    share = {"rank": mesh.data_rank, "ranks": mesh.data_ranks}
+    share = {} if apart else {"rank": mesh.data_rank, "ranks": mesh.data_ranks}  # a dataflow shares them out itself
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the first model
-    build_run = partial(build, config, mesh)
-    first = first_policy(config, build_run, tasks, tokenizer)
-    run = run_from(first, build_run)
-    reference = run_from(first, build_run) if config.kl else None
-    optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
-    scheduler = config.lr_schedule(optimizer)
-    print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
-    write = playing_engine(config, run, tasks, tokenizer)
+    start = config.pretrained or config.out / "sft-model"
+    run = reference = optimizer = scheduler = None  # on ranks that do not learn
+    if mesh.here:
+        build_run = partial(build, config, mesh)
+        first_policy(config, build_run, tasks, tokenizer)
+        run = run_from(start, build_run)
+        reference = run_from(start, build_run) if config.kl else None
+        optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
+        scheduler = config.lr_schedule(optimizer)
+        sums = policy.policy_sums(mesh)
+        print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
+    sampler, syncs = sampler_of(config, meshes, run, start, partial(build, config))
+    write = playing_engine(config, sampler, tasks, tokenizer) if sampler is not None else None
 
-    def ask() -> MeshScores:
+    def scored(rollouts: list[rollout.Rollout]) -> rewards.MeshScores:
+        return rewards.score_on_mesh(mesh, rollouts, tasks.score, fail_fast=config.fail_fast)
+
+    def ask() -> rewards.MeshScores:
         """Rollouts of the next prompts, with their rewards."""
-        batch = encode_prompts(next(prompts), tokenizer)
-        rollouts = write(batch, sampling=sampling, samples=config.samples, seed=config.seed, decode=tokenizer.decode)
-        return score_on_mesh(mesh, rollouts, tasks.score, fail_fast=config.fail_fast)
+        batch = rollout.encode_prompts(next(prompts), tokenizer)
+        options = {"sampling": sampling, "samples": config.samples, "seed": config.seed, "decode": tokenizer.decode}
+        return scored(write(batch, **options))
 
     def held_out_score() -> float:
-        return greedy_score(run, tasks.held_out, tokenizer, tasks.score, sampling=sampling, engine=write)
+        options = {"sampling": sampling, "engine": write, "mesh": meshes["sampler"]}
+        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **options)
+
+    # ---------------------------------------------------------------------------------------------- one step
+    def learn(ask: Callable[[], rewards.MeshScores]) -> rewards.MeshScores:
+        """Learn from the rollouts that `ask` gives."""
+        limits = {"max_new_tokens": tasks.max_new_tokens, "rounds": config.sampling_rounds}
+        scores, rollouts = policy.step_rollouts(mesh, ask, rules, prompts=config.prompts, **limits)
+        sizes = {"tokens_per_microbatch": config.tokens_per_microbatch, "microbatches": config.microbatches}
+        needs = {"reference": reference, "snapshot": config.updates > 1 or config.selftest}
+        batch, advantages, microbatches, balance = policy.policy_batch(
+            run, rollouts, loss, temperature=config.temperature, **sizes, **needs
+        )
+        for _ in range(config.updates):
+            objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
+            options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": microbatches}
+            with session.trace_pipeline(run):
+                loss_value = run.forward_backward(batch, **options)
+            norm = mk.clip_grad_norm(run, config.clip)
+            if session.guard.allows(run, norm, step=step):
+                optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        metrics = policy.policy_metrics(sums)
+        if config.selftest:
+            check_selftest(metrics, step, "fp32" if config.parallel().memory.precision is None else "bf16")
+        session.log(loss=loss_value, grad_norm=norm, **metrics, **scores.scalars())
+        session.log(learnt_answers=advantages.answers / max(scores.answers, 1))
+        session.log(microbatches=microbatches, tokens_max_over_mean=balance.max_over_mean)
+        session.log(uniform_groups=advantages.uniform / max(advantages.groups, 1))
+        report_unscored(step, sum(scores.unscored.values()), scores.answers, scores.first_unscored)
+        return scores
+
+    def learn_samples(samples: list[dataflow.Sample]) -> None:
+        nonlocal scores
+        scores = learn(lambda: scored([dataflow.rollout_of(each) for each in samples]))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    sums = policy.policy_sums(mesh)
     state = {"optimizer": optimizer, "scheduler": scheduler, "loader": prompts}
-    with Session(run, config, **state, writes=not config.selftest) as session:
+    if apart:
+        call = dataflow.Call(name="learn", on="actor", function=learn_samples, needs=dataflow.ROLLOUT, stage="train")
+        flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, [call], syncs, engine=write)
+        print0(flow.describe())
+        state = {"parts": {"actor": (run, optimizer, scheduler)}, "loader": flow}
+    with Session(world if apart else run, config, **state, writes=not config.selftest) as session:
         if session.start == 0:
             print0(f"held out before the first step: {held_out_score():.3f}")
+        for sync in syncs if session.start else ():
+            sync.function()  # the sampler gets the resumed weights
         for step in session.steps():
-            scores, rollouts = policy.step_rollouts(
-                mesh,
-                ask,
-                rules,
-                prompts=config.prompts,
-                max_new_tokens=tasks.max_new_tokens,
-                rounds=config.sampling_rounds,
-            )
-            batch, advantages, microbatches, balance = policy.policy_batch(
-                run,
-                rollouts,
-                loss,
-                tokens_per_microbatch=config.tokens_per_microbatch,
-                microbatches=config.microbatches,
-                temperature=config.temperature,
-                reference=reference,
-                snapshot=config.updates > 1 or config.selftest,
-            )
-            for _ in range(config.updates):
-                objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
-                options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": microbatches}
-                with session.trace_pipeline(run):
-                    loss_value = run.forward_backward(batch, **options)
-                norm = mk.clip_grad_norm(run, config.clip)
-                if session.guard.allows(run, norm, step=step):
-                    optimizer.step()
-                optimizer.zero_grad()
-            scheduler.step()
-            metrics = policy.policy_metrics(sums)
-            if config.selftest:
-                check_selftest(metrics, step, "fp32" if config.parallel().memory.precision is None else "bf16")
-            session.log(loss=loss_value, grad_norm=norm, **metrics, **scores.scalars())
-            session.log(learnt_answers=advantages.answers / max(scores.answers, 1))
-            session.log(microbatches=microbatches, tokens_max_over_mean=balance.max_over_mean)
-            session.log(uniform_groups=advantages.uniform / max(advantages.groups, 1))
-            session.stop_clock(tokens=scores.tokens)
-            report_unscored(step, sum(scores.unscored.values()), scores.answers, scores.first_unscored)
+            if apart:
+                flow.step()  # which calls learn_samples
+            else:
+                scores = learn(ask)
+            session.stop_clock(tokens=scores.tokens if mesh.here else 0)
             if session.evaluates(step):
                 session.log(held_out=held_out_score())
-                print0(f"step {step}: held out {session.scalars['held_out']:.3f}, reward {scores.mean:.3f}")
-                show_rollouts(step, scores.rollouts, session.logger)
+                reward = session.scalars.get("reward", 0.0)
+                print0(f"step {step}: held out {session.scalars['held_out']:.3f}, reward {reward:.3f}")
+                show_rollouts(step, scores.rollouts if mesh.here else [], session.logger)
     if not session.finished:
         return
 
     # ---------------------------------------------------------------------------------------------- export
     if config.selftest:
-        print0(f"selftest passed: ratios are 1, log-probabilities differ by {metrics['rollout_gap_max']:.1e} at most")
+        print0(
+            f"selftest passed: ratios are 1, log-probabilities differ by {session.scalars['rollout_gap_max']:.1e} at most"
+        )
         return
     export = config.out / f"model-{config.steps}"
-    export_model(run, export, tokenizer)
+    if mesh.here:
+        export_model(run, export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

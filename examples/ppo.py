@@ -6,6 +6,7 @@ generation in   torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2 t
  its own layout
 on its own      torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2" --sampler-mesh "dp_shard=2" \
  ranks, ahead       --sampler-ranks 2 --staleness 1 --preset DECOUPLED_PPO
+without a stop  the same with --staleness 4 --stream
 your model      torchrun --nproc-per-node 8 examples/ppo.py --mesh "dp_shard=8" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
 
@@ -25,14 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 import meshkit as mk
-from meshkit.algos import dataflow, policy, reallocate, rewards, rollout
+from meshkit.algos import dataflow, policy, rewards, rollout
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
-    PolicyFlags,
-    SamplerFlags,
+    SampledFlags,
     Session,
     actor_and_sampler,
     engine_of,
@@ -42,13 +40,15 @@ from meshkit.recipes import (
     policy_tasks,
     print0,
     report_unscored,
+    rollout_flow,
     run_from,
+    sampler_of,
     show_rollouts,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PolicyFlags, SamplerFlags):
+class Config(SampledFlags):
     reward_model: Path | None = None
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
     preset: str = "PPO"
@@ -88,8 +88,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- the meshes
     world, meshes = mk.init_mesh(), actor_and_sampler(config)
     actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
-    for name, mesh in meshes.items():
-        print0(f"{name}  {mesh.describe()}")
+    print0("\n".join(f"{name}  {mesh.describe()}" for name, mesh in meshes.items()))
     print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
@@ -112,13 +111,7 @@ def main() -> None:
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
-    dist.barrier()  # until the folder is written
-    sampler, syncs = actor, []
-    if config.sampler_mesh is not None:
-        sampler = run_from(start, partial(build, config, sampler_mesh)) if sampler_mesh.here else None
-        weights = reallocate.prepare_reallocation(actor, sampler)
-        print0(weights.plan)
-        syncs = [dataflow.Sync(name="weights", source="actor", destination="sampler", function=weights)]
+    sampler, syncs = sampler_of(config, meshes, actor, start, partial(build, config))
     engine = engine_of(config, sampler) if sampler is not None else None
 
     # ---------------------------------------------------------------------------------------------- calls of the dataflow
@@ -169,26 +162,16 @@ def main() -> None:
     value_names = [each.name for each in value_calls]
     rewards_on = "actor" if config.reward_model else "sampler"
     needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
-    options = {"sampling": sampling, "samples": config.samples, "seed": config.seed}
-    flow = dataflow.Flow(
-        meshes,
-        [
-            dataflow.rollout_call(engine, tokenizer, on="sampler", **options),
-            dataflow.reward_call(scores, on=rewards_on),
-            *value_calls,
-            dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
-        ],
-        source=lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
-        fields=dataflow.PROMPTED,
-        total=config.steps,
-        syncs=syncs,
-        staleness=config.staleness,
-    )
+    calls = [
+        dataflow.reward_call(scores, on=rewards_on),
+        *value_calls,
+        dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
+    ]
+    flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, calls, syncs, engine=engine)
     print0(flow.describe())
 
-    def held_out_score() -> float:
-        options = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
-        return greedy_score(sampler, tasks.held_out, tokenizer, tasks.score, **options)
+    options = {"sampling": sampling, "engine": engine, "mesh": sampler_mesh}
+    held_out_score = partial(greedy_score, sampler, tasks.held_out, tokenizer, tasks.score, **options)
 
     # ---------------------------------------------------------------------------------------------- the loop
     parts = {"actor": (actor, optimizer, scheduler), "critic": (critic, critic_optimizer, None)}
@@ -215,6 +198,8 @@ def main() -> None:
         export_model(actor, export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
+
+planned_calls = mk.recipes.planned_ppo  # python -m meshkit plan-rl examples/ppo.py
 
 if __name__ == "__main__":
     mk.run_main(main)

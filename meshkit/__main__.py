@@ -1,5 +1,6 @@
-"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, explain a run before it
-starts, plan its energy and its checkpoints, measure a cluster, read the last calls of a run, relay weights.
+"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, place the calls of
+reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a cluster, read the last
+calls of a run, relay weights.
 
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
@@ -7,6 +8,7 @@ python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
 python -m meshkit search examples/llama_pretrain.py --model llama3-8b --world 64 --cluster h100 --device-memory 80GiB
+python -m meshkit plan-rl examples/ppo.py --world 16 --cluster h100 --device-memory 80GiB --pretrained Qwen2.5-7B/
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
 python -m meshkit goodput --ranks 1024 --step-s 8 --device-mtbf-h 45000 --state 840GB --storage 20GB
 python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.27 --idle-watts 100 --csv clocks.csv
@@ -36,6 +38,8 @@ except ModuleNotFoundError as missing:
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from meshkit.algos.plan_rl.command import PlanRL
+from meshkit.algos.plan_rl.command import command as plan_rl_command
 from meshkit.algos.shardcast.command import RelayOptions
 from meshkit.algos.shardcast.command import command as relay_command
 from meshkit.cluster.command import MeasureCluster, measure_cluster
@@ -190,6 +194,8 @@ def main() -> None:
             forecast_command(sys.argv[2:])
         elif sys.argv[1:2] == ["search"]:
             search_command(sys.argv[2:])
+        elif sys.argv[1:2] == ["plan-rl"]:
+            plan_rl_command(sys.argv[2:])
         elif sys.argv[1:2] == ["explain"]:
             explain_command(sys.argv[2:])
         else:
@@ -199,6 +205,7 @@ def main() -> None:
                     "estimate": Memory,
                     "forecast": Seconds,
                     "search": Search,
+                    "plan-rl": PlanRL,
                     "explain": Explain,
                     "goodput": GoodputOptions,
                     "relay": RelayOptions,

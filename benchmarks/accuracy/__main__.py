@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.accuracy.fit import Case, errors, forecast_s, naive_s, regret, scaled
+from benchmarks.accuracy.fit import Case, errors, forecast_s, held_out, naive_s, regret, scaled
 from benchmarks.accuracy.rows import read_rows
 from benchmarks.accuracy.trace import profile_of
 from meshkit.preflight.forecast import Profiles
@@ -37,47 +37,44 @@ def same_training(case: Case) -> object:
 
 def table(cases: Sequence[Case]) -> list[str]:
     said, naive = [forecast_s(case, lambda cluster: cluster) for case in cases], [naive_s(case) for case in cases]
-    said_gpu, naive_gpu = scaled(cases, said, gpu_of), scaled(cases, naive, gpu_of)
+    by_column = {
+        "alone": said,
+        "gpu": scaled(cases, said, gpu_of),
+        "naive_gpu": scaled(cases, naive, gpu_of),
+        "held_out": held_out(cases, said, gpu_of),
+        "naive": naive,
+    }
     lines = [
         "| source | rows | forecast, datasheet alone | signed | one number per GPU | naive "
-        "| one number per GPU and source | naive "
+        "| of other sources | one number per GPU and source | naive "
         "| Spearman | naive | regret, sets |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for source in [*dict.fromkeys(case.row.source for case in cases), None]:
         chosen = [index for index, case in enumerate(cases) if source in (case.row.source, None)]
-        lines.append(_line(source, cases, chosen, said, said_gpu, naive, naive_gpu))
+        lines.append(_line(source, cases, chosen, by_column))
     return lines
 
 
 def _line(
-    source: str | None,
-    cases: Sequence[Case],
-    chosen: Sequence[int],
-    said: Sequence[float],
-    said_gpu: Sequence[float],
-    naive: Sequence[float],
-    naive_gpu: Sequence[float],
+    source: str | None, cases: Sequence[Case], chosen: Sequence[int], by_column: Mapping[str, Sequence[float]]
 ) -> str:
     of = [cases[index] for index in chosen]
-
-    def take(values: Sequence[float]) -> list[float]:
-        return [values[index] for index in chosen]
+    take = {name: [values[index] for index in chosen] for name, values in by_column.items()}
 
     def key(case: Case) -> object:
         return gpu_of(case), case.row.source
 
-    alone, plain = errors(of, take(said)), errors(of, take(naive))
-    sets, lost = regret(of, take(said), same_training)
+    alone, plain = errors(of, take["alone"]), errors(of, take["naive"])
+    sets, lost = regret(of, take["alone"], same_training)
     cells = [
         "all" if source is None else SOURCES[source],
         str(alone.rows),
         f"{alone.mean:.1%}",
         f"{alone.signed:+.1%}",
-        f"{errors(of, take(said_gpu)).mean:.1%}",
-        f"{errors(of, take(naive_gpu)).mean:.1%}",
-        f"{errors(of, scaled(of, take(said), key)).mean:.1%}",
-        f"{errors(of, scaled(of, take(naive), key)).mean:.1%}",
+        *(f"{errors(of, take[name]).mean:.1%}" for name in ("gpu", "naive_gpu", "held_out")),
+        f"{errors(of, scaled(of, take['alone'], key)).mean:.1%}",
+        f"{errors(of, scaled(of, take['naive'], key)).mean:.1%}",
         f"{alone.spearman:.3f}",
         f"{plain.spearman:.3f}",
         f"{lost:.1%}, {sets}" if sets else "-",

@@ -79,11 +79,26 @@ def errors(cases: Sequence[Case], predicted: Sequence[float]) -> Errors:
 
 def scaled(cases: Sequence[Case], predicted: Sequence[float], key: Callable[[Case], object]) -> list[float]:
     """The predictions with one number for each key: the geometric mean of what they lack."""
+    factor = _factors(cases, predicted, key)
+    return [said * factor[key(case)] for case, said in zip(cases, predicted, strict=True)]
+
+
+def held_out(cases: Sequence[Case], predicted: Sequence[float], key: Callable[[Case], object]) -> list[float]:
+    """The same with numbers from other sources than the row's own; without one where no other source has the key."""
+    sources = {case.row.source for case in cases}
+    rest = {source: [index for index, case in enumerate(cases) if case.row.source != source] for source in sources}
+    factors = {
+        source: _factors([cases[index] for index in chosen], [predicted[index] for index in chosen], key)
+        for source, chosen in rest.items()
+    }
+    return [said * factors[case.row.source].get(key(case), 1.0) for case, said in zip(cases, predicted, strict=True)]
+
+
+def _factors(cases: Sequence[Case], predicted: Sequence[float], key: Callable[[Case], object]) -> dict[object, float]:
     lacking: dict[object, list[float]] = {}
     for case, said in zip(cases, predicted, strict=True):
         lacking.setdefault(key(case), []).append(log(case.row.measured_s / said))
-    factor = {name: exp(fsum(logs) / len(logs)) for name, logs in lacking.items()}
-    return [said * factor[key(case)] for case, said in zip(cases, predicted, strict=True)]
+    return {name: exp(fsum(logs) / len(logs)) for name, logs in lacking.items()}
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

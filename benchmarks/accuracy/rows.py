@@ -22,8 +22,8 @@ from meshkit.strategy import MemoryPolicy, PipelinePolicy, Precision, Recompute,
 
 TABLE = Path(__file__).parent / "published_runs.csv"
 SCHEDULES = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "ZB-2p*": "zb-h2", "ZB-V": "zbv", "": "1f1b"}
-# Layers of table 6 of the zero-bubble papers, which it does not print: parameters / (12 hidden^2), evenly on its stages.
-HIDDEN = {"GPT-6.2B": (32, 4096), "GPT-14.6B": (48, 5120), "GPT-28.3B": (64, 6144)}
+# Layers of table 6 of the zero-bubble papers, which it does not print: as the models of these names in their table 4.
+HIDDEN = {"GPT-6.2B": (30, 4096), "GPT-14.6B": (46, 5120), "GPT-28.3B": (62, 6144)}
 PEAKS = {"A100": 312e12, "A800": 312e12, "H100": 989.4e12, "B200": 2250e12, "GB200": 2500e12, "GB300": 2500e12}
 
 

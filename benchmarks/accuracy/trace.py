@@ -14,7 +14,7 @@ from meshkit.preflight.forecast import Profiles, StepProfile, profile_step
 from meshkit.resolve import resolve
 
 KEPT = Path("build/accuracy")
-VERSION = "2"  # of profiles: raised where what is traced changes
+VERSION = "3"  # of profiles: raised where what is traced, or refused, changes
 
 
 def profile_of(row: Row, profiles: Profiles, *, kept: bool = False) -> StepProfile | str | None:

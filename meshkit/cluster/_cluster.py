@@ -193,7 +193,11 @@ class Cluster:
                 f"cluster {str(name)!r}: there is no such file or datasheet. Give a .toml file, as measure-cluster writes "
                 f"it, or one of {', '.join(Cluster.names())}."
             )
-        return Cluster.from_toml(path.read_text(encoding="utf-8"), source=str(name))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"{name}: not UTF-8 at byte {error.start}. Write it again by measure-cluster.") from None
+        return Cluster.from_toml(text, source=str(name))
 
     @staticmethod
     def from_toml(text: str, *, source: str = "cluster") -> Cluster:

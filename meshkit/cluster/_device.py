@@ -94,6 +94,9 @@ class Device:
         for name in ("memory_bytes", "memory_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ClusterError(f"device.{name}={getattr(self, name)!r}: an amount above 0.")
+        for name in ("context_bytes", "communicator_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ClusterError(f"device.{name}={getattr(self, name)!r}: an amount of at least 0.")
         if not self.launch_s >= 0:
             raise ClusterError(f"device.launch_s={self.launch_s!r}: seconds, at least 0.")
         if self.kernels not in get_args(Kernels):

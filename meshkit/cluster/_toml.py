@@ -34,7 +34,7 @@ def read_table(kind: type[Record], text: str, *, source: str) -> Record:
 
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ClusterError(f"{source}: this is no TOML: {error}.") from error
     record: Record = _record(kind, table, source)
     return record

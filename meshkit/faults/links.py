@@ -29,7 +29,8 @@ KEPT = 8  # reports of a link
 # A process that waits for a processor makes each of its calls longer. So a link is compared in three ways. With its axis: in
 # its quickest step it must take twice as long as others, and longer than they do in their slowest. With itself: the same of
 # what it took at its best, which counts for longer where its ranks also work slower than they did at their best. And over
-# time: in two reports one after the other, of which the second comes at once.
+# time: in two reports one after the other, of which the second comes at once. Where the kernel says how long threads waited
+# for a processor, a link is not blamed for that: 7 calls of 20 us were 200 times as long when each waited for one.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,19 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepCalls:
+    """The calls of one rank in a measured step. starved_s: how long what carries and awaits them had no processor."""
+
+    samples: Sequence[Sample]
+    starved_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """The links among some ranks on an axis. wire_s: seconds a step in which the last of them waits, for the wire alone.
     late_s: seconds a step that all of them together wait for ranks that come late. bytes_per_s: of the calls, effective.
-    most_s: `wire_s` of the slowest measured step, where that is of the quickest. reference_s: `wire_s` of the other links of
+    most_s: `wire_s` of the slowest measured step, where that is of the quickest. starved_s: `StepCalls.starved_s` of
+    its ranks in that step. reference_s: `wire_s` of the other links of
     the axis, or the least of its own, by the lower; most_of_reference_s: their slowest step. in_a_row: reports in which it
     took much longer, up to this one."""
 
@@ -62,6 +72,7 @@ class Link:
     wire_s: float
     late_s: float
     most_s: float = 0.0
+    starved_s: float = 0.0
     reference_s: float = 0.0
     most_of_reference_s: float = 0.0
     in_a_row: int = 0
@@ -83,7 +94,7 @@ class Link:
     def stands_out(self, step_s: float) -> bool:
         """In this report. See [Note: what tells a slow link from a busy machine]."""
         longer = self.over_reference > SLOW and self.wire_s > self.most_of_reference_s
-        return longer and self.wire_s - self.reference_s > SHARE * step_s
+        return longer and self.wire_s - self.reference_s > max(SHARE * step_s, self.starved_s)
 
     def __str__(self) -> str:
         return (
@@ -117,7 +128,7 @@ def samples_since(began: float) -> list[Sample]:
     return samples
 
 
-def gather_links(mesh: Mesh, steps: Sequence[Sequence[Sample]]) -> list[Link]:
+def gather_links(mesh: Mesh, steps: Sequence[StepCalls]) -> list[Link]:
     """The links whose first rank this is. Every rank of the mesh calls. Wire: of each of its groups, a gather of objects."""
     assert mesh.members is not None
     groups = {**mesh.members.by_axes, ("all",): mesh.group}
@@ -127,8 +138,8 @@ def gather_links(mesh: Mesh, steps: Sequence[Sequence[Sample]]) -> list[Link]:
             continue
         ranks = dist.get_process_group_ranks(group)
         axis = axis_of(group.group_name)
-        own = [[sample for sample in step if sample.axis == axis and set(sample.ranks) <= set(ranks)] for step in steps]
-        every: list[list[list[Sample]]] = [own for _ in ranks]
+        own = [replace(step, samples=[each for each in step.samples if _is_of(each, axis, ranks)]) for step in steps]
+        every: list[list[StepCalls]] = [own for _ in ranks]
         dist.all_gather_object(every, own, group=group)
         by_rank = dict(zip(ranks, every, strict=True))
         if dist.get_rank() == ranks[0]:
@@ -136,15 +147,19 @@ def gather_links(mesh: Mesh, steps: Sequence[Sequence[Sample]]) -> list[Link]:
     return links
 
 
-def links_of(axis: str, by_rank: Mapping[int, Sequence[Sequence[Sample]]]) -> list[Link]:
-    """Of one axis: by rank, the samples of each step. The quickest step counts: noise only ever adds time."""
-    steps = [
-        {rank: samples[step] for rank, samples in by_rank.items()} for step in range(len(next(iter(by_rank.values()))))
-    ]
+def _is_of(sample: Sample, axis: str, ranks: Sequence[int]) -> bool:
+    return sample.axis == axis and set(sample.ranks) <= set(ranks)
+
+
+def links_of(axis: str, by_rank: Mapping[int, Sequence[StepCalls]]) -> list[Link]:
+    """Of one axis: by rank, the calls of each step. The quickest step counts: noise only ever adds time."""
     found: dict[tuple[int, ...], list[Link]] = defaultdict(list)
-    for step in steps:
-        for link in [*_of_collectives(axis, step), *_of_messages(axis, step)]:
-            found[link.ranks].append(link)
+    for calls in zip(*by_rank.values(), strict=True):
+        of_rank = dict(zip(by_rank, calls, strict=True))
+        samples = {rank: step.samples for rank, step in of_rank.items()}
+        for link in [*_of_collectives(axis, samples), *_of_messages(axis, samples)]:
+            starved_s = sum(of_rank[rank].starved_s for rank in link.ranks)
+            found[link.ranks].append(replace(link, starved_s=starved_s))
     return [
         replace(min(each, key=lambda link: link.wire_s), most_s=max(link.wire_s for link in each))
         for each in found.values()

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
+from meshkit.core.run_queue import others_starved_s
 from meshkit.errors import MeshkitError
-from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, Sample, gather_links, samples_since
+from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, StepCalls, gather_links, samples_since
 from meshkit.faults.watchdog import show_links
 from meshkit.mesh import Mesh
 from meshkit.mesh.ranges import ranges_in_words
@@ -120,7 +121,7 @@ class Stragglers:
         self._mesh, self._every, self._steps, self.factor = mesh, every_steps, steps, factor
         self._measured: list[float] = []
         self._walls: list[float] = []
-        self._samples: list[list[Sample]] = []
+        self._calls: list[StepCalls] = []
         self._history = LinkHistory()
         self._again = 0  # steps to measure before the report that confirms the last
         self._slowest_in_a_row = 0  # reports in which the same rank was a straggler
@@ -145,24 +146,25 @@ class Stragglers:
             return
         on_host = self._mesh.device_type != "cuda"  # there a call's times are the host's, which goes on
         began = time.monotonic()
-        with (_host_busy if on_host else _device_busy)() as busy_s:
+        with (_host_work if on_host else _device_work)() as work:
             yield
-        self._measured += busy_s
+        self._measured.append(work.busy_s)
         self._walls.append(time.monotonic() - began)
-        self._samples.append(samples_since(began) if on_host else [])
+        if on_host:
+            self._calls.append(StepCalls(samples=samples_since(began), starved_s=work.starved_s))
         if confirms == 1:
             self._report(step, confirms=True)
         elif step % self._every == 0 and not confirms:
             if self.last is not None and step - self.last.step < self._steps:  # a report just now: fewer steps are left
-                self._measured, self._walls, self._samples = [], [], []
+                self._measured, self._walls, self._calls = [], [], []
             else:
                 self._report(step, confirms=False)
 
     def _report(self, step: int, *, confirms: bool) -> None:
         # The quickest step of each rank: noise only ever adds time.
-        links = gather_links(self._mesh, self._samples)
+        links = gather_links(self._mesh, self._calls)
         local = (min(self._measured), max(self._measured), socket.gethostname(), min(self._walls), links)
-        self._measured, self._walls, self._samples = [], [], []
+        self._measured, self._walls, self._calls = [], [], []
         gathered: list[tuple[float, float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
         dist.all_gather_object(gathered, local, group=self._mesh.group)
         work_s, step_s = tuple(busy_s for busy_s, *_ in gathered), max(wall_s for *_, wall_s, _ in gathered)
@@ -184,25 +186,34 @@ class Stragglers:
         show_links(self.last.links)
 
 
-@contextmanager
-def _host_busy() -> Iterator[list[float]]:
-    """Yields a list that then gets the seconds in which this thread did not wait for other ranks."""
-    busy_s: list[float] = []
-    began = time.perf_counter()
-    with _torch.waits_timed() as waits_s:
-        yield busy_s
-    busy_s.append(time.perf_counter() - began - sum(waits_s))
+@dataclass
+class _Work:
+    """Of a step. busy_s: without waits for other ranks. starved_s: how long what carries its calls had no processor."""
+
+    busy_s: float = 0.0
+    starved_s: float = 0.0
 
 
 @contextmanager
-def _device_busy() -> Iterator[list[float]]:
-    """Yields a list that then gets the seconds of the step minus those in which the device ran collectives alone."""
-    busy_s: list[float] = []
+def _host_work() -> Iterator[_Work]:
+    """Yields what it fills in at the end: of this thread; of the others, which carry its calls, how long they starved."""
+    work = _Work()
+    began, starved = time.perf_counter(), others_starved_s()
+    with _torch.waits_timed() as waits:
+        yield work
+    work.busy_s = time.perf_counter() - began - waits.seconds
+    work.starved_s = others_starved_s() - starved + waits.starved_s
+
+
+@contextmanager
+def _device_work() -> Iterator[_Work]:
+    """Yields what it fills in at the end: the step without the seconds in which the device ran collectives alone."""
+    work = _Work()
     # Work of the step before must not be counted in this one.
     torch.cuda.synchronize()
     began = time.perf_counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        yield busy_s
+        yield work
         torch.cuda.synchronize()
         wall_s = time.perf_counter() - began
     spans: dict[bool, list[Span]] = {True: [], False: []}
@@ -210,7 +221,7 @@ def _device_busy() -> Iterator[list[float]]:
         if event.device_type == DeviceType.CUDA:
             # NCCL's kernels carry its name in every version (ncclDevKernel_..., ncclKernel_...).
             spans["nccl" in event.name].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
-    busy_s.append(wall_s - uncovered_s(spans[True], spans[False]))
+    work.busy_s = wall_s - uncovered_s(spans[True], spans[False])
 
 
 def uncovered_s(spans: Sequence[Span], other_spans: Sequence[Span]) -> float:

@@ -20,6 +20,7 @@ from .flags import PolicyFlags as PolicyFlags
 from .flags import PretrainFlags as PretrainFlags
 from .flags import RolloutFlags as RolloutFlags
 from .flags import RunFlags as RunFlags
+from .flags import SampledFlags as SampledFlags
 from .flags import SamplerFlags as SamplerFlags
 from .flags import StepFlags as StepFlags
 from .flags import TextFlags as TextFlags
@@ -31,12 +32,15 @@ from .inputs import instruction_rows as instruction_rows
 from .inputs import preference_rows as preference_rows
 from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
+from .planned import planned_ppo as planned_ppo
 from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
 from .policy import mesh_beside as mesh_beside
 from .policy import policy_tasks as policy_tasks
+from .policy import rollout_flow as rollout_flow
 from .policy import run_from as run_from
+from .policy import sampler_of as sampler_of
 from .ranges import Count as Count
 from .ranges import CountOrNone as CountOrNone
 from .ranges import Finite as Finite

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshkit.algos.policy import GAE, PRESETS, GroupAdvantage, PolicyLoss
+from meshkit.algos.policy import CORRECTIONS, GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.data import Truncation, WrongBody
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import attach
@@ -450,6 +450,11 @@ class RolloutFlags(LearnFlags, ModelFlags):
     eval_prompts: Count = 512
 
 
+CorrectionName = Literal[
+    "none", "tis", "mis", "icepop", "sequence-tis", "sequence-mis", "geometric", "off-policy", "dppo-tv", "dppo-kl"
+]  # the names of CORRECTIONS, which a test compares
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyFlags(StepFlags, RolloutFlags):
     """Policy gradients on rollouts."""
@@ -463,11 +468,15 @@ class PolicyFlags(StepFlags, RolloutFlags):
     kl: NotNegative = 0.0
     """coefficient of the KL to the reference model, the policy before training, in place of the preset's; 0 needs none"""
 
+    correction: tuple[CorrectionName, ...] = ()
+    """factors for answers of older weights or another engine, in place of the preset's; several multiply; none: without"""
+
     def describe_loss(self) -> str:
-        """The preset by name, and its KL where --kl says otherwise."""
+        """The preset by name, its KL where --kl says otherwise, and --correction."""
         coefficient = PRESETS[self.preset].kl.coefficient
         kl = "without its KL" if not self.kl else f"with a KL of {self.kl:g} in place"
-        return self.preset if coefficient == self.kl else f"{self.preset}, {kl} of {coefficient:g} (--kl)"
+        described = self.preset if coefficient == self.kl else f"{self.preset}, {kl} of {coefficient:g} (--kl)"
+        return f"{described}, correction {' '.join(self.correction)}" if self.correction else described
 
     def policy_loss(self, *, critic: bool) -> PolicyLoss:
         """The preset, with --kl. critic: whether the recipe has one.
@@ -487,13 +496,13 @@ class PolicyFlags(StepFlags, RolloutFlags):
         if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
             needs = "greedy answers as a baseline"
             raise PlanError(f"--preset {self.preset} needs {needs}, which this recipe has not. Choose another.")
-        if getattr(self, "staleness", 0) and not loss.corrections:
-            corrected = ", ".join(
-                name for name, has in has_critic.items() if has == critic and PRESETS[name].corrections
-            )
+        if self.correction:
+            corrections = tuple(each for name in self.correction for each in CORRECTIONS[name])
+            loss = dataclasses.replace(loss, corrections=corrections)
+        elif getattr(self, "staleness", 0) and not loss.corrections:
             raise PlanError(
                 f"--staleness {getattr(self, 'staleness', 0)} with --preset {self.preset}, which does not correct for the "
-                f"older policy that wrote the answers. Choose {corrected}, or --staleness 0."
+                "older policy that wrote the answers. Choose a --correction such as tis, or --staleness 0."
             )
         # In place of the preset's also if it is 0: a reference model is a second model in memory, which nobody gets
         # unasked.
@@ -501,7 +510,28 @@ class PolicyFlags(StepFlags, RolloutFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentFlags(PolicyFlags):
+class SamplerFlags(ParallelFlags):
+    """Rollouts by a copy of the policy, the sampler, in a layout or on ranks of its own. --mesh is then the learners'."""
+
+    sampler_mesh: str | None = None
+    """mesh of the sampler, a copy of the actor that gets its weights by weight sync; default: the actor itself writes"""
+    sampler_ranks: CountOrNone = 0
+    """number of ranks, the last ones, that only the sampler uses; 0: it shares all ranks"""
+    staleness: CountOrNone = 0
+    """number of steps that the sampler runs ahead, with weights older by as many; with --stream, by at most as many"""
+    stream: bool = False
+    """the sampler, on --sampler-ranks of its own, writes without a stop; weights arrive between tokens"""
+    stream_tokens: Count = 8
+    """that it writes between two looks at what the learners do"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledFlags(PolicyFlags, SamplerFlags):
+    """Policy gradients on rollouts of a sampler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentFlags(SampledFlags):
     """Environments, in which answers are turns of an episode."""
 
     task: Literal["addition", "reversal", "countdown", "calculator", "guessing"] = "addition"  # type: ignore[assignment]
@@ -514,15 +544,3 @@ class EnvironmentFlags(PolicyFlags):
     """processes in which a rank's environments step, with --reward-timeout-s for each step; 0: the rank itself"""
     turn_groups: Count = 1
     """parts of the prompts that take turns: environments of one step while answers of another are written"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerFlags(ParallelFlags):
-    """Rollouts by a copy of the policy, the sampler, in a layout or on ranks of its own. --mesh is then the learners'."""
-
-    sampler_mesh: str | None = None
-    """mesh of the sampler, a copy of the actor that gets its weights by weight sync; default: the actor itself writes"""
-    sampler_ranks: CountOrNone = 0
-    """number of ranks, the last ones, that only the sampler uses; 0: it shares all ranks"""
-    staleness: CountOrNone = 0
-    """number of steps that the sampler runs ahead, with weights older by as many"""

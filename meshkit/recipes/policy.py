@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshkit.algos.dataflow import PROMPTED, Call, Flow, StreamFlow, Sync, generation_call, rollout_call
 from meshkit.algos.policy import RolloutRules
+from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
-from meshkit.data import REFERENCE_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
+from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
 from meshkit.initialize import init_weights
 from meshkit.mesh import Mesh, init_mesh
@@ -20,7 +22,7 @@ from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.optim import adamw
 from meshkit.step import Run
 
-from .flags import RolloutFlags, SamplerFlags
+from .flags import RolloutFlags, SampledFlags, SamplerFlags
 from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
@@ -55,9 +57,14 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
     characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for --engine vllm without vLLM, prompts and answers that do not fit, and a reward that fails at once:
-    before anything is trained.
+    Raises: MeshkitError for --engine vllm without vLLM, dynamic sampling with a sampler apart, prompts and answers that do
+    not fit, and a reward that fails at once: before anything is trained.
     """
+    if rules is not None and rules.dynamic and getattr(config, "sampler_mesh", None) is not None:
+        raise PlanError(
+            "dynamic sampling (DAPO) asks again within a step, for which learners and sampler must be one. Leave "
+            "--sampler-mesh out, or choose another --preset."
+        )
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
     tasks = load_tasks(
@@ -73,6 +80,8 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
         environment=getattr(config, "environment", ""),
         turns=getattr(config, "turns", None),
     )
+    if tasks.environment and getattr(config, "sampler_mesh", None) is not None:
+        raise PlanError("episodes in an environment are played by the learners' own policy. Leave --sampler-mesh out.")
     if tasks.environment and rules is not None and rules.overlong:
         raise PlanError(
             "an overlong penalty (DAPO) is of an answer, and an episode has several. Choose another --preset."
@@ -128,8 +137,67 @@ def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int
     return run
 
 
+def sampler_of(
+    config: SamplerFlags, meshes: Mapping[str, Mesh], actor: Run | None, start: Path, build: Callable[[Mesh, Any], Run]
+) -> tuple[Run | None, list[Sync]]:
+    """(who writes, the weight syncs): the actor itself and none, or with --sampler-mesh its copy, and one to it.
+
+    meshes: of `actor_and_sampler`. start: the folder that the actor began with. build: the run of a shape on a mesh. Every
+    rank of the world calls it. Wire: that of `prepare_reallocation`.
+    """
+    if config.sampler_mesh is None:
+        return actor, []
+    dist.barrier()  # until the folder is written
+    sampler = run_from(start, partial(build, meshes["sampler"])) if meshes["sampler"].here else None
+    weights = prepare_reallocation(actor, sampler)
+    if dist.get_rank() == 0:
+        print(weights.plan)
+    return sampler, [Sync(name="weights", source="actor", destination="sampler", function=weights)]
+
+
 def engine_of(config: RolloutFlags, run: Run) -> Engine:
     """The inference engine that writes the rollouts of this run's model, as --engine says."""
     if config.engine == "vllm":
         return VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
     return partial(generate, run)
+
+
+def rollout_flow(
+    config: SampledFlags,
+    meshes: Mapping[str, Mesh],
+    sampler: Run | None,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    prompts: PromptLoader,
+    calls: Sequence[Call],
+    syncs: Sequence[Sync],
+    *,
+    engine: Engine | None,
+) -> Flow | StreamFlow:
+    """The dataflow of a policy recipe: `samples` rollouts of each prompt by the sampler, then `calls`; --stream says which.
+
+    meshes: of `actor_and_sampler`. sampler, engine: None on ranks without it. prompts: of one data rank of one, since the
+    flow shares them out. Raises: PlanError for --stream without ranks of its own, without staleness, or with vLLM.
+    """
+    options: dict[str, Any] = {"on": "sampler", "sampling": sampling, "samples": config.samples, "seed": config.seed}
+    given: dict[str, Any] = {
+        "source": lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
+        "fields": PROMPTED,
+        "total": config.steps,
+        "syncs": syncs,
+        "staleness": config.staleness,
+    }
+    if not config.stream:
+        return Flow(meshes, [rollout_call(engine, tokenizer, **options), *calls], **given)
+    for wrong, why in (
+        (not config.sampler_ranks, "needs --sampler-ranks of its own"),
+        (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
+        (
+            config.engine != "meshkit",
+            f"needs --engine meshkit, whose answers go on with new weights, not {config.engine}",
+        ),
+    ):
+        if wrong:
+            raise PlanError(f"--stream {why}.")
+    write = generation_call(sampler, tokenizer, tokens=config.stream_tokens, **options)
+    return StreamFlow(meshes, write, calls, **given)

@@ -42,9 +42,9 @@ def _encoded(row: Record, chat: Chat) -> Record:
         _refuse_pictures(messages)
         chat.check_text(messages)
         text = chat.template.render(messages, tools=row.fields.get("tools"), add_generation_prompt=True)
+        ids = list(chat.encode_rendered(text).ids)
     except DataError as error:
         raise DataError(f"{row.source}: {error}") from None
-    ids = list(chat.encode_rendered(text).ids)
     return Record(fields={**row.fields, "prompt": text, "prompt_ids": ids, "messages": messages}, source=row.source)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from meshkit.algos.rewards import (
@@ -34,6 +37,21 @@ VERIFIERS: dict[str, Reward] = {
 """by the names that recipes have for them"""
 
 
+@cache
+def _module(path: Path, modified_ns: int) -> ModuleType:
+    """The file, imported once by a process unless it has changed. Raises: DataError for one that cannot be."""
+    name = "_".join(("reward", *path.with_suffix("").parts[1:]))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up their annotations
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a script without a guard may end by exit()
+        raise DataError(f"--reward {path}: cannot be imported: {type(error).__name__}: {error}.") from error
+    return module
+
+
 @dataclass(frozen=True)
 class FileReward:
     """`file.py:function`, imported where it is first called, so that workers of a pool can too."""
@@ -44,15 +62,8 @@ class FileReward:
     @cached_property
     def function(self) -> Any:
         """Raises: DataError for a file that cannot be imported, or has no such function."""
-        path = Path(self.file)
-        spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise DataError(f"--reward {self.file}: cannot be imported: {type(error).__name__}: {error}.") from error
-        function = getattr(module, self.name, None)
+        path = Path(self.file).resolve()
+        function = getattr(_module(path, path.stat().st_mtime_ns), self.name, None)
         if not callable(function):
             raise DataError(f"--reward {self.file}:{self.name}: the file has no function {self.name!r}.")
         return function
@@ -92,9 +103,10 @@ class Rewards:
                 weights[name] = float(weight) if weight else 1.0
             except ValueError:
                 raise DataError(f"--reward {word}: {weight!r} is no weight. Write a number, as {name}=0.5.") from None
+            if not math.isfinite(weights[name]):
+                raise DataError(f"--reward {word}: of {weight} times a score nothing is learnt. Write a finite number.")
         rewards = Rewards(weights=weights, timeout_s=timeout_s, workers=workers)
-        for name in weights:
-            rewards.by_name(name)
+        rewards._functions  # noqa: B018  # raises
         return rewards
 
     def by_name(self, name: str) -> Reward:
@@ -121,12 +133,18 @@ class Rewards:
         return weighted_sum(parts)
 
     def _score(self, name: str, rollouts: Sequence[Rollout]) -> Scores:
-        if not self.workers or inspect.iscoroutinefunction(self.by_name(name)):
-            return score(rollouts, self.by_name(name), timeout_s=self.timeout_s)
+        reward = self._functions[name]
+        if not self.workers or inspect.iscoroutinefunction(reward):
+            return score(rollouts, reward, timeout_s=self.timeout_s)
         return self._pools[name].score(rollouts)
+
+    @cached_property
+    def _functions(self) -> dict[str, Reward]:
+        """Kept, since a file may load a model, or count."""
+        return {name: self.by_name(name) for name in self.weights}
 
     @cached_property
     def _pools(self) -> dict[str, RewardPool]:
         """Their processes end with this one."""
         options = {"workers": self.workers, "timeout_s": self.timeout_s}
-        return {name: RewardPool(self.by_name(name), **options) for name in self.weights}  # type: ignore[arg-type]
+        return {name: RewardPool(reward, **options) for name, reward in self._functions.items()}  # type: ignore[arg-type]

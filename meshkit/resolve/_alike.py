@@ -14,7 +14,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import check
 from meshkit.parallel.pipeline.schedules import NAMES
-from meshkit.program import Program, mode_of
+from meshkit.program import Program
 from meshkit.resolve._resolve import resolve
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Strategy
@@ -32,7 +32,7 @@ def resolve_alike(program: Program, strategy: Strategy, spec: MeshSpec, *, devic
     if not _is_alike(strategy):
         return resolve(program, strategy, spec, device_type=device_type)
     known = _KNOWN.setdefault(program, OrderedDict())
-    key = _key(strategy, spec), device_type, mode_of(program.model)
+    key = _key(strategy, spec), device_type
     if key in known:
         known.move_to_end(key)
     else:

@@ -68,7 +68,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     refuse_without_pp(strategy, spec)
     names = once(program, ("names", strategy.plan), lambda: name_modules(program, strategy.plan))
     refuse_without_blocks(strategy, names.blocks)
-    if spec.pp > 1 and names.blocks and strategy.pipeline.schedule in NAMES:
+    if spec.pp > 1 and names.blocks and strategy.pipeline.stages is None and strategy.pipeline.schedule in NAMES:
         refuse_more_stages(names.blocks, _stages_of(strategy.pipeline.schedule, spec.pp))
     refuse_meta(program)
     refuse_pointers(program, spec)
@@ -241,9 +241,14 @@ def _plan_cut(
     return cut
 
 
-@lru_cache(maxsize=256)
 def _stages_of(schedule: str, ranks: int) -> int:
-    return generator_of(schedule)(ranks, 2).stages
+    """Each rank has as many as one rank alone would have; a table of thousands of ranks takes seconds."""
+    return ranks * _stages_of_rank(schedule)
+
+
+@lru_cache
+def _stages_of_rank(schedule: str) -> int:
+    return generator_of(schedule)(1, 2).stages
 
 
 def _outline(program: Program, example: Example, layout: TensorLayout) -> str:

@@ -14,8 +14,8 @@ class PipelinePolicy:
     """How the stages of `pp` run.
 
     schedule: a name of `meshkit.schedules` ("1f1b", "zb-h1", ...), the path of a CSV table, a function
-    (ranks, microbatches) -> Schedule, or a `Schedule`, which is a table. stages: blocks of each stage; None shares them by
-    parameters.
+    (ranks, microbatches) -> Schedule, or a `Schedule`, which is a table. stages: blocks of each stage, of which the first
+    and the last may have none: embedding and head are stages then. None shares them by parameters.
     """
 
     schedule: str | Callable[..., Any] | Any = "1f1b"

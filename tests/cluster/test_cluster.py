@@ -89,3 +89,15 @@ def test_a_number_is_changed_by_its_path() -> None:
     cluster = Cluster.read("h100").changed(**{"device.efficiency.matmul": 0.5, "tiers.1.latency_s": 1e-3})
     assert cluster.device.efficiency.matmul == 0.5 and cluster.tiers[1].latency_s == 1e-3
     assert cluster.tiers[0] == Cluster.read("h100").tiers[0]
+
+
+def test_a_file_that_cannot_be_read_and_memory_below_nothing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    for content, said in ((b"\xff", "not UTF-8 at byte 0"), (b"a=" + b"[" * 100_000, "this is no TOML")):
+        path.write_bytes(content)
+        with pytest.raises(ClusterError, match=said):
+            Cluster.read(path)
+    for name in ("context_bytes", "communicator_bytes"):
+        for wrong in (-1.0, float("nan")):
+            with pytest.raises(ClusterError, match=f"device.{name}={wrong}"):
+                Cluster.read("h100").changed(**{f"device.{name}": wrong})

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from meshkit.faults.links import IN_A_ROW, Link, LinkHistory, Sample, links_of
+from meshkit.faults.links import IN_A_ROW, Link, LinkHistory, Sample, StepCalls, links_of
 from meshkit.metrics import Stragglers
 from tests.checkpoint.training import build
 from tests.faults.switch import CARD, Switch, switch
@@ -35,9 +35,10 @@ def sample(ranks: tuple[int, ...], count: int, waited: float, ended: float, **mo
 
 def test_the_wire_is_the_wait_of_the_last_to_come_and_the_rest_is_lateness() -> None:
     # Rank 1 comes 2 s late; then the call travels 0.5 s. The clocks of the ranks differ by an hour.
-    (link,) = links_of("tp", {0: [[sample((0, 1), 1, 10.0, 12.5)]], 1: [[sample((0, 1), 1, 3612.0, 3612.5)]]})
+    early, late = sample((0, 1), 1, 10.0, 12.5), sample((0, 1), 1, 3612.0, 3612.5)
+    (link,) = links_of("tp", {0: [StepCalls(samples=[early])], 1: [StepCalls(samples=[late], starved_s=0.3)]})
     assert abs(link.wire_s - 0.5) < TOL_S and abs(link.late_s - 2.0) < TOL_S
-    assert abs(link.bytes_per_s - 2000) < TOL_S
+    assert abs(link.bytes_per_s - 2000) < TOL_S and link.starved_s == 0.3
 
 
 def test_messages_both_ways_need_no_common_clock() -> None:
@@ -49,13 +50,14 @@ def test_messages_both_ways_need_no_common_clock() -> None:
             return sample(ranks, 1, sent + at * hour, sent + 0.01 + at * hour, message=True, key=key)
         return sample(ranks, 1, sent - 1 + at * hour, sent + way + at * hour, message=True, key=key)
 
-    by_rank = {rank: [[message(0, 1, 10.0, rank), message(1, 0, 20.0, rank)]] for rank in (0, 1)}
+    by_rank = {rank: [StepCalls(samples=[message(0, 1, 10.0, rank), message(1, 0, 20.0, rank)])] for rank in (0, 1)}
     (link,) = links_of("pp", by_rank)
     assert abs(link.wire_s - 2 * way) < TOL_S and abs(link.late_s - 2.0) < TOL_S
 
 
-def link(ranks: tuple[int, ...], *steps_s: float) -> Link:
+def link(ranks: tuple[int, ...], *steps_s: float, starved_s: float = 0.0) -> Link:
     return Link(
+        starved_s=starved_s,
         axis="dp_shard",
         ranks=ranks,
         calls=3,
@@ -101,6 +103,13 @@ def test_where_the_ranks_work_slower_too_their_links_are_not_slow() -> None:
     busy = link((0, 2), 0.5), link((1, 3), 0.4)
     assert slow_in(history, *busy, work_s=4.0, step_s=5.0) == []  # a busy machine
     assert slow_in(history, *busy, work_s=1.0, step_s=1.5) == [(0, 2), (1, 3)]
+
+
+def test_no_link_is_blamed_for_what_its_ranks_waited_for_a_processor() -> None:
+    history = LinkHistory()
+    assert slow_in(history, link((0, 2), 0.001), link((1, 3), 0.001)) == []
+    assert slow_in(history, link((0, 2), 0.2, starved_s=0.3), link((1, 3), 0.001), step_s=0.5) == []
+    assert slow_in(history, link((0, 2), 0.2, starved_s=0.1), link((1, 3), 0.001), step_s=0.5) == [(0, 2)]
 
 
 def test_noise_names_no_link_and_hides_none() -> None:

@@ -99,3 +99,27 @@ def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) 
     status, output = run(1, RECIPE, *flags(tmp_path, **change), timeout_s=100)
     assert status != 0
     assert match in output, output
+
+
+def test_a_sampler_on_ranks_of_its_own_writes_what_the_learners_would(tmp_path: Path) -> None:
+    """In step with the learners the run is the one of one rank; as a stream it ends as well, on older answers."""
+    status, output = run(1, RECIPE, *flags(tmp_path / "one"), timeout_s=280)
+    assert status == 0, output
+    for name in ("apart", "stream"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sft-model").symlink_to(tmp_path / "one" / "sft-model")
+    apart = {"mesh": "dp_shard=2", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
+    status, output = run(3, RECIPE, *flags(tmp_path / "apart", **apart), timeout_s=280)
+    assert status == 0, output
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "apart")
+    for step, expected in one.items():
+        assert two[step] == pytest.approx(expected, rel=TOL_CURVE, abs=1e-7)
+    more = {**apart, "staleness": 2, "correction": "tis"}
+    status, output = run(3, RECIPE, *flags(tmp_path / "stream", **more), "--stream", timeout_s=280)
+    assert status == 0 and len(curve(tmp_path / "stream")) == 4, output
+
+
+def test_dynamic_sampling_is_for_learners_that_write(tmp_path: Path) -> None:
+    change = {"preset": "DAPO", "mesh": "dp_shard=1", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
+    status, output = run(2, RECIPE, *flags(tmp_path, **change), timeout_s=280)
+    assert status and "dynamic sampling (DAPO) asks again within a step" in output, output

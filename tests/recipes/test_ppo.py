@@ -79,3 +79,29 @@ def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) 
     status, output = run(2, RECIPE, *flags(tmp_path, **change), timeout_s=100)
     assert status != 0
     assert match in output, output
+
+
+def test_a_stream_that_stops_goes_on_elsewhere_with_all_its_rollouts(tmp_path: Path) -> None:
+    """Tokens of a bounded age on each of the steps; what is learnt when depends on speed, so no curve is held."""
+    streams = {"sampler_mesh": "dp_shard=1", "sampler_ranks": 1, "staleness": 3, "steps": 6, "eval_every": 3}
+    chosen = flags(tmp_path / "run", **streams)
+    status, output = run(
+        3, RECIPE, *chosen, "--mesh", "dp_shard=2", "--stream", timeout_s=280, stop=(tmp_path / "run", 2)
+    )
+    assert status == 0 and "streaming, tokens at most 3 updates old" in output, output
+    status, output = run(2, RECIPE, *chosen, "--mesh", "dp_shard=1", "--stream", timeout_s=280)
+    assert status == 0, output
+    rows = curve(tmp_path / "run")
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6] and all(row[1] != 0 for row in rows.values())
+
+
+def test_what_a_stream_needs_is_said(tmp_path: Path) -> None:
+    for change, text in (
+        ({"staleness": 2}, "--stream needs --sampler-ranks of its own."),
+        (
+            {"staleness": 0, "sampler_mesh": "dp_shard=1", "sampler_ranks": 1},
+            "--stream needs a --staleness of at least 1",
+        ),
+    ):
+        status, output = run(2, RECIPE, *flags(tmp_path, **change), "--stream", timeout_s=280)
+        assert status and text in output, output

@@ -125,3 +125,19 @@ def test_rows_hold_the_longest_prompt_and_its_answer(config: Any, name: str, ans
     LlamaConfig(max_position_embeddings=128).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="reads 128 tokens at most: the longest prompt"):
         fit_rows(replace(config(), pretrained=tmp_path), given, tokenizer, sampling)
+
+
+def test_prompts_and_tools_that_are_none_are_named_by_their_row(tmp_path: Path) -> None:
+    """JSON may hold half of a UTF-16 pair, which is no character."""
+    folder = folder_with(*TEMPLATES["chatml"], tmp_path)
+    tokenizer = load_tokenizer(folder)
+    for prompt in ("\ud800", None, 3):
+        with pytest.raises(DataError, match=r"chats\.jsonl:1: prompt is .*Give a text in Unicode"):
+            encode_prompts(list(enumerate(rows(prompt))), tokenizer)
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: prompt_ids is 5\. Give a list of ids"):
+        encode_prompts([(0, Record(fields={"prompt_ids": 5}, source="chats.jsonl:1"))], tokenizer)
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: a chat has half of a UTF-16 pair"):
+        encode_chats(rows([{"role": "user", "content": "\ud800"}]), tokenizer, folder)
+    chat = Record(fields={"prompt": CHATS[0], "tools": 3}, source="chats.jsonl:1")
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*tools are 3\. Give a list"):
+        encode_chats([chat], tokenizer, folder)

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.ppo import Config
+from meshkit.algos.policy import CORRECTIONS
 from meshkit.algos.rewards import Unscored, score
 from meshkit.algos.rollout import Rollout
 from meshkit.data import CHATML, CHATML_TOKENS, ChatTemplate, save_chat_template, save_tokenizer, train_tokenizer
 from meshkit.errors import DataError, PlanError, RewardError
 from meshkit.recipes.evaluation import report_unscored
+from meshkit.recipes.flags import CorrectionName
 from meshkit.recipes.rewards import Rewards
 from meshkit.recipes.tasks import load_tasks
 from tests.recipes.launch import run
@@ -116,10 +119,14 @@ def test_a_step_without_any_score_ends_the_run(capsys: pytest.CaptureFixture[str
 
 def test_older_answers_need_a_loss_that_corrects_for_them() -> None:
     with pytest.raises(
-        PlanError, match="--staleness 2 with --preset PPO, which does not correct.*Choose DECOUPLED_PPO"
+        PlanError, match="--staleness 2 with --preset PPO, which does not correct.*Choose a --correction such as tis"
     ):
         Config(preset="PPO", staleness=2).policy_loss(critic=True)
     assert Config(preset="DECOUPLED_PPO", staleness=2).policy_loss(critic=True).corrections
+    two = Config(preset="PPO", staleness=2, correction=("icepop", "dppo-tv")).policy_loss(critic=True)
+    assert two.corrections == (*CORRECTIONS["icepop"], *CORRECTIONS["dppo-tv"])
+    assert Config(preset="DECOUPLED_PPO", staleness=2, correction=("none",)).policy_loss(critic=True).corrections == ()
+    assert get_args(CorrectionName) == tuple(CORRECTIONS)
 
 
 # ------------------------------------------------------------------------------------------------ recipes
@@ -167,3 +174,96 @@ def test_a_reward_that_raises_for_all_answers_ends_the_recipe(recipe: str, instr
     assert (
         "step 1: 4 of 4 answers have no score; data rank 0, raised: fails_later: RuntimeError: no such answer" in output
     )
+
+
+STRANGE = """
+from __future__ import annotations
+import asyncio
+from dataclasses import dataclass
+import torch
+
+calls = 0
+
+@dataclass
+class Part:
+    value: float
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+class Odd:
+    def __float__(self):
+        raise ZeroDivisionError("odd")
+
+def counts(rollout):
+    global calls
+    calls += 1
+    return float(calls)
+
+def tensor(rollout):
+    return torch.tensor(2.0, dtype=torch.bfloat16, requires_grad=True)
+
+def huge(rollout):
+    return 10**400
+
+def part(rollout):
+    return Part(1.0)
+
+def odd(rollout):
+    return Odd()
+
+def silent(rollout):
+    raise Silent()
+
+async def cancelled(rollout):
+    raise asyncio.CancelledError("by a library")
+
+async def own_limit(rollout):
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(10)
+"""
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Path:
+    (tmp_path / "strange.py").write_text(STRANGE)
+    return tmp_path / "strange.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("huge", "the reward returned 1000"),
+        ("odd", "the reward returned <"),
+        ("part", "the reward returned Part(value=1.0), which is neither a number nor a vector"),
+        ("silent", "silent: Silent: a Silent"),
+        ("cancelled", "cancelled: CancelledError: by a library"),
+        ("own_limit", "own_limit: TimeoutError"),
+    ],
+)
+def test_whatever_a_reward_returns_or_raises_the_others_are_scored(strange: Path, name: str, said: str) -> None:
+    (found,) = Rewards.read([f"{strange}:{name}"]).score(answers("ab")).values
+    assert isinstance(found, Unscored) and found.kind == "raised" and found.text.startswith(said)
+
+
+def test_a_tensor_is_a_score_with_a_gradient_and_in_bf16_too(strange: Path) -> None:
+    assert Rewards.read([f"{strange}:tensor"]).score(answers("ab")).values == (2.0,)
+
+
+def test_what_a_worker_returns_need_not_be_picklable(strange: Path) -> None:
+    (found,) = Rewards.read([f"{strange}:part"], workers=1).score(answers("ab")).values
+    assert isinstance(found, Unscored) and "Part(value=1.0)" in found.text
+
+
+def test_a_file_is_imported_once_and_keeps_its_state(strange: Path) -> None:
+    rewards = Rewards.read([f"{strange}:counts"])
+    assert [rewards.score(answers("ab", "c")).values for _ in range(2)] == [(1.0, 2.0), (3.0, 4.0)]
+
+
+def test_a_file_that_exits_and_a_weight_of_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(DataError, match=r"script\.py: cannot be imported: SystemExit: 0"):
+        Rewards.read([f"{tmp_path / 'script.py'}:length"])
+    with pytest.raises(DataError, match="--reward exact=nan: of nan times a score nothing is learnt"):
+        Rewards.read(["exact=nan"])

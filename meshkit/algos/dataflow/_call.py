@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshkit.errors import PlanError
+import numpy as np
+import torch
+
+from meshkit.algos.dataflow._work import Work
+from meshkit.errors import DataError, PlanError
 
 Sample = dict[str, Any]
 """fields by name, on the host: numbers, texts, numpy arrays, and whatever pickles"""
@@ -23,6 +27,7 @@ class Call:
     adds. `function` returns the samples in order, each with these fields. It may return several samples for one, or none, if
     each keeps the field `source` of the sample it comes from, as a copy does. A call that gives nothing may return None.
     stage: "rollout" may run ahead of training, by the flow's `staleness`; a call that changes parameters is "train".
+    works: what it does with which models, one after the other, for `plan_rl`; a flow does not read it.
     """
 
     name: str
@@ -31,6 +36,7 @@ class Call:
     needs: Sequence[str] = ()
     gives: Sequence[str] = ()
     stage: Stage = "rollout"
+    works: Sequence[Work] = ()
 
     def __post_init__(self) -> None:
         # `Flow` itself writes this field.
@@ -55,3 +61,35 @@ class Sync:
 
 SOURCE = "source"
 """the field with the index of the first sample, among those of the iteration, that a sample comes from"""
+
+
+def run_call(call: Call, given: Sequence[Sample], what: str) -> list[Sample] | None:
+    """What the call returns for these samples; None from one that gives nothing.
+
+    Raises: DataError for samples that are not those it was given, or lack what it gives.
+    """
+    # Copies: a function may change its samples, and another call on this mesh reads the stored ones if it returns None.
+    returned = call.function([dict(sample) for sample in given])
+    if returned is None and not call.gives:
+        return None
+    if returned is None:
+        raise DataError(f"{what}: returned nothing, but gives {', '.join(call.gives)}. Return the samples.")
+    sources = {sample[SOURCE] for sample in given}
+    for sample in returned:
+        missing = [name for name in (SOURCE, *call.gives) if name not in sample]
+        if missing or sample[SOURCE] not in sources:
+            raise DataError(
+                f"{what}: returned a sample "
+                + (f"without {', '.join(missing)}." if missing else "of another rank.")
+                + f" Return the samples it was given, each with {', '.join(call.gives)}."
+            )
+    return returned
+
+
+def to_tensors(sample: Sample) -> Sample:
+    """Checkpoints hold tensors, not arrays."""
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+
+
+def to_arrays(sample: Sample) -> Sample:
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from einops import rearrange
 
-from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync
+from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync, run_call, to_arrays, to_tensors
 from meshkit.algos.dataflow._exchange import DataRanks, Exchange, merge, share
 from meshkit.algos.dataflow._guard import Guard
 from meshkit.algos.dataflow._program import Row, program
@@ -122,22 +121,9 @@ class Flow:
         self.seconds[row.name] = self.seconds.get(row.name, 0.0) + time.perf_counter() - met
 
     def _call(self, call: Call, iteration: int, what: str) -> None:
-        given = self._samples(iteration, call.on)
-        # Copies: a function may change its samples, and another call on this mesh reads the stored ones if it returns None.
-        returned = call.function([dict(sample) for sample in given])
-        if returned is None and not call.gives:
-            return
+        returned = run_call(call, self._samples(iteration, call.on), what)
         if returned is None:
-            raise DataError(f"{what}: returned nothing, but gives {', '.join(call.gives)}. Return the samples.")
-        sources = {sample[SOURCE] for sample in given}
-        for sample in returned:
-            missing = [name for name in (SOURCE, *call.gives) if name not in sample]
-            if missing or sample[SOURCE] not in sources:
-                raise DataError(
-                    f"{what}: returned a sample "
-                    + (f"without {', '.join(missing)}." if missing else "of another rank.")
-                    + f" Return the samples it was given, each with {', '.join(call.gives)}."
-                )
+            return
         # The call's samples take the place of those it was given: it may have dropped some, or made several of one.
         self._stored[iteration][call.on] = returned
 
@@ -209,7 +195,7 @@ class Flow:
         for of_rank in by_rank:
             for iteration, samples_by_mesh in of_rank.items():
                 for mesh, samples in samples_by_mesh.items():
-                    pending.setdefault(iteration, {}).setdefault(mesh, []).extend(map(_to_tensors, samples))
+                    pending.setdefault(iteration, {}).setdefault(mesh, []).extend(map(to_tensors, samples))
         for samples_by_mesh in pending.values():
             for samples in samples_by_mesh.values():
                 # By source, as `share` splits: a mesh of another size then takes its part.
@@ -230,7 +216,7 @@ class Flow:
             for mesh, samples in samples_by_mesh.items():
                 indices = share(sources, self._data_ranks[mesh], self._rank)
                 if self._is_on(mesh):
-                    local = [_to_arrays(sample) for sample in samples if sample[SOURCE] in indices]
+                    local = [to_arrays(sample) for sample in samples if sample[SOURCE] in indices]
                     self._stored.setdefault(iteration, {})[mesh] = local
 
 
@@ -243,12 +229,3 @@ def data_ranks(mesh: Mesh) -> DataRanks:
         ranks, "(pp data inner) -> data (pp inner)", pp=spec.pp, data=data
     ).tolist()
     return by_data_rank
-
-
-def _to_tensors(sample: Sample) -> Sample:
-    """Checkpoints hold tensors, not arrays."""
-    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
-
-
-def _to_arrays(sample: Sample) -> Sample:
-    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}

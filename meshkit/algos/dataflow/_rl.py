@@ -26,7 +26,7 @@ ROLLOUT = (*PROMPTED, *WRITTEN)
 
 def rollout_of(sample: Sample, values: Sequence[str] = ()) -> Rollout:
     """The sample's rollout, with its reward if it has one. values: names of `log_prob_call`s, whose numbers it gets too."""
-    given = {name: sample[name] for name in (*ROLLOUT, "reward") if name in sample}
+    given = {name: sample[name] for name in (*ROLLOUT, "reward", "versions") if name in sample}
     return Rollout(**given, values={name: sample[name] for name in values})
 
 

@@ -36,17 +36,17 @@ class Distillation:
 
     def width(self, vocabulary: int) -> int:
         """How many numbers a teacher says of a token."""
-        return vocabulary if self.top is None else 2 * min(self.top, vocabulary)
+        return vocabulary if self.top is None else 2 * min(self.top, vocabulary) + 1
 
     def pack(self, teacher: Teacher) -> Tensor:
         """[..., width] fp64, which holds ids exactly."""
-        if teacher.ids is None:
+        if teacher.ids is None or teacher.rest is None:
             return teacher.log_probs.double()
-        return torch.cat([teacher.ids.double(), teacher.log_probs.double()], dim=-1)
+        return torch.cat([teacher.ids, teacher.log_probs.double(), teacher.rest.double().unsqueeze(-1)], dim=-1)
 
     def unpack(self, values: Tensor) -> Teacher:
         """What was packed."""
         if self.top is None:
             return Teacher(values)
-        ids, log_probs = values.chunk(2, dim=-1)
-        return Teacher(log_probs, ids.long())
+        ids, log_probs = values[..., :-1].chunk(2, dim=-1)
+        return Teacher(log_probs, ids.long(), values[..., -1])

@@ -12,7 +12,9 @@ from ._clips import Clip as Clip
 from ._clips import Reinforce as Reinforce
 from ._clips import Sapo as Sapo
 from ._clips import Vespo as Vespo
+from ._corrections import AnyCorrection as AnyCorrection
 from ._corrections import Correction as Correction
+from ._corrections import DivergenceMask as DivergenceMask
 from ._corrections import OffPolicyMask as OffPolicyMask
 from ._corrections import correction_weights as correction_weights
 from ._corrections import high_entropy as high_entropy
@@ -30,6 +32,7 @@ from ._objective import value_count as value_count
 from ._objective import value_metrics as value_metrics
 from ._objective import value_objective as value_objective
 from ._objective import value_sums as value_sums
+from ._presets import CORRECTIONS as CORRECTIONS
 from ._presets import CISPO as CISPO
 from ._presets import DAPO as DAPO
 from ._presets import DECOUPLED_PPO as DECOUPLED_PPO

@@ -1,4 +1,4 @@
-"""Off-policy correction (truncated importance sampling, TIS): constant factors for tokens that another policy wrote.
+"""Off-policy correction (TIS, MIS, IcePop, DPPO): constant factors for tokens that another policy wrote.
 
 Three policies: pi_rollout wrote the tokens, with the numerics of its engine; pi_old is the trainer's snapshot of it; pi is
 trained.
@@ -55,9 +55,31 @@ class OffPolicyMask:
     threshold: float = 0.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class DivergenceMask:
+    """Drops a token whose probability has gone further from pi_rollout's than `limit`, the way that A rewards (DPPO).
+
+    divergence: of the two choices "this token" and "any other": "tv" is |pi - pi_rollout|, "kl" KL(pi_rollout || pi). Unlike
+    a bound of their ratio it lets rare tokens change by much, and likely ones by little. A token that comes back is kept.
+    Source: Divergence PPO 2026 (2602.04879), the binary forms.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    limit: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.divergence not in ("tv", "kl"):
+            raise PlanError(f"DivergenceMask: divergence={self.divergence!r} is not known. Choose from tv, kl.")
+        if not self.limit > 0:
+            raise PlanError(f"DivergenceMask: limit={self.limit} is how far a token may go. Use more than 0.")
+
+
+AnyCorrection = Correction | OffPolicyMask | DivergenceMask
+
+
 @torch.no_grad()
 def correction_weights(
-    correction: Correction | OffPolicyMask,
+    correction: AnyCorrection,
     answers: SegmentIndex,
     *,
     log_probs: Tensor,
@@ -67,7 +89,7 @@ def correction_weights(
 ) -> Tensor:
     """[...] fp64, a constant factor for each token.
 
-    Raises: DataError for a `Correction` without rollout log-probabilities.
+    Raises: DataError for a `Correction` or a `DivergenceMask` without rollout log-probabilities.
     """
     if isinstance(correction, OffPolicyMask):
         # A mistake that pi itself would make teaches it; one that only an older policy made misleads it. Right answers are
@@ -79,6 +101,8 @@ def correction_weights(
         raise DataError(
             f"{correction}: compares with the policy that wrote the tokens. Give rollout_log_probs, or leave it out."
         )
+    if isinstance(correction, DivergenceMask):
+        return _near(correction, answers.only(log_probs), answers.only(rollout_log_probs), advantages).double()
     # pi_old, not pi: the ratio pi / pi_old is the clip's. Together they are pi / pi_rollout, of which only this factor is a
     # constant.
     log_w = answers.only(old_log_probs) - answers.only(rollout_log_probs)
@@ -92,6 +116,20 @@ def correction_weights(
         return weight.clamp(correction.low, correction.high)
     inside = (weight >= correction.low) & (weight <= correction.high)
     return torch.where(inside, weight if correction.kind == "mask" else 1.0, 0.0)
+
+
+def _near(mask: DivergenceMask, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """[...] bool: the tokens that a `DivergenceMask` keeps."""
+    now, then = log_probs.exp(), rollout_log_probs.exp()
+    if mask.divergence == "tv":
+        distance = (now - then).abs()
+    else:
+        # 1 - p of a token that is all but certain is 0 in fp64; its divergence is then that of 1e-16.
+        other, other_then = ((1 - p).clamp(min=1e-16) for p in (now, then))
+        distance = then * (rollout_log_probs - log_probs) + other_then * (other_then / other).log()
+    # A token with A > 0 is made likelier, one with A < 0 less likely: only beyond the limit on that side it stops.
+    gone = torch.where(advantages > 0, now > then, now < then)
+    return ~(gone & (distance > mask.limit))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshkit.algos.policy._advantages import GroupAdvantage
 from meshkit.algos.policy._clips import Bound, Clip, Reinforce, Surrogate, Vespo, geometric_clip, surrogate
-from meshkit.algos.policy._corrections import Correction, OffPolicyMask, correction_weights
+from meshkit.algos.policy._corrections import AnyCorrection, correction_weights
 from meshkit.algos.policy._returns import GAE, RewardToGo
 from meshkit.algos.policy._segments import SegmentIndex, refuse_other_shapes
 from meshkit.algos.policy._terms import KL, RATIOS, Ratio, exp, kl_estimates, log_ratios
@@ -42,7 +42,7 @@ class PolicyLoss:
     aggregation: Aggregation = "token_mean"
     max_tokens: int | None = None
     kl: KL = field(default_factory=KL)
-    corrections: tuple[Correction | OffPolicyMask, ...] = ()
+    corrections: tuple[AnyCorrection, ...] = ()
     entropy: float = 0.0
 
     def __post_init__(self) -> None:

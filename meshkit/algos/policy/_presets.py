@@ -5,9 +5,11 @@ Where a paper leaves a number open, it is that of the reference implementation t
 
 from __future__ import annotations
 
+import math
+
 from meshkit.algos.policy._advantages import GroupAdvantage
 from meshkit.algos.policy._clips import Cispo, Clip, Reinforce, Sapo, Vespo
-from meshkit.algos.policy._corrections import Correction
+from meshkit.algos.policy._corrections import AnyCorrection, Correction, DivergenceMask, OffPolicyMask
 from meshkit.algos.policy._loss import PolicyLoss
 from meshkit.algos.policy._returns import GAE, RewardToGo
 from meshkit.algos.policy._sampling import RolloutRules
@@ -78,6 +80,15 @@ LUSPO = PolicyLoss(advantage=_NORMALISED, ratio="sequence", clip=Clip(low=3e-4, 
 VESPO = PolicyLoss(advantage=_NORMALISED, ratio="trajectory", clip=Vespo(), aggregation="token_mean")
 """2026 (2602.10693), as TRL 1.16 has it."""
 
+_UNCLIPPED = Clip(low=math.inf, high=math.inf)
+_WEIGHT = Correction(level="token", kind="truncate", high=20.0)  # with pi / pi_old, pi / pi_rollout
+DPPO_TV = PolicyLoss(advantage=_NORMALISED, clip=_UNCLIPPED, corrections=(_WEIGHT, DivergenceMask()))
+"""2026 (2602.04879): no clip; a token stops where its probability is 0.15 from the one it was written with."""
+DPPO_KL = PolicyLoss(
+    advantage=_NORMALISED, clip=_UNCLIPPED, corrections=(_WEIGHT, DivergenceMask(divergence="kl", limit=0.05))
+)
+"""The same by the binary KL."""
+
 # By the name of the constant, so that a preset cannot be listed under another name; names with _ are parts of presets.
 PRESETS = {
     name: value for name, value in dict(globals()).items() if isinstance(value, PolicyLoss) and not name.startswith("_")
@@ -86,3 +97,17 @@ PRESETS = {
 
 ROLLOUT_RULES = {name: RolloutRules() for name in PRESETS} | {"DAPO": RolloutRules(dynamic=True, overlong=0.25)}
 """name -> rules for the rollouts of a step, which `step_rollouts` applies; DAPO's 0.25 is 4,096 of 16,384 tokens"""
+
+CORRECTIONS: dict[str, tuple[AnyCorrection, ...]] = {
+    "none": (),
+    "tis": (Correction(level="token", kind="truncate", high=2.0),),
+    "mis": (Correction(level="token", kind="mask", high=2.0),),
+    "icepop": (Correction(level="token", kind="mask", low=0.5, high=5.0),),
+    "sequence-tis": (Correction(level="sequence", kind="truncate", high=2.0),),
+    "sequence-mis": (Correction(level="sequence", kind="mask", high=2.0),),
+    "geometric": (Correction(level="geometric", kind="reject", low=0.999, high=1.001),),
+    "off-policy": (OffPolicyMask(),),
+    "dppo-tv": (DivergenceMask(),),
+    "dppo-kl": (DivergenceMask(divergence="kl", limit=0.05),),
+}
+"""name -> corrections for older or otherwise computed tokens, for a flag of a recipe; of several the factors multiply"""

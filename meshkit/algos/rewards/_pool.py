@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from meshkit.algos.rewards._score import Reward, Score, Scores, Unscored, attempt, checked
+from meshkit.algos.rewards._score import Reward, Scores, Unscored, Value, attempt
 from meshkit.algos.rollout import Rollout
 from meshkit.core.workers import CallFailed, WorkerDied, Workers
 
@@ -27,9 +27,7 @@ class RewardPool:
     def score(self, answers: Sequence[Rollout]) -> Scores:
         """The reward of each answer, in order."""
         futures = [self._workers.submit(answer) for answer in answers]
-        return Scores(
-            values=tuple(checked(answer, _outcome(each)) for answer, each in zip(answers, futures, strict=True))
-        )
+        return Scores(values=tuple(_outcome(each) for each in futures))
 
     def close(self) -> None:
         """Kill the workers."""
@@ -44,9 +42,9 @@ class RewardPool:
         self.close()
 
 
-def _outcome(future: Future[Any]) -> Score | Unscored:
+def _outcome(future: Future[Any]) -> Value:
     try:
-        value: Score | Unscored = future.result()
+        value: Value = future.result()
     except TimeoutError as error:
         return Unscored(kind="timed out", text=f"no score {error}")
     except (WorkerDied, CallFailed) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import reprlib
 import signal
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from meshkit.algos.rollout import Rollout
 from meshkit.errors import DataError, RewardError
@@ -43,11 +45,15 @@ class Unscored:
     """for a person: what was raised, after how long"""
 
 
+Value = float | np.ndarray | Unscored
+"""what becomes of a score: a finite number, finite numbers [N], or the reason why there is none"""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
     """One entry for each answer, in order."""
 
-    values: tuple[float | np.ndarray | Unscored, ...]
+    values: tuple[Value, ...]
     parts: Mapping[str, Scores] = field(default_factory=dict)
     """of a weighted sum, before their weights"""
 
@@ -96,7 +102,7 @@ def score(answers: Sequence[Rollout], reward: Reward, *, timeout_s: float | None
         returned = asyncio.run(_call_at_once(answers, reward, timeout_s))
     else:
         returned = [_call(answer, reward, timeout_s) for answer in answers]
-    return Scores(values=tuple(checked(answer, each) for answer, each in zip(answers, returned, strict=True)))
+    return Scores(values=tuple(returned))
 
 
 def weighted_sum(parts: Mapping[str, tuple[Scores, float]]) -> Scores:
@@ -254,45 +260,54 @@ def _mean_of_means(means: Sequence[tuple[float, int]]) -> float:
     return sum(mean * answers for mean, answers in scored) / total if total else math.nan
 
 
-def checked(answer: Rollout, returned: Score | Unscored) -> float | np.ndarray | Unscored:
+def attempt(answer: Rollout, reward: Reward) -> Value:
+    """What the reward says of the answer, checked; or what it raised."""
+    try:
+        return _checked(answer, reward(answer))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        # SystemExit of a reward's own exit() must not end the rank. KeyboardInterrupt and _TimeIsUp pass.
+        return _raised(reward, error)
+
+
+def _checked(answer: Rollout, returned: Score | Tensor) -> Value:
     """The result of a reward as a finite float or a finite vector [N] of fp64, or the reason why it is neither."""
-    if isinstance(returned, Unscored):
-        return returned
     if returned is None:
         return Unscored(kind="no score", text="the reward returned None")
     try:
-        values = np.asarray(returned, dtype=np.float64)
-    except (TypeError, ValueError):
-        return Unscored(kind="raised", text=f"the reward returned {returned!r}, which is neither a number nor a vector")
+        # numpy takes no tensor that has a gradient, is in bf16, or on a device.
+        numbers = returned.detach().cpu().double() if isinstance(returned, Tensor) else returned
+        values = np.asarray(numbers, dtype=np.float64)
+    except Exception:  # whatever the conversion of a strange object raises
+        text = f"the reward returned {_shown(returned)}, which is neither a number nor a vector"
+        return Unscored(kind="raised", text=text)
     if values.ndim and values.shape != (len(answer.ids),):
         return Unscored(
             kind="raised", text=f"the reward returned shape {values.shape} for an answer of {len(answer.ids)} tokens"
         )
     if not np.isfinite(values).all():
-        return Unscored(kind="not finite", text=f"the reward returned {returned!r}")
+        return Unscored(kind="not finite", text=f"the reward returned {_shown(returned)}")
     return values if values.ndim else float(values)
 
 
-def attempt(answer: Rollout, reward: Reward) -> Score | Unscored:
-    """The reward, or what it raised."""
-    try:
-        return reward(answer)
-    except (Exception, SystemExit) as error:
-        # SystemExit of a reward's own exit() must not end the rank. KeyboardInterrupt and _TimeIsUp pass.
-        return raised(reward, error)
-
-
-def raised(reward: Callable[..., object], error: BaseException) -> Unscored:
+def _raised(reward: Callable[..., object], error: BaseException) -> Unscored:
     """The reason of an answer whose reward raised."""
     name = getattr(reward, "__name__", type(reward).__name__)
-    return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {error}")
+    return Unscored(kind="raised", text=f"{name}: {type(error).__name__}: {_shown(error, str)}")
+
+
+def _shown(value: object, text: Callable[[object], str] = reprlib.repr) -> str:
+    """A text for people, also of objects of other people whose own raises."""
+    try:
+        return text(value)
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 class _TimeIsUp(BaseException):
     """Not an Exception: a reward's own `except Exception` must not catch it."""
 
 
-def _call(answer: Rollout, reward: Reward, timeout_s: float | None) -> Score | Unscored:
+def _call(answer: Rollout, reward: Reward, timeout_s: float | None) -> Value:
     if timeout_s is None:
         return attempt(answer, reward)
     try:
@@ -304,17 +319,18 @@ def _call(answer: Rollout, reward: Reward, timeout_s: float | None) -> Score | U
 
 async def _call_at_once(
     answers: Sequence[Rollout], reward: Callable[[Rollout], Coroutine[None, None, Score]], timeout_s: float | None
-) -> list[Score | Unscored]:
+) -> list[Value]:
     """Of a coroutine that blocks instead of awaiting, nothing is interrupted."""
 
-    async def one(answer: Rollout) -> Score | Unscored:
+    async def one(answer: Rollout) -> Value:
         try:
-            async with asyncio.timeout(timeout_s):
-                return await reward(answer)
-        except TimeoutError:
-            return Unscored(kind="timed out", text=f"no score within {timeout_s} s")
-        except (Exception, SystemExit) as error:
-            return raised(reward, error)
+            async with asyncio.timeout(timeout_s) as limit:
+                return _checked(answer, await reward(answer))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # A TimeoutError may be the reward's own, as of a server that it asks.
+            if isinstance(error, TimeoutError) and limit.expired():
+                return Unscored(kind="timed out", text=f"no score within {timeout_s} s")
+            return _raised(reward, error)
 
     return list(await asyncio.gather(*map(one, answers)))
 
@@ -341,9 +357,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _add(
-    values: Mapping[str, float | np.ndarray | Unscored], weights: Sequence[float]
-) -> float | np.ndarray | Unscored:
+def _add(values: Mapping[str, Value], weights: Sequence[float]) -> Value:
     for name, value in values.items():
         if isinstance(value, Unscored):
             return Unscored(kind=value.kind, text=f"{name}: {value.text}")

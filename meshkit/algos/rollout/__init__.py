@@ -7,7 +7,8 @@ from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling
 from ._generate import generate as generate
-from ._generate import has_paged_cache as has_paged_cache
+from ._generation import Generation as Generation
+from ._generation import has_paged_cache as has_paged_cache
 from ._kept import KeptCache as KeptCache
 from ._rollout import Prompt as Prompt
 from ._rollout import Rollout as Rollout

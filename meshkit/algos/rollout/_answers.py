@@ -1,9 +1,9 @@
-"""Answers in progress: the next token of each, the same on all ranks of a data rank, and rollouts of those that ended."""
+"""Answers in progress: what is held of each between two tokens, the next token of each, and rollouts of those that ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,16 +17,62 @@ from meshkit.loss.vocab_parallel import wide_dtype
 from meshkit.step import Run
 
 
-class Answer(Protocol):
-    """prompt: its number. stream: of its random numbers. ids, log_probs: of the tokens so far."""
+@dataclass(eq=False)
+class Answer:
+    """All that an answer needs to go on: what is in a cache can be computed again from it.
 
-    @property
-    def prompt(self) -> int: ...
+    number: its place in the order of all answers. stream: of its random numbers. ids, log_probs, versions: of its tokens so
+    far. reason: why it has ended, if it has.
+    """
 
+    number: int
+    prompt: Prompt
     sample: int
     stream: int
-    ids: list[int]
-    log_probs: list[float]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+
+    def forget(self) -> None:
+        """As before its first token."""
+        self.ids, self.log_probs, self.versions, self.reason = [], [], [], None
+
+
+@dataclass(eq=False)
+class Group:
+    """Answers that have the same tokens so far, which are computed once for all of them; then each has its own.
+
+    growing: how many have not ended yet.
+    """
+
+    tokens: np.ndarray
+    answers: list[Answer]
+    growing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.growing = len(self.answers)
+
+    def parts(self, together: int) -> list[Group]:
+        """Groups of so many answers at most."""
+        firsts = range(0, len(self.answers), together)
+        return [Group(self.tokens, self.answers[first : first + together]) for first in firsts]
+
+
+def groups_of(answers: Sequence[Answer]) -> list[Group]:
+    """Samples of a prompt that have no token yet are together, any other answer is alone; in the order of the first ones."""
+    groups: list[Group] = []
+    fresh: dict[int, Group] = {}
+    for answer in sorted(answers, key=lambda answer: answer.number):
+        tokens = answer.prompt.ids
+        if answer.ids:
+            groups.append(Group(np.concatenate([tokens, np.array(answer.ids, np.int64)]), [answer]))
+        elif (group := fresh.get(id(answer.prompt))) is not None:
+            group.answers.append(answer)
+            group.growing += 1
+        else:
+            groups.append(fresh.setdefault(id(answer.prompt), Group(tokens, [answer])))
+    return groups
 
 
 def draw_tokens(
@@ -36,12 +82,14 @@ def draw_tokens(
     answers: Sequence[Answer],
     sampling: Sampling,
     *,
+    version: int,
     held: Tensor | None = None,
 ) -> None:
     """Append a token to each answer, the same one on all ranks of a data rank.
 
     logits: [rows, V], of the ranks of tp each with its part; None on stages of pp but the last. rows: [N], the row that each
-    answer reads. held: [rows] bool, where ranks of cp have logits of some rows each; None: each has all.
+    answer reads. version: of the weights. held: [rows] bool, where ranks of cp have logits of some rows each; None: each has
+    all.
     Wire: what `choose` sends, and two numbers per answer over tp, cp and pp.
     """
     mesh = run.mesh
@@ -62,11 +110,10 @@ def draw_tokens(
     for answer, id, log_prob in zip(answers, *drawn.tolist(), strict=True):
         answer.ids.append(int(id))
         answer.log_probs.append(log_prob)
+        answer.versions.append(version)
 
 
-def rollouts_of(
-    run: Run, prompts: Sequence[Prompt], ended: Sequence[tuple[Answer, Reason]], stopping: Stopping
-) -> list[Rollout]:
+def rollouts_of(run: Run, ended: Sequence[Answer], stopping: Stopping) -> list[Rollout]:
     """In the order of (prompt, sample)."""
     precision = run.resolved.memory.precision
     dtype = next(run.model.parameters()).dtype if precision is None else precision.compute
@@ -74,14 +121,14 @@ def rollouts_of(
     wide = np.float64 if wide_dtype(dtype) == torch.float64 else np.float32
     return [
         Rollout(
-            prompt_ids=prompt.ids,
+            prompt_ids=answer.prompt.ids,
             ids=np.array(answer.ids, np.int64),
             log_probs=np.array(answer.log_probs, wide),
+            versions=np.array(answer.versions, np.int64),
             text=stopping.text(answer.ids),
-            key=prompt.key,
-            fields=prompt.fields,
-            truncated=reason == "length",
+            key=answer.prompt.key,
+            fields=answer.prompt.fields,
+            truncated=answer.reason == "length",
         )
-        for answer, reason in sorted(ended, key=lambda pair: (pair[0].prompt, pair[0].sample))
-        for prompt in [prompts[answer.prompt]]
+        for answer in sorted(ended, key=lambda answer: answer.number)
     ]

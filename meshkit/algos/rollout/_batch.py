@@ -12,7 +12,6 @@ from torch import Tensor
 
 from meshkit.algos.rollout._cache import KeyValueCache
 from meshkit.algos.rollout._paged import Begun, PagedAttention, Past
-from meshkit.algos.rollout._rollout import Prompt
 from meshkit.algos.rollout._scheduler import Growing, Step
 
 SLACK_PAGES = 16  # reading up to half as many pages in vain is cheaper than one more attention call
@@ -29,24 +28,20 @@ class RowOfTokens:
     rows: Tensor
 
 
-def row_of(
-    step: Step, prompts: Sequence[Prompt], cache: KeyValueCache, *, multiple: int, device: torch.device
-) -> RowOfTokens:
-    """The step's row: prompts but for what the cache knows of them, then one token of each growing sequence, then padding.
+def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.device) -> RowOfTokens:
+    """The step's row: the tokens of groups that begin but for what is known, one of each growing sequence, padding.
 
     multiple: the row is padded to a multiple of so many tokens, and has at least one such multiple.
     """
     page_tokens = cache.page_tokens
-    ids = [prompts[begin.group.prompt].ids[begin.known :] for begin in step.begins]
+    ids = [begin.group.tokens[begin.known :] for begin in step.begins]
     lengths = [len(prompt) for prompt in ids]
-    positions = [
-        np.arange(begin.known, begin.known + length) for begin, length in zip(step.begins, lengths, strict=True)
-    ]
+    positions = [np.arange(begin.known, len(begin.group.tokens)) for begin in step.begins]
     slots = [
         begin.table[position // page_tokens] * page_tokens + position % page_tokens
         for begin, position in zip(step.begins, positions, strict=True)
     ]
-    ids.append(np.array([sequence.ids[-1] for sequence in step.grows], np.int64))
+    ids.append(np.array([sequence.answer.ids[-1] for sequence in step.grows], np.int64))
     # The scheduler has counted the new token already: its place is the last of those in the cache.
     last = np.array([sequence.cached - 1 for sequence in step.grows], np.int64)
     positions.append(last)

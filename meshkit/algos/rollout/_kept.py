@@ -31,17 +31,20 @@ class KeptCache:
         self.policy = policy or CachePolicy()
         self.prefilled = self.reused = self.decoded = 0
         self._weights: tuple[int, Tensor] | None = None
-        self.forget()
+        self._empty()
 
     def forget(self) -> None:
-        """Drop what is in the cache, and its memory. The counts go on."""
+        """Nothing of it is found any more. The counts go on."""
+        self.prefixes.forget()
+
+    def _empty(self) -> None:
         self.store = KeyValueCache(self.policy.page_tokens)
         self.prefixes = Prefixes(self.store.pages, self.policy.page_tokens)
         self.store.pages.limit, self.store.pages.evict = self.policy.max_pages, self.prefixes.evict
 
     @contextmanager
     def used_by(self, run: Run) -> Iterator[None]:
-        """Of a call of `generate`. Wire: a number over the mesh."""
+        """Of a call of `generate`, or a part of one. Wire: a number over the mesh."""
         # By value: fused optimizers write without a trace in autograd's counters. `id` tells models apart.
         device = run.mesh.device
         sums = digests((local_tensor(parameter) for parameter in run.parameters()), device)
@@ -58,10 +61,11 @@ class KeptCache:
         try:
             yield
         except BaseException:
-            self.forget()  # sequences that were cut off still hold pages
+            self._empty()  # sequences that were cut off still hold pages
             raise
 
     def count(self, step: Step) -> None:
         for begin in step.begins:
-            self.prefilled, self.reused = self.prefilled + begin.tokens, self.reused + begin.known
+            self.prefilled += len(begin.group.tokens) - begin.known
+            self.reused += begin.known
         self.decoded += len(step.grows)

@@ -44,15 +44,22 @@ def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> 
     """Tokenize the field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one.
 
     A row with the field `prompt_ids`, as of a chat whose template wrote them, has those as they are.
+    Raises: DataError, naming the row, for a prompt that is no text, and for ids that are no list.
     """
     return [Prompt(ids=np.array(_prompt_ids(row, tokenizer)), key=key, fields=row.fields) for key, row in rows]
 
 
 def _prompt_ids(row: Record, tokenizer: Tokenizer) -> list[int]:
-    if "prompt_ids" in row.fields:
-        return list(row.fields["prompt_ids"])
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return bos + tokenizer.encode(row.fields["prompt"])
+    name = "prompt_ids" if "prompt_ids" in row.fields else "prompt"
+    value = row.fields[name]
+    try:
+        if name == "prompt_ids":
+            return list(value)
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        return bos + tokenizer.encode(value)
+    except TypeError:  # half of a UTF-16 pair is a text for Python alone
+        wanted = "a list of ids" if name == "prompt_ids" else "a text in Unicode"
+        raise DataError(f"{row.source}: {name} is {value!r:.60}. Give {wanted}.") from None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +73,8 @@ class Rollout:
     log_probs: np.ndarray | None = None
     """[N] by the engine, fp32 or as wide as the model: log_softmax(logits / temperature) over the whole vocabulary, as
     training computes it; for temperature 0, that of temperature 1"""
+    versions: np.ndarray | None = None
+    """[N] int64, of the weights that wrote each token: how many updates they had"""
     text: str = ""
     """without the id that ended it"""
     key: int = 0

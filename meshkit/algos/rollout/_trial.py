@@ -69,8 +69,10 @@ def rows_of(run: Run, prompts: Sequence[Prompt], vocabulary: int) -> Rows:
     return WholeRows(run) if found.way is None else CachedRows(run.model, run.mesh.device, found.way)
 
 
-def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: float) -> Rows | None:
+def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: float, version: int) -> Rows | None:
     """Whole rows, where training's forward does not give two of these rollouts their log-probabilities; else None.
+
+    version: of the weights; only tokens that they wrote are compared.
 
     A trial is short: what begins after more tokens than it has, as a window, shows in the longest rollout, and what padding
     does in that of the shortest prompt. Every rank must call it; one without rollouts computes a token.
@@ -79,7 +81,7 @@ def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: floa
     found = _FOUND.get(run.model)
     if found is None:
         return None
-    off = _largest(run, _off_training(run, rollouts, temperature or 1.0) / found.spread)
+    off = _largest(run, _off_training(run, rollouts, temperature or 1.0, version) / found.spread)
     if off <= _tolerance(run):
         return None
     if isinstance(rows, WholeRows):
@@ -89,7 +91,7 @@ def refuted(run: Run, rows: Rows, rollouts: Sequence[Rollout], temperature: floa
     return WholeRows(run)
 
 
-def _off_training(run: Run, rollouts: Sequence[Rollout], temperature: float) -> float:
+def _off_training(run: Run, rollouts: Sequence[Rollout], temperature: float, version: int) -> float:
     """How far the log-probabilities of these two are from those of their whole rows."""
     chosen: list[Rollout] = []
     if rollouts:
@@ -107,9 +109,10 @@ def _off_training(run: Run, rollouts: Sequence[Rollout], temperature: float) -> 
     worst = 0.0
     counts = [len(each.ids) for each in chosen]
     for each, of_row, here in zip(chosen, log_probs.split(counts), held.split(counts), strict=True):
-        assert each.log_probs is not None
+        assert each.log_probs is not None and each.versions is not None
+        present = here & torch.from_numpy(each.versions == version).to(here.device)
         written = torch.from_numpy(each.ids).to(of_row.device).unsqueeze(1)
-        apart = (of_row.gather(1, written).squeeze(1) - torch.from_numpy(each.log_probs).to(of_row)).abs()[here]
+        apart = (of_row.gather(1, written).squeeze(1) - torch.from_numpy(each.log_probs).to(of_row)).abs()[present]
         if len(apart):
             worst = max(worst, float(apart.double().quantile(MOST)))
     return worst * temperature

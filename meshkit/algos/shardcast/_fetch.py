@@ -7,14 +7,18 @@ import json
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 
-from meshkit.algos.shardcast._manifest import Manifest
+from meshkit.algos.shardcast._manifest import UNREADABLE, Manifest
 from meshkit.errors import CheckpointError
 
 PAUSE_S = 0.2
+OFFERED = 4
+"""versions of one upstream that are tried: of an honest one more are not kept, and a liar may name any number"""
+UNREACHABLE = (OSError, http.client.HTTPException)
 
 
 class Gone(Exception):
@@ -25,10 +29,11 @@ class Upstreams:
     """The nodes that a relay asks. failed: how often each did not answer, or answered wrongly. Thread-safe.
 
     timeout_s: of one request; and how long a shard is asked for of all before the try is given up.
+    Raises: CheckpointError for an address that is none.
     """
 
     def __init__(self, addresses: Sequence[str], *, timeout_s: float, closed: threading.Event) -> None:
-        self._addresses, self._timeout_s, self._closed = [each.rstrip("/") for each in addresses], timeout_s, closed
+        self._addresses, self._timeout_s, self._closed = list(map(_checked, addresses)), timeout_s, closed
         self.failed: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         """bytes of right shards from each"""
@@ -37,18 +42,22 @@ class Upstreams:
     def __str__(self) -> str:
         return ", ".join(f"{each} ({self.failed[each]} failures)" for each in self._addresses)
 
-    def newest(self) -> int:
-        """The newest version that any of them has or is getting; -1 for none. Raises: OSError where none answers."""
-        found, answered, last = -1, False, OSError("no upstream answers")
+    def newer_than(self, version: int) -> list[int]:
+        """The newer versions that any of them says it has or is getting, the newest first; of each the last few.
+
+        Raises: OSError where none answers.
+        """
+        found, answered, last = set[int](), False, OSError("no upstream answers")
         for address in self._order():
             try:
-                found = max(found, *map(int, json.loads(self._get(f"{address}/versions"))), -1)
+                said = sorted(map(int, json.loads(self._get(f"{address}/versions"))))
+                found.update(said[-OFFERED:])
                 answered = True
-            except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+            except (*UNREACHABLE, *UNREADABLE) as error:
                 last = OSError(f"{address}: {error}")
         if not answered:
             raise last
-        return found
+        return sorted((each for each in found if each > version), reverse=True)
 
     def manifest(self, version: int, *, secret: str) -> Manifest:
         """Raises: CheckpointError for one that is not right, of whoever gave it, where no other has a right one."""
@@ -62,7 +71,7 @@ class Upstreams:
             except CheckpointError as error:
                 self._note_failure(address)
                 wrong = error
-            except (OSError, http.client.HTTPException, UnicodeDecodeError):
+            except (*UNREACHABLE, UnicodeDecodeError):
                 continue
         raise wrong or Gone(f"nobody has version {version}")
 
@@ -79,7 +88,7 @@ class Upstreams:
                     missing += error.code == 404
                     why = f"{address}: {error}"  # on its way there (503), or not there: no fault of its
                     continue
-                except (OSError, http.client.HTTPException) as error:
+                except UNREACHABLE as error:
                     self._note_failure(address)
                     why = f"{address}: {error}"
                     continue
@@ -108,6 +117,17 @@ class Upstreams:
         with _OPENER.open(url, timeout=self._timeout_s) as response:
             data: bytes = response.read()
             return data
+
+
+def _checked(address: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(address)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # a port that is none
+        wrong = True
+    if wrong:
+        raise CheckpointError(f"shardcast: {address!r} is no address of a node. Write it as http://host:8000.")
+    return address.rstrip("/")
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -14,6 +14,9 @@ from pathlib import Path, PurePosixPath
 from meshkit.core.digests import digest_bytes
 from meshkit.errors import CheckpointError
 
+UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""what reading numbers and texts from JSON of others may raise"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -44,24 +47,26 @@ class Manifest:
         """Raises: CheckpointError for no manifest, one that names files outside of its folder, or not signed by `secret`."""
         try:
             fields = json.loads(text)
-            files = tuple((str(path), int(size)) for path, size in fields["files"])
+            files = tuple((str(path).encode().decode(), int(size)) for path, size in fields["files"])
             manifest = Manifest(
                 version=int(fields["version"]),
                 files=files,
                 shard_bytes=int(fields["shard_bytes"]),
                 shards=tuple(map(str, fields["shards"])),
-                signature=str(fields["signature"]),
+                signature=str(fields["signature"]).encode().decode(),
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"shardcast: what came is no manifest: {error}. Compare the address.") from error
-        inside = [PurePosixPath(path) for path, size in files if size >= 0]
-        if len(inside) < len(files) or any(path.is_absolute() or ".." in path.parts for path in inside):
+        inside = [PurePosixPath(path) for path, size in files if 0 <= size < 1 << 63 and "\0" not in path]
+        if len(inside) < len(files) or any(
+            not path.parts or path.is_absolute() or ".." in path.parts for path in inside
+        ):
             raise CheckpointError("shardcast: a manifest names files outside of its folder. Do not trust who sent it.")
         if manifest.shard_bytes < 1 or len(manifest.shards) != -(-manifest.total_bytes // manifest.shard_bytes):
             raise CheckpointError(
                 "shardcast: a manifest has other shards than its files make. Do not trust who sent it."
             )
-        if secret and not hmac.compare_digest(manifest._hmac(secret), manifest.signature):
+        if secret and not hmac.compare_digest(manifest._hmac(secret).encode(), manifest.signature.encode()):
             raise CheckpointError(
                 f"shardcast: the manifest of version {manifest.version} is not signed by the secret. Give origin and "
                 "receivers the same, or do not trust who sent it."
@@ -110,6 +115,11 @@ class Manifest:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with (folder / path).open("ab") as stream:
                 stream.truncate(size)
+
+    def fits(self, folder: Path) -> bool:
+        """Whether all files are there in their sizes; their bytes are not read."""
+        paths = [(folder / path, size) for path, size in self.files]
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
     def holds(self, shard: int, data: bytes) -> bool:
         return digest_bytes(data) == self.shards[shard]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -47,9 +48,9 @@ class Origin:
 
         Reads it once, for the checksums. Raises: CheckpointError for a version that is not newer than all before.
         """
-        if version <= max(self._store.versions, default=-1):
+        if version <= (newest := max(self._store.versions, default=-1)):
             raise CheckpointError(
-                f"publish: version {version} is not newer than {max(self._store.versions)}, which receivers have. Count up."
+                f"publish: version {version} is not newer than {newest}, which receivers have. Count up."
             )
         manifest = Manifest.of(folder, version, shard_bytes=self._shard_bytes, secret=self._secret)
         if not manifest.shards:
@@ -77,6 +78,7 @@ class Relay:
     folder: for versions, `version-N` when whole. A restarted relay goes on with the shards that it has.
     port: None serves nobody, 0 takes a free one. keep: versions; older ones are deleted. streams: shards asked for at a time.
     secret: of the origin; manifests without its signature are refused.
+    Raises: CheckpointError for an upstream that is no address, and for numbers out of range.
     """
 
     def __init__(
@@ -95,6 +97,10 @@ class Relay:
         if not upstreams:
             raise CheckpointError(
                 "Relay: no upstreams. Give the address of the origin, or of other relays, or of both."
+            )
+        if min(keep, streams) < 1 or min(poll_s, timeout_s) <= 0:
+            raise CheckpointError(
+                f"Relay(keep={keep}, streams={streams}, poll_s={poll_s}, timeout_s={timeout_s}): each is positive."
             )
         self._folder, self._keep, self._streams, self._poll_s, self._secret = folder, keep, streams, poll_s, secret
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,23 +140,34 @@ class Relay:
         self.close()
 
     def _whole(self) -> list[Manifest]:
+        """Versions of an earlier process. What a crash left in pieces, or another secret signed, is got again."""
         manifests = []
         for path in sorted(self._folder.glob("version-*.json")):
-            if path.with_suffix("").is_dir():
-                manifests.append(Manifest.from_json(path.read_text(), secret=self._secret))
+            with suppress(CheckpointError, UnicodeDecodeError):
+                manifest = Manifest.from_json(path.read_text(), secret=self._secret)
+                if path.stem == f"version-{manifest.version}" and manifest.fits(path.with_suffix("")):
+                    manifests.append(manifest)
         return manifests
 
     def _follow(self) -> None:
         while not self._closed.is_set():
-            newest = -1
             try:
-                newest = self.upstreams.newest()
-                if newest > max(self._store.versions, default=-1):
-                    self._get(newest)
+                self._get_newest()
                 self.trouble = ""
-            except (Gone, CheckpointError, OSError) as error:
+            except Exception as error:  # a thread that ended would leave who waits without a word
                 self.trouble = f"{type(error).__name__}: {error}"
             self._closed.wait(self._poll_s)
+
+    def _get_newest(self) -> None:
+        """The newest version that is right: one that nobody has, or of a wrong manifest, keeps back no other."""
+        failed: Gone | CheckpointError | None = None
+        for version in self.upstreams.newer_than(max(self._store.versions, default=-1)):
+            try:
+                return self._get(version)
+            except (Gone, CheckpointError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _get(self, version: int) -> None:
         manifest = self.upstreams.manifest(version, secret=self._secret)

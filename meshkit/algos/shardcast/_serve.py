@@ -7,6 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from meshkit.algos.shardcast._store import Store
+from meshkit.errors import CheckpointError
 
 WAIT_S = 5.0
 """how long a request waits for a shard that is on its way, before it is told to ask elsewhere"""
@@ -19,6 +20,8 @@ class Server:
     """
 
     def __init__(self, store: Store, host: str, port: int) -> None:
+        if not 0 <= port < 1 << 16:
+            raise CheckpointError(f"shardcast: port={port}. Give one from 1 to 65535, or 0 for a free one.")
         self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"store": store}))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]

@@ -76,6 +76,7 @@ class Store:
         final = there.folder.with_suffix("")
         with self._changed:
             (final.parent / f"{final.name}.json").write_text(there.manifest.to_json())
+            shutil.rmtree(final, ignore_errors=True)  # of an earlier process, and not whole
             there.folder.rename(final)
             there.folder, there.complete = final, True
             self._changed.notify_all()

@@ -35,7 +35,7 @@ class RelayOptions:
 
 
 def command(options: RelayOptions) -> None:
-    secret = options.secret_file.read_text().strip() if options.secret_file else ""
+    secret = "" if options.secret_file is None else _read_secret(options.secret_file)
     with Relay(
         options.upstreams, options.folder, host=options.host, port=options.port, keep=options.keep, secret=secret
     ) as relay:
@@ -49,3 +49,15 @@ def command(options: RelayOptions) -> None:
                     print(f"no newer version: {relay.trouble}", flush=True)
                 continue
             print(f"version {version} in {folder}", flush=True)
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        secret = ""
+    if not secret:
+        raise CheckpointError(
+            f"relay --secret-file {path}: it has no text, so nothing would be checked. Write the secret."
+        )
+    return secret

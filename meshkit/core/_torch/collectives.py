@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from meshkit.core._torch.calls import begin_call
 from meshkit.core.calls import Call
+from meshkit.core.run_queue import starved_s
 from meshkit.core.waiting import marked, waiting
 
 # [Note: functional collectives without their wrappers]
@@ -72,34 +74,46 @@ def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return _wait(_c10d.reduce_scatter_tensor(tensor, "sum", size, group_name), "a reduce-scatter", call)
 
 
-_timed_waits: tuple[int, list[float]] | None = None  # (thread, seconds of each of its waits)
+@dataclass
+class Waits:
+    """Of one thread. seconds: in all its waits; starved_s: of these, those in which it was ready and had no processor."""
+
+    thread: int
+    seconds: float = 0.0
+    starved_s: float = 0.0
+
+
+_timed_waits: Waits | None = None
 
 
 @contextmanager
-def waits_timed() -> Iterator[list[float]]:
-    """Inside, the seconds of each of this thread's waits for collectives and messages on the host, but for compiled ones.
+def waits_timed() -> Iterator[Waits]:
+    """Inside, this thread's waits for collectives and messages on the host are added up, but for compiled ones.
 
     Private: that every Python collective without async_op calls `Work.wait` of its class, FSDP's among them; there is no
     hook. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
     global _timed_waits
     wait, outer = dist.Work.wait, _timed_waits
-    _timed_waits = (threading.get_ident(), [])
+    _timed_waits = Waits(threading.get_ident())
     dist.Work.wait = lambda *args: _timed(wait, *args)  # type: ignore[assignment, method-assign]  # put back below
     try:
-        yield _timed_waits[1]
+        yield _timed_waits
     finally:
         dist.Work.wait, _timed_waits = wait, outer  # type: ignore[method-assign]  # put back
 
 
 def _timed(act: Callable[..., Any], *args: Any) -> Any:
-    began = time.perf_counter()
+    waits = _timed_waits
+    # Other threads (a watchdog's, an asynchronous checkpoint's) wait too: theirs are not counted.
+    if waits is None or waits.thread != threading.get_ident():
+        return act(*args)
+    began, starved = time.perf_counter(), starved_s()
     try:
         return act(*args)
     finally:
-        # Other threads (a watchdog's, an asynchronous checkpoint's) wait too: theirs are not counted.
-        if _timed_waits is not None and _timed_waits[0] == threading.get_ident():
-            _timed_waits[1].append(time.perf_counter() - began)
+        waits.seconds += time.perf_counter() - began
+        waits.starved_s += starved_s() - starved
 
 
 def mark_works() -> None:

@@ -95,6 +95,8 @@ class ChatTemplate:
         **variables: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and (start, end) in characters of each {% generation %} block, in order."""
+        if tools is not None and not isinstance(tools, Sequence):
+            raise DataError(f"{self.where}: tools are {tools!r:.60}. Give a list of them.")
         try:
             seen = [_message(message) for message in messages]
             tools = plain(list(tools)) if tools is not None else None
@@ -146,8 +148,14 @@ class Chat:
         return tuple(token.content for token in added.values() if token.special)
 
     def encode_rendered(self, text: str) -> tokenizers.Encoding:
-        """Ids and offsets of a rendered chat: special tokens count as such, and none is added."""
-        return self._backend.encode(text, add_special_tokens=False)
+        """Ids and offsets of a rendered chat: special tokens count as such, and none is added.
+
+        Raises: DataError for a text with half of a UTF-16 pair, which JSON may hold and Unicode does not.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise DataError("a chat has half of a UTF-16 pair, as '\\ud800', which is no character. Drop it.") from None
 
     def check_text(self, messages: Sequence[Message]) -> None:
         """Raises: DataError if a message holds the text of a special token and that is not allowed."""

@@ -63,8 +63,9 @@ def plan_stages(
     possible.
 
     The cost of a block, and of the tail, is its number of parameters; an embedding is a lookup and costs nothing. split:
-    number of blocks of each stage, in place of the costs. read: the model's program, which tells when modules are called;
-    without it, they are taken to be called in the order in which the model registers them.
+    number of blocks of each stage, in place of the costs; 0 for an embedding or a head alone. read: the model's program,
+    which tells when modules are called; without it, they are taken to be called in the order in which the model registers
+    them.
     Raises: PlanError for more stages than blocks, a split that does not add up, and parameters that are in no module before,
     in or after the blocks.
     """
@@ -72,15 +73,18 @@ def plan_stages(
         raise PlanError(
             "pipeline: the plan names no blocks to share among stages. Name the repeated layers in its `blocks`."
         )
-    refuse_more_stages(blocks, count)
+    if split is None:
+        refuse_more_stages(blocks, count)
     if read is not None:
         blocks = _in_order_of_calls(blocks, read)
     head, tail, called_between = _ends(model, blocks, read)
     if split is not None:
-        if len(split) != count or sum(split) != len(blocks) or min(split) < 1:
+        least = [int(not head), *[1] * (count - 2), int(not tail)]  # embedding and head may have stages of their own
+        if len(split) != count or sum(split) != len(blocks) or any(map(int.__lt__, split, least)):
             raise PlanError(
                 f"pipeline: split={tuple(split)} does not share {len(blocks)} blocks among {count} stages. Give {count} "
-                f"numbers of at least 1 that add up to {len(blocks)}."
+                f"numbers of at least 1 that add up to {len(blocks)}; the first and the last, with embedding and head, may "
+                "be 0."
             )
         sizes = list(split)
     else:

@@ -202,7 +202,8 @@ def kept_of_blocks(
     kernels: Kernels = "cuda",
 ) -> dict[str, tuple[int, int]] | None:
     """For each block (bytes that a microbatch of [rows, seq_len] keeps from its forward to its backward, those that a split
-    backward leaves until W), without gradients. None for what is not composed. Raises: as `compose`.
+    backward leaves until W), without gradients; for "" the most that the head and the loss hold at a time. None for what is
+    not composed. Raises: as `compose`.
     """
     resolved.refuse_tokens(seq_len)
     if _not_composed(resolved):
@@ -220,7 +221,11 @@ def kept_of_blocks(
         kept = net(template.blocks[kind], whole)
         waits = kept + net(template.blocks_backward.get(kind, ()), split) if split.split else 0
         sizes[kind] = kept, min(max(waits, 0), kept)
-    return {name: sizes[kind] for name, kind in traced.kinds.items()}
+    now = top = 0
+    for item in (*template.after, *template.after_backward):
+        swing, _ = traced.replayed(item, replace(whole, kept="added", experts_kept="added"))
+        now, top = now + swing.net, max(top, now + swing.rise)
+    return {name: sizes[kind] for name, kind in traced.kinds.items()} | {"": (top, 0)}
 
 
 def _not_composed(resolved: Resolved) -> str:
@@ -235,6 +240,8 @@ def _not_composed(resolved: Resolved) -> str:
     cut = resolved.cut
     if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
         return "a tied parameter of two stages of one rank gets gradients in I and in W"
+    if cut is not None and not all(cut.stages.blocks):
+        return "a stage has no blocks, so that what moves at its edges is all that it holds"
     return ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,10 +86,18 @@ class Recipe:
         return estimate(self.build, spec, coordinate=coordinate, kernels=kernels, in_memory=kept, **self.step(spec))
 
 
-def load_script(path: Path, *, verb: str = "estimate") -> ModuleType:
+def load_script(
+    path: Path,
+    *,
+    verb: str = "estimate",
+    needs: Sequence[str] = ("Config", "build"),
+    flags: Sequence[str] = NEEDED,
+    protocol: str = PROTOCOL,
+) -> ModuleType:
     """The script as a module, without running its main. verb: the command, for errors.
 
-    Raises: PlanError for a file that is not there, and for one without `Config` and `build`.
+    needs: names of the script; flags: of its Config. protocol: what the command asks of a script, in words.
+    Raises: PlanError for a file that is not there, and for one without these names.
     """
     if not path.is_file():
         raise PlanError(f"{verb}: there is no file {path}. Give the path of a training script.")
@@ -108,12 +117,12 @@ def load_script(path: Path, *, verb: str = "estimate") -> ModuleType:
         sys.path.remove(str(path.parent))
         if before is not None:
             sys.modules[path.stem] = before
-    missing = [name for name in ("Config", "build") if not hasattr(module, name)]
+    missing = [name for name in needs if not hasattr(module, name)]
     if missing:
-        raise PlanError(f"{verb}: {path} has no {' and no '.join(missing)}. {PROTOCOL}")
+        raise PlanError(f"{verb}: {path} has no {' and no '.join(missing)}. {protocol}")
     fields = {field.name for field in dataclasses.fields(module.Config)} if _is_config(module) else set()
-    if lacking := [name for name in NEEDED if name not in fields]:
-        raise PlanError(f"{verb}: Config of {path} has no {', '.join(lacking)}. {PROTOCOL}")
+    if lacking := [name for name in flags if name not in fields]:
+        raise PlanError(f"{verb}: Config of {path} has no {', '.join(lacking)}. {protocol}")
     return module
 
 

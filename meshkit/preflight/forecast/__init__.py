@@ -14,6 +14,9 @@ from ._forecast import forecast as forecast
 from ._forecast import forecast_profile as forecast_profile
 from ._forecast import forecast_resolved as forecast_resolved
 from ._forecast import profile_step as profile_step
+from ._forward import decode_seconds as decode_seconds
+from ._forward import forward_seconds as forward_seconds
+from ._forward import gather_seconds as gather_seconds
 from ._price import PartSeconds as PartSeconds
 from ._price import Priced as Priced
 from ._price import Prices as Prices

@@ -139,13 +139,18 @@ def profile_step(
     loss: Loss = next_token_loss,
     kernels: Kernels = "cuda",
     profiles: Profiles,
+    computed: ModelProfile | None = None,
 ) -> StepProfile:
-    """The step without a cluster; `forecast_profile` prices it on any."""
+    """The step without a cluster; `forecast_profile` prices it on any.
+
+    computed: kernels of a microbatch that are taken for this strategy's own, of which nothing is traced then.
+    """
     rows = batch.rows(resolved.spec)
     resolved.refuse_tokens(batch.seq_len)
-    computed = profiles.of(
-        resolved, rows=-(-rows // microbatches), seq_len=batch.seq_len, mask=mask, loss=loss, kernels=kernels
-    )
+    if computed is None:
+        computed = profiles.of(
+            resolved, rows=-(-rows // microbatches), seq_len=batch.seq_len, mask=mask, loss=loss, kernels=kernels
+        )
     return step_profile(
         resolved,
         computed,

@@ -23,7 +23,6 @@ FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 ADAM_BYTES = 28  # of an element in fp32: parameter, gradient and two moments are read, and all but the gradient written
 NORM_BYTES = 12  # clipping reads a gradient for its norm, then reads and writes it
 ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
-RING = ("send",)  # of cp: goes on while attention computes with what has come
 Ledger = dict[str, float]
 
 
@@ -84,8 +83,8 @@ def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
         ledger = ledgers[FORWARD if phase == FORWARD else BACKWARD]
         of_phase = [call for call in part.calls if call.phase == phase]
         for axis in dict.fromkeys(call.axis for call in of_phase):
-            beside = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and _is_beside(call))
-            alone = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and not _is_beside(call))
+            beside = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and call.is_beside)
+            alone = fsum(prices.call_s(call) for call in of_phase if call.axis == axis and not call.is_beside)
             shown = exposed_s(attention[phase], beside, slower.compute_slower, slower.collective_slower)
             ledger[axis] += alone + shown
     launches = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), 0)
@@ -94,10 +93,6 @@ def _part_seconds(part: Part, prices: Prices) -> PartSeconds:
     for call in part.calls:  # the host launches messages too
         launches[FORWARD if call.phase == FORWARD else BACKWARD] += call.count
     return PartSeconds({name: dict(ledger) for name, ledger in ledgers.items()}, launches)
-
-
-def _is_beside(call: Call) -> bool:
-    return call.axis == "cp" and call.op in RING
 
 
 def exposed_s(compute_s: float, message_s: float, compute_slower: float, message_slower: float) -> float:
@@ -133,12 +128,12 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> S
     ledgers = {phase: _sum(each.ledgers[phase] for each in priced) for phase in (FORWARD, BACKWARD, WEIGHT)}
     for phase, ledger in ledgers.items():
         launches = sum(each.launches[phase] for each in priced)
-        ledger["launch"] = _launch_s(cluster, launches, fsum(ledger.values()))
+        ledger["launch"] = launch_s(cluster, launches, fsum(ledger.values()))
     once: defaultdict[str, float] = defaultdict(float)
     forward = [each.seconds(FORWARD) for each in priced]
     backward = [each.seconds(BACKWARD) + each.seconds(WEIGHT) for each in priced]
     for phase, computed in ((FORWARD, forward), (BACKWARD, backward)):
-        for times, exposed in _data_exposed(parts, phase, computed, microbatches, prices):
+        for times, exposed in data_exposed(parts, phase, computed, microbatches, prices):
             for axis, seconds in exposed.items():
                 if times == microbatches > 1:
                     ledgers[phase][axis] = ledgers[phase].get(axis, 0.0) + seconds
@@ -152,7 +147,7 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> S
     return StageSeconds(ledgers, dict(once))
 
 
-def _launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
+def launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
     """What is seen of launches: all where the host computes itself, else what the device waits for the host."""
     host_s = launches * cluster.device.launch_s
     if cluster.device.kernels == "cpu" or not host_s:
@@ -161,7 +156,7 @@ def _launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
     return float((host_s**ALIKE + busy_s**ALIKE) ** (1 / ALIKE)) - busy_s
 
 
-def _data_exposed(
+def data_exposed(
     parts: Sequence[Part], phase: str, computed: Sequence[float], microbatches: int, prices: Prices
 ) -> Iterable[tuple[int, Ledger]]:
     """(how often in the step, exposed seconds by axis) of an FSDP stage's gathers and reductions.
@@ -237,7 +232,7 @@ def _pipelined(
 
     Where ranks share the cores of a host, a rank computes faster while others wait, and all together as fast as the cores do.
     """
-    hops, crowding = _hops(schedule, profile, prices.cluster), prices.cluster.crowding
+    hops, crowding = hops_between(schedule, profile, prices.cluster), prices.cluster.crowding
     simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other], faster=crowding)
     of_rank = [
         _sum(
@@ -277,7 +272,7 @@ def pipeline_seconds(
     return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
 
 
-def _hops(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
+def hops_between(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
     """Seconds of a message between two ranks of pp that have stages next to one another."""
     stride = profile.spec.world_size // profile.spec.pp
     size = max((max(each) for each in profile.crossing), default=0)

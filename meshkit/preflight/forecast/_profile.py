@@ -61,6 +61,11 @@ class Call:
     phase: str
     count: int
 
+    @property
+    def is_beside(self) -> bool:
+        """A ring's of cp, which go on while attention computes with what has come."""
+        return self.axis == "cp" and self.op == "send"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:

@@ -20,6 +20,10 @@ class Alternative:
     note: str
 
 
+MOST = 1000
+"""spare hosts that are tried in any case; more only up to ten times the job"""
+
+
 def stalled_share(load: float, spares: int) -> float:
     """Share of the time in which more hosts are away than there are spares, so the job waits.
 
@@ -63,6 +67,9 @@ def best_spares(share: float, faults: Faults, ranks: int) -> Alternative:
             best = (useful, hosts, stalled)
         # While the job mostly waits one spare more may lose a little, and many more win.
         elif hosts > 1 and (stalled < 0.5 or hosts * faults.devices_per_host > ranks):
+            break
+        # Where hosts get lost faster than they come back each spare wins, and no number is enough.
+        if hosts > MOST and hosts * faults.devices_per_host > 10 * ranks:
             break
     return _with_spares(share, faults, ranks, *best[1:])
 

@@ -6,16 +6,23 @@ messages, hops, launches and the optimizer; bytes of everything but states, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from meshkit.errors import MeshkitError
-from meshkit.parallel.pipeline import Cut, Schedule, Times, simulate
+from meshkit.mesh import MeshSpec
+from meshkit.parallel.pipeline import Cut, Row, Schedule, Times, simulate
 from meshkit.preflight.forecast import PartSeconds
 from meshkit.resolve import Resolved
 from meshkit.strategy import OptimizerPolicy, Strategy
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,9 @@ class Seconds:
             sum(each.backward_s for each in parts),
             sum(each.weight_s for each in parts),
         )
+
+    def part(self, share: float) -> Seconds:
+        return Seconds(share * self.forward_s, share * self.backward_s, share * self.weight_s)
 
     @property
     def total_s(self) -> float:
@@ -134,8 +144,9 @@ class Elements:
     around: Mapping[str, float]
 
     @staticmethod
-    def of(resolved: Resolved) -> Elements:
-        spec, program = resolved.spec, resolved.program
+    def of(resolved: Resolved, spec: MeshSpec) -> Elements:
+        """spec: of any strategy with the blocks and experts of `resolved`."""
+        program = resolved.program
         experts = tuple(f"{name}." for name in resolved.experts)
         blocks = dict.fromkeys(resolved.blocks, 0.0)
         around: dict[str, float] = {}
@@ -143,7 +154,7 @@ class Elements:
             if name not in program.trained:
                 continue
             ranks = spec.ep * spec.etp if name.startswith(experts) and spec.tp * spec.ep * spec.etp > 1 else spec.tp
-            owner = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            owner = next((each for each in _holders(name) if each in blocks), None)
             if owner is not None:
                 blocks[owner] += param.numel() / ranks
             else:
@@ -156,64 +167,146 @@ class Elements:
 class Ranks:
     """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards."""
 
-    elements: tuple[float, ...]
-    whole_bytes: tuple[float, ...]
+    elements: Array
+    whole_bytes: Array
 
     def least_bytes(self, strategy: Strategy, itemsize: int) -> float:
         """With the states of the optimizer, shared evenly. itemsize: of a parameter."""
         spec = strategy.mesh_for()
         sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
         held = sets * itemsize / (spec.dp_shard * spec.cp)
-        return max(held * own + whole for own, whole in zip(self.elements, self.whole_bytes, strict=True))
+        return float((held * self.elements + self.whole_bytes).max())
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What ranks of a pipeline hold at the instants of its table of which no other instant of the rank holds as much of all.
+
+    ranks: of each instant. stages: [instants, stages of a rank]. Of each such stage then: kept, microbatches whose forward is
+    kept for backward; waits, those that only W is left of; gathered, summed: whether its first forward, and its first
+    gradient of weights, was.
+    """
+
+    world: int
+    ranks: Indices
+    stages: Indices
+    kept: Array
+    waits: Array
+    gathered: Array
+    summed: Array
+
+    @staticmethod
+    def of(table: Schedule) -> Alive:
+        ranks: list[int] = []
+        stages: list[list[int]] = []
+        held: list[Array] = []
+        of_rank: dict[int, list[int]] = {}
+        for stage, rank in enumerate(table.placement):
+            of_rank.setdefault(rank, []).append(stage)
+        for rank, rows in enumerate(table.ranks):
+            place = {stage: at for at, stage in enumerate(of_rank[rank])}
+            found = _greatest(_instants(rows, place))
+            held.append(found.reshape(len(found), len(place), 4))
+            ranks += [rank] * len(found)
+            stages += [of_rank[rank]] * len(found)
+        kept, waits, gathered, summed = np.moveaxis(np.concatenate(held), 2, 0)
+        return Alive(table.world, np.array(ranks), np.array(stages), kept, waits, gathered, summed)
+
+    def most(self, kept: Array, waits: Array, gathered: Array, summed: Array) -> Array:
+        """Bytes of each rank, of those of each stage."""
+        at = self.stages
+        held = self.kept * kept[at] + self.waits * waits[at] + self.gathered * gathered[at] + self.summed * summed[at]
+        most = np.zeros(self.world)
+        np.maximum.at(most, self.ranks, held.sum(1))
+        return most
+
+
+def _instants(rows: Sequence[Row], place: Mapping[int, int]) -> Array:
+    """[instants, stages x (kept, waits, gathered, summed)] of a rank, after each row that adds something."""
+    now = [0] * (4 * len(place))
+    seen: dict[tuple[int, ...], None] = {}
+    for row in rows:
+        grows = False
+        for op, stage, _ in row.tasks:
+            at = 4 * place[stage]
+            if op == "F":
+                now[at] += 1
+                grows, now[at + 2] = True, 1
+            elif op == "I":
+                now[at] -= 1
+                now[at + 1] += 1
+                grows = True
+            else:
+                now[at if op == "B" else at + 1] -= 1
+                grows, now[at + 3] = grows or not now[at + 3], 1
+        if grows:
+            seen[tuple(now)] = None
+    return np.array(list(seen), dtype=np.float64)
+
+
+def _greatest(vectors: Array) -> Array:
+    """Those than which no other is at least as large in everything."""
+    order = vectors[np.argsort(-vectors.sum(1), kind="stable")]
+    kept: list[Array] = []
+    for each in order:
+        if not any((other >= each).all() for other in kept):
+            kept.append(each)
+    return np.array(kept)
 
 
 def ranks_of(
     strategy: Strategy,
     elements: Elements,
     itemsize: int,
-    kept: Mapping[str, tuple[int, int]] | None,
+    kept: Mapping[str, tuple[float, float]] | None,
     stages: Stages | None,
-    table: Schedule | None,
+    alive: Alive | None,
 ) -> Ranks:
-    """kept: of blocks, as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
+    """kept: as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
     spec, precision = strategy.mesh_for(), strategy.memory.precision
-    if stages is None or table is None:
+    if stages is None or alive is None:
         total = sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
-        inside = 0 if kept is None or spec.pp > 1 else sum(size for size, _ in kept.values())
-        return Ranks((total,), (inside,))
+        inside = 0.0 if kept is None or spec.pp > 1 else sum(size for size, _ in kept.values())
+        return Ranks(np.array([total]), np.array([inside]))
     # With pp a stage is gathered once a step, and its gradients are reduced once.
     gathered = 0 if spec.dp_shard * spec.cp == 1 else itemsize if precision is None else precision.compute.itemsize
     summed = itemsize if precision is None else precision.reduce.itemsize
-    last = len(stages.blocks) - 1
-    weights = [sum(elements.blocks[name] for name in stage) for stage in stages.blocks]
-    ends = [
-        sum(size for key, size in elements.around.items() if _is_in(key, names)) if stage in (0, last) else 0.0
-        for stage, names in enumerate((stages.ends[0], *((),) * (last - 1), stages.ends[1]))
-    ]
-    sizes = [(0, 0)] * len(weights)
+    weights = np.array([sum(elements.blocks[name] for name in stage) for stage in stages.blocks])
+    sizes = np.zeros((2, len(weights)))
     if kept is not None:
-        sizes = [(sum(kept[n][0] for n in stage), sum(kept[n][1] for n in stage)) for stage in stages.blocks]
-    own = [0.0] * table.world
-    most = [0.0] * table.world
-    for stage, rank in enumerate(stages.placement):
-        own[rank] += weights[stage] + ends[stage]
-    for rank, rows in enumerate(table.ranks):
-        now = 0.0
-        begun: set[tuple[bool, int]] = set()
-        for row in rows:
-            for op, stage, *_ in row.tasks:
-                size, waits = sizes[stage]
-                is_forward = op == "F"
-                if op != "I" and (is_forward, stage) not in begun:
-                    begun.add((is_forward, stage))
-                    now += weights[stage] * (gathered if is_forward else summed)
-                now += size if is_forward else -size if op == "B" else waits - size if op == "I" else -waits
-            most[rank] = max(most[rank], now)
-    return Ranks(tuple(own), tuple(most))
+        sizes = np.array([[sum(kept[name][at] for name in stage) for stage in stages.blocks] for at in (0, 1)])
+    most = alive.most(sizes[0], sizes[1], weights * gathered, weights * summed)
+    if kept is not None:  # in the loss the last stage is gathered, and holds a microbatch
+        last = stages.placement[-1]
+        most[last] = max(most[last], sizes[0, -1] + weights[-1] * gathered + kept[""][0])
+    own = weights.copy()
+    for stage, names in zip((0, -1), stages.ends, strict=True):
+        own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
+    elements_of = np.zeros(alive.world)
+    np.add.at(elements_of, np.array(stages.placement), own)
+    return Ranks(elements_of, most)
+
+
+def _holders(name: str) -> Iterator[str]:
+    """The modules that a parameter is inside of, from the innermost on."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_in(name: str, modules: Sequence[str]) -> bool:
     return any(module and f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def alive_of(cut: Cut, ranks: int, microbatches: int) -> Alive | None:
+    """None where there is no such table."""
+    return _alive_of(cut.generate, ranks, microbatches)
+
+
+@lru_cache(maxsize=4096)
+def _alive_of(generate: object, ranks: int, microbatches: int) -> Alive | None:
+    table = _table_of(generate, ranks, microbatches)
+    return None if table is None else Alive.of(table)
 
 
 def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:

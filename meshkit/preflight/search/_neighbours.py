@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshkit.errors import MeshkitError
@@ -11,9 +12,12 @@ from meshkit.preflight.search._space import Space
 from meshkit.strategy import Strategy
 
 
-def neighbours(pricing: Pricing, best: Tried, space: Space, device_bytes: int | None) -> list[Neighbour]:
+def neighbours(
+    pricing: Pricing, best: Tried, space: Space, sizes: Mapping[str, Sequence[int]], device_bytes: int | None
+) -> list[Neighbour]:
+    """Those of the space. sizes: of each axis, as `Space.sizes` returns them."""
     found = []
-    for change, strategy in _changed(best.strategy, space):
+    for change, strategy in _changed(best.strategy, space, sizes):
         try:
             other = pricing.tried(strategy)
         except MeshkitError as error:
@@ -23,15 +27,14 @@ def neighbours(pricing: Pricing, best: Tried, space: Space, device_bytes: int | 
     return found
 
 
-def _changed(best: Strategy, space: Space) -> list[tuple[str, Strategy]]:
+def _changed(best: Strategy, space: Space, sizes: Mapping[str, Sequence[int]]) -> list[tuple[str, Strategy]]:
     spec = best.mesh_for()
     changed: list[tuple[str, Strategy]] = []
     plain = replace(best, pipeline=replace(best.pipeline, stages=None))
     for axis in ("tp", "pp", "cp"):
         for size in (getattr(spec, axis) // 2, getattr(spec, axis) * 2):
-            allowed = getattr(space, axis)
             shards, rest = divmod(spec.dp_shard * getattr(spec, axis), size or 1)
-            if size and not rest and shards and (allowed is None or size in allowed):
+            if size in sizes[axis] and not rest and shards:
                 mesh = replace(spec, **{axis: size, "dp_shard": shards})
                 changed.append((f"{axis}={size}", replace(plain, mesh=mesh)))
     count = best.microbatches or 1

@@ -17,7 +17,18 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
 from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, kept_of_blocks
-from meshkit.preflight.forecast import Batch, Forecast, Prices, Profiles, StepProfile, forecast_profile, profile_step
+from meshkit.preflight.forecast import (
+    Batch,
+    Forecast,
+    ModelProfile,
+    Part,
+    Prices,
+    Profile,
+    Profiles,
+    StepProfile,
+    forecast_profile,
+    profile_step,
+)
 from meshkit.preflight.search._bounds import Elements, Microbatch, Seconds
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
@@ -26,7 +37,9 @@ from meshkit.step import Loss
 from meshkit.strategy import PipelinePolicy, Strategy
 
 Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
+Kept = dict[str, tuple[int, int]]
 Made = TypeVar("Made")
+NOTHING = Profile(ops=(), launches={})
 KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
 
 
@@ -42,7 +55,7 @@ class Pricing:
         self._microbatches: dict[Hashable, Microbatch | None] = {}
         self._cuts: dict[Hashable, Cut | None] = {}
         self._elements: dict[Hashable, Elements | None] = {}
-        self._kept: dict[Hashable, dict[str, tuple[int, int]] | None] = {}
+        self._kept: dict[Hashable, Kept | None] = {}
 
     # ------------------------------------------------------------------------------------------------- exactly
 
@@ -134,6 +147,72 @@ class Pricing:
             pipeline=PipelinePolicy(),
         )
 
+    def _whole(self, strategy: Strategy, ep: int) -> Strategy:
+        """Of one rank that splits no operator; experts apart, of which each then has the most tokens."""
+        return replace(self._alone(strategy), mesh=inner_mesh(MeshSpec(ep=ep)), sequence=False)
+
+    def whole(self, strategy: Strategy, rows: int, ep: int) -> Microbatch | None:
+        """Seconds of kernels of one microbatch on a rank that splits none: where tp and cp do, each takes its share at least.
+
+        ep: the largest of the space. None where that is refused.
+        """
+        key = "whole", repr(strategy.memory.recompute), rows, ep
+        if key not in self._microbatches:
+            self._microbatches[key] = None
+            try:
+                found = self._computed(strategy, rows, ep)
+            except MeshkitError:
+                return None
+            prices = Prices(self.cluster, MeshSpec())
+            blocks, around = (
+                {name: Seconds.of(prices.part(Part(name=name, profile=profile))) for name, profile in each.items()}
+                for each in (found.blocks, found.around)
+            )
+            self._microbatches[key] = Microbatch(blocks, around)
+        return self._microbatches[key]
+
+    def _computed(self, strategy: Strategy, rows: int, ep: int) -> ModelProfile:
+        return self.profiles.of(
+            self.resolved(self._whole(strategy, ep)),
+            rows=rows,
+            seq_len=self.batch.seq_len,
+            loss=self.loss,
+            kernels=self.cluster.device.kernels,
+        )
+
+    def sent(self, strategy: Strategy, rows: int, ep: int) -> Microbatch | None:
+        """The same with the messages that block kernels, which the strategy's own resolution says; nothing is traced."""
+        key = "sent", self.family(strategy), rows, ep
+        if key not in self._microbatches:
+            try:
+                self._microbatches[key] = self._sent(strategy, rows, ep)
+            except MeshkitError:
+                self._microbatches[key] = None
+        return self._microbatches[key]
+
+    def _sent(self, strategy: Strategy, rows: int, ep: int) -> Microbatch | None:
+        whole = self.whole(strategy, rows, ep)
+        if whole is None:
+            return None
+        alone = self._alone(strategy)
+        spec = alone.mesh_for()
+        batch = Batch(sequences=rows * spec.dp_shard, seq_len=self.batch.seq_len)
+        computed = self._computed(strategy, rows, ep)
+        profile = profile_step(
+            self.resolved(alone), batch, microbatches=1, loss=self.loss, profiles=self.profiles, computed=computed
+        )
+        prices, share = Prices(self.cluster, spec), 1 / (spec.cp * spec.tp)
+        known = {**whole.blocks, **whole.around}
+        seconds = {}
+        for part in profile.stages[0]:
+            calls = tuple(call for call in part.calls if not call.is_beside)
+            messages = Seconds.of(prices.part(Part(name=part.name, profile=NOTHING, calls=calls)))
+            seconds[part.name] = Seconds.sum([known.get(part.name, Seconds()).part(share), messages])
+        return Microbatch(
+            blocks={name: each for name, each in seconds.items() if name in whole.blocks},
+            around={name: each for name, each in seconds.items() if name not in whole.blocks},
+        )
+
     def microbatch(self, strategy: Strategy, rows: int) -> Microbatch | None:
         """Seconds of the parts of one microbatch of so many rows; None where it is refused without the rest of its mesh."""
         key = self.family(strategy), rows
@@ -197,26 +276,32 @@ class Pricing:
         ]
 
     def elements(self, strategy: Strategy) -> Elements | None:
-        """Of the parameters that train, as tp and experts split them at most; None where that is refused."""
+        """Of the parameters that train, as tp and experts split them at most; None where one rank alone is refused."""
         spec = strategy.mesh_for()
         key = spec.tp, spec.ep * spec.etp
         if key not in self._elements:
             try:
-                self._elements[key] = Elements.of(self.resolved(self._alone(strategy)))
+                one = replace(self._alone(strategy), mesh=MeshSpec(), sequence=False)
+                self._elements[key] = Elements.of(self.resolved(one), spec)
             except MeshkitError:
                 self._elements[key] = None
         return self._elements[key]
 
-    def kept(self, strategy: Strategy, rows: int) -> dict[str, tuple[int, int]] | None:
+    def kept_whole(self, strategy: Strategy, rows: int, ep: int) -> Kept | None:
+        """What `kept` returns, on a rank that splits nothing."""
+        return self._kept_of(("whole", repr(strategy.memory.recompute), rows, ep), self._whole(strategy, ep), rows)
+
+    def kept(self, strategy: Strategy, rows: int) -> Kept | None:
         """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, and those of them
         that wait on for W. None where they are not composed.
         """
-        key = self.family(strategy), rows
+        return self._kept_of((self.family(strategy), rows), self._alone(strategy), rows)
+
+    def _kept_of(self, key: Hashable, strategy: Strategy, rows: int) -> Kept | None:
         if key not in self._kept:
-            alone = self._alone(strategy)
             try:
                 self._kept[key] = kept_of_blocks(
-                    self.resolved(alone),
+                    self.resolved(strategy),
                     rows=rows,
                     seq_len=self.batch.seq_len,
                     profiles=self.memory,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import count as counting
 
 from torch import nn
@@ -16,7 +17,7 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
-from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
+from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, alive_of, ranks_of, table_of
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._pricing import Goal, Pricing
@@ -74,17 +75,28 @@ def search(
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: a family, whose strategies differ in rows and ranks alone; or a group of them, which differ in how their
-    data ranks are split into replicas and shards. level: how much is known of the group.
+    """Of the heap: a group of strategies, which differ in how their data ranks are split into replicas and shards alone.
 
-    0: the family's largest microbatch; 1: what its stages do of that at least; 2: the same of its own microbatch.
+    level: how much is known of it. See `Level`.
     """
 
     bound: float
     number: int
-    family: Hashable = None
     group: tuple[Strategy, ...] = ()
     level: int = 0
+
+
+class Level(IntEnum):
+    """Of what microbatch seconds and bytes are, from cheap to dear."""
+
+    WHOLE = 0
+    """kernels on a rank that splits none, of which tp and cp take their share"""
+    SENT = 1
+    """the same and the messages of its family, which are not traced"""
+    TRACED = 2
+    """its family's largest"""
+    OWN = 3
+    """its own"""
 
 
 class _World:
@@ -101,67 +113,66 @@ class _World:
         self.tried: list[Tried] = []
         self.best: Tried | None = None
         self.least: tuple[int, Strategy] | None = None
-        self.families: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
         self.heap: list[_Node] = []
-        self._most: dict[Hashable, int] = {}
+        self._rows: dict[Hashable, int] = {}
+        self._most_ep = 1
         self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
         self._number = counting()
         # A model of rates favours size; measured points may not.
         self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
         self.crowded = pricing.cluster.crowding > 1
 
-    def push(self, bound: float, group: tuple[Strategy, ...] = (), *, family: Hashable = None, level: int = 0) -> None:
-        heapq.heappush(self.heap, _Node(bound, next(self._number), family, group, level))
+    def push(self, bound: float, group: tuple[Strategy, ...], level: int) -> None:
+        heapq.heappush(self.heap, _Node(bound, next(self._number), group, level))
 
     def add(self, strategies: Sequence[Strategy]) -> None:
+        groups: dict[Hashable, list[Strategy]] = {}
         for strategy in strategies:
             spec = strategy.mesh_for()
             alike = replace(spec, dp_replicate=1, dp_shard=spec.dp_replicate * spec.dp_shard)
             family = self.pricing.family(strategy)
-            key = alike, strategy.microbatches, strategy.pipeline.schedule, strategy.zero
-            self.families.setdefault(family, {}).setdefault(key, []).append(strategy)
-            self._most[family] = max(self._most.get(family, 0), self.pricing.rows(strategy))
-        for family in self.families:
-            self.push(0.0, family=family)
+            key = family, alike, strategy.microbatches, strategy.pipeline.schedule, strategy.zero
+            groups.setdefault(key, []).append(strategy)
+            rows = self.pricing.rows(strategy)
+            for each in (family, None):  # of all families
+                self._rows[each] = max(self._rows.get(each, 0), rows)
+            self._most_ep = max(self._most_ep, spec.ep)
+        for group in groups.values():
+            # Most shards first: they hold least.
+            by_shards = tuple(sorted(group, key=lambda one: one.mesh_for().dp_replicate))
+            self.push(0.0 if self.exhaustive else self.mean_s(by_shards[0], Level.WHOLE), by_shards, Level.WHOLE)
         self.left = len(strategies)
 
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
-        group = node.group
-        if not group:
-            for each in self.families[node.family].values():
-                # Most shards first: they hold least.
-                by_shards = tuple(sorted(each, key=lambda one: one.mesh_for().dp_replicate))
-                self.push(0.0 if self.exhaustive else self.mean_s(each[0]), by_shards)
-        elif self.exhaustive:
+        group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
+        if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
                 for strategy in variant:
                     self.price(strategy)
-        elif node.level == 0 and group[0].mesh_for().pp > 1 and self.pricing.cut(group[0]) is None:
+        elif level is None:
+            self.price_all(group)
+        elif level is Level.SENT and group[0].mesh_for().pp > 1 and self.pricing.cut(group[0]) is None:
             self.price_all(group)  # it is refused, as likely as not, and nothing is known of its stages
-        elif node.level == 0:
-            variants = self.variants(group)
+        else:
+            variants = self.variants(group) if level is Level.SENT else [group]
             self.left += (len(variants) - 1) * len(group)
             for variant in variants:
-                small = self.small_enough(variant)
+                small = self.small_enough(variant, level)
                 if small:
-                    self.push(max(node.bound, self.least_s(small[0], own=False)), small, level=1)
-        elif node.level == 1:
-            self.push(max(node.bound, self.least_s(group[0], own=True)), group, level=2)
-        else:
-            self.price_all(group)
+                    self.push(max(node.bound, self.least_s(small[0], level)), small, level)
 
-    def small_enough(self, group: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def small_enough(self, group: tuple[Strategy, ...], level: Level) -> tuple[Strategy, ...]:
         """Those that may fit, by their least bytes. Counts the others."""
-        if self.device_bytes is None:
+        if self.device_bytes is None or level is Level.OWN:
             return group
         ranks: dict[bool, Ranks | None] = {}
         small = []
         for each in group:
             alone = each.mesh_for().dp_shard * each.mesh_for().cp == 1
             if alone not in ranks:
-                ranks[alone] = self.ranks(each)
+                ranks[alone] = self.ranks(each, level)
             of_ranks = ranks[alone]
             if of_ranks is None or of_ranks.least_bytes(each, self.pricing.itemsize) <= self.device_bytes:
                 small.append(each)
@@ -199,7 +210,8 @@ class _World:
     def balanced(self, strategy: Strategy) -> tuple[int, ...] | None:
         """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
         cut = self.pricing.cut(strategy)
-        microbatch, _ = self.microbatch(strategy, own=not self.is_modelled)
+        pricing, rows = self.pricing, self._rows[self.pricing.family(strategy)]
+        microbatch = pricing.sent(strategy, rows, self._most_ep)
         if cut is None or microbatch is None:
             return None
         first, last = (
@@ -213,27 +225,34 @@ class _World:
 
     # ------------------------------------------------------------------------------------------------------- bounds
 
-    def microbatch(self, strategy: Strategy, *, own: bool) -> tuple[Microbatch | None, float]:
-        """(seconds that were traced, the share of them that the strategy's own microbatch takes at least).
+    def microbatch(self, strategy: Strategy, level: Level) -> tuple[Microbatch | None, float]:
+        """(seconds of a microbatch, the share of them that the strategy's own takes at least).
 
-        own: of its own rows; else of the family's largest, whose rows take the least seconds each.
+        It has the most rows of all families, or of its family: they take the least seconds each. The same holds of ranks.
         """
-        rows = self.pricing.rows(strategy)
-        if own:
-            return self.pricing.microbatch(strategy, rows), 1.0
-        most = self._most[self.pricing.family(strategy)]
-        return (self.pricing.microbatch(strategy, most) if self.is_modelled else None), rows / most
+        pricing, family, rows = self.pricing, self.pricing.family(strategy), self.pricing.rows(strategy)
+        if level is Level.OWN:
+            return pricing.microbatch(strategy, rows), 1.0
+        most = self._rows[None if level is Level.WHOLE else family]
+        if not self.is_modelled:
+            return None, 1.0
+        if level is Level.TRACED:
+            return pricing.microbatch(strategy, most), rows / most
+        if level is Level.SENT:
+            return pricing.sent(strategy, most, self._most_ep), rows / most
+        spec = strategy.mesh_for()
+        return pricing.whole(strategy, most, self._most_ep), rows / most / (spec.cp * spec.tp)
 
-    def mean_s(self, strategy: Strategy) -> float:
-        microbatch, share = self.microbatch(strategy, own=False)
+    def mean_s(self, strategy: Strategy, level: Level) -> float:
+        microbatch, share = self.microbatch(strategy, level)
         return 0.0 if microbatch is None else microbatch.least_s(strategy) * share * self.scale
 
-    def least_s(self, strategy: Strategy, *, own: bool) -> float:
+    def least_s(self, strategy: Strategy, level: Level) -> float:
         """With its stages: what the slowest rank does, and by the pipeline's table. Data axes change nothing of it."""
-        microbatch, share = self.microbatch(strategy, own=own)
-        return 0.0 if microbatch is None else self._least_s(strategy, microbatch) * share * self.scale
+        microbatch, share = self.microbatch(strategy, level)
+        return 0.0 if microbatch is None else self._least_s(strategy, microbatch, level) * share * self.scale
 
-    def _least_s(self, strategy: Strategy, microbatch: Microbatch) -> float:
+    def _least_s(self, strategy: Strategy, microbatch: Microbatch, level: Level) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
         least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
         if cut is None or self.crowded:
@@ -241,30 +260,39 @@ class _World:
         stages = Stages.of(cut, strategy.pipeline.stages)
         least = max(least, stages.least_s(microbatch, count))
         cannot_be_best = self.best is not None and least * self.scale >= self.best.cost
-        if len(stages.placement) * count <= SIMULATED and not cannot_be_best:
+        if level >= Level.TRACED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
             table = table_of(cut, spec.pp, count)
             least = max(least, 0.0 if table is None else stages.simulated_s(microbatch, table))
         return least
 
-    def least_bytes(self, strategy: Strategy) -> float:
-        ranks = self.ranks(strategy)
+    def least_bytes(self, strategy: Strategy, level: Level) -> float:
+        ranks = self.ranks(strategy, level)
         return 0.0 if ranks is None else ranks.least_bytes(strategy, self.pricing.itemsize)
 
-    def ranks(self, strategy: Strategy) -> Ranks | None:
-        """With the family's largest microbatch, of whose bytes each row keeps its share at least."""
+    def ranks(self, strategy: Strategy, level: Level) -> Ranks | None:
+        """Of a microbatch as `microbatch` has it, of whose bytes each row keeps its share at least."""
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        most, rows = self._most[pricing.family(strategy)], pricing.rows(strategy)
-        elements, kept = pricing.elements(strategy), pricing.kept(strategy, most)
+        elements, rows = pricing.elements(strategy), pricing.rows(strategy)
         if elements is None:
             return None
+        kept: Mapping[str, tuple[float, float]] | None
+        if level >= Level.TRACED:
+            most, parts = self._rows[pricing.family(strategy)], 1
+            kept = pricing.kept(strategy, most)
+        else:
+            most, parts = self._rows[None], spec.cp * spec.tp
+            kept = pricing.kept_whole(strategy, most, self._most_ep)
+            if kept is not None and parts > 1:
+                kept = kept | {"": (0, 0)}  # a loss over a split vocabulary is another, which may hold less
         if kept is not None:
-            kept = {name: (size * rows // most, waits * rows // most) for name, (size, waits) in kept.items()}
-        stages, table = None, None
+            share = rows / (most * parts)
+            kept = {name: (size * share, waits * share) for name, (size, waits) in kept.items()}
+        stages, alive = None, None
         if (cut := pricing.cut(strategy)) is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
             # What is alive at a time grows with the microbatches, until the pipeline is full.
-            table = table_of(cut, spec.pp, min(count, 2 * spec.pp))
-        return ranks_of(strategy, elements, pricing.itemsize, kept, stages, table)
+            alive = alive_of(cut, spec.pp, min(count, 2 * spec.pp))
+        return ranks_of(strategy, elements, pricing.itemsize, kept, stages, alive)
 
     # ------------------------------------------------------------------------------------------------------- prices
 
@@ -305,6 +333,7 @@ def _of_world(
     began = time.monotonic()
     state = _World(pricing, world, device_bytes, exhaustive=exhaustive, balance=space.balance)
     node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
+    sizes = space.sizes(world, node=node_ranks, experts=experts)
     state.add(list(space.strategies(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
         while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
@@ -323,7 +352,7 @@ def _of_world(
         unfit=state.unfit,
         cut=state.left,
         least=state.least,
-        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, device_bytes)),
+        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, sizes, device_bytes)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
     )

@@ -64,14 +64,18 @@ class Space:
         changes |= {name: (given,) for name, (given, default) in chosen.items() if given != default}
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def meshes(self, world: int, *, node: int, experts: int) -> Iterator[MeshSpec]:
-        """All of the world. node: ranks of one, for tp; experts: of a block of the model, 0 without."""
+    def sizes(self, world: int, *, node: int, experts: int) -> dict[str, Sequence[int]]:
+        """Of each axis. node: ranks of one, for tp; experts: of a block of the model, 0 without."""
         every = divisors(world)
         default = {
             "tp": [size for size in every if size <= node],
             "ep": [size for size in every if size <= experts or size == 1],
         }
-        sizes = {axis: getattr(self, axis) or default.get(axis, every) for axis in AXES}
+        return {axis: getattr(self, axis) or default.get(axis, every) for axis in AXES}
+
+    def meshes(self, world: int, *, node: int, experts: int) -> Iterator[MeshSpec]:
+        """All of the world. node, experts: as `sizes` takes them."""
+        sizes = self.sizes(world, node=node, experts=experts)
         for pp, replicate, cp, tp in product(sizes["pp"], sizes["dp_replicate"], sizes["cp"], sizes["tp"]):
             dense = pp * replicate * cp * tp
             if world % dense or world // dense not in sizes["dp_shard"]:

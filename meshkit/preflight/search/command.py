@@ -18,6 +18,7 @@ from meshkit.preflight._resolved_run import resolved_run
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.forecast import Batch
+from meshkit.preflight.search._drawing import svg
 from meshkit.preflight.search._result import Tried
 from meshkit.preflight.search._search import search
 from meshkit.preflight.search._space import Space
@@ -47,6 +48,8 @@ class Search:
     """pipeline schedules to try"""
     out: Path | None = None
     """write the winner as TOML, for --strategy"""
+    svg: Path | None = None
+    """write a picture: seconds against memory of all that was priced, and the Pareto front"""
 
 
 def command(args: list[str]) -> None:
@@ -77,6 +80,9 @@ def command(args: list[str]) -> None:
     if options.out is not None and found.best is not None:
         found.write(options.out)
         print(f"wrote {options.out}")
+    if options.svg is not None:
+        options.svg.write_text(svg(found), encoding="utf-8")
+        print(f"wrote {options.svg}")
     if found.best is None:
         sys.exit(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from meshkit.algos.policy import (
     Cispo,
     Clip,
     Correction,
+    DivergenceMask,
     GroupAdvantage,
     OffPolicyMask,
     PolicyLoss,
@@ -237,6 +238,38 @@ def test_corrections_weigh_tokens(correction: Correction | OffPolicyMask, expect
     assert (values.policy + values.corrections * (advantages * log_probs.detach()).nan_to_num()).abs().max() < TOL
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_divergence_mask_drops_tokens_that_have_gone_too_far_the_way_that_they_are_rewarded(
+    divergence: Literal["tv", "kl"],
+) -> None:
+    """Against torch's own distances of the two-outcome distributions; A > 0 in the first answer, A < 0 in the second."""
+    answers, _, _, advantages = example()
+    then, now = fp64([0.5, 0.9, 0.3, 0.6, 1e-4]), fp64([0.8, 0.7, 0.31, 0.2, 1.2e-3])
+    pairs = [torch.distributions.Bernoulli(probs=p) for p in (then, now)]
+    distance = (now - then).abs() if divergence == "tv" else torch.distributions.kl_divergence(*pairs)
+    gone = torch.where(advantages > 0, now > then, now < then)
+    for limit in (0.05, 0.15):
+        mask = DivergenceMask(divergence=divergence, limit=limit)
+        loss = PolicyLoss(clip=Reinforce(), corrections=(mask,))
+        values = policy_loss(loss, answers, now.log(), advantages, rollout_log_probs=then.log())
+        expected = answers.mask & ~(gone & (distance > limit))
+        assert torch.equal(values.corrections > 0, expected)
+        assert (answers.mask & ~expected).any() and (expected & (distance > limit)).any()
+        certain = torch.zeros_like(now)  # log-probabilities of 0: nothing else can be
+        assert policy_loss(loss, answers, certain, advantages, rollout_log_probs=certain).losses.isfinite().all()
+
+
+def test_dppo_is_importance_sampling_from_the_writer_within_the_divergence() -> None:
+    answers, log_probs, old, advantages = example()
+    rollout = old - 0.2
+    values = policy_loss(
+        PRESETS["DPPO_TV"], answers, log_probs, advantages, old_log_probs=old, rollout_log_probs=rollout
+    )
+    kept = values.corrections > 0
+    expected = -(log_probs.detach() - rollout).exp() * advantages
+    assert bool(kept.any()) and (values.policy - expected)[kept].abs().max() < TOL
+
+
 def test_an_old_policy_that_wrote_itself_needs_no_correction() -> None:
     """Bypass: with pi_old = pi_rollout every weight is 1."""
     answers, log_probs, old, advantages = example()
@@ -342,7 +375,7 @@ def test_every_preset_can_be_computed() -> None:
         )
         values.losses.sum().backward()
         assert log_probs.grad is not None and log_probs.grad.isfinite().all(), name
-    assert len(PRESETS) == 19 and GRPO is PRESETS["GRPO"]
+    assert len(PRESETS) == 21 and GRPO is PRESETS["GRPO"]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +397,8 @@ def test_every_preset_can_be_computed() -> None:
         (lambda: kl_estimates(torch.zeros(1), torch.zeros(1), "low_var_kl"), "Did you mean 'k3'"),
         (lambda: kl_estimates(torch.zeros(1), torch.zeros(1), "k2+"), "Did you mean 'k2'"),
         (lambda: KL(estimator="k3+", place="reward"), "place='reward' passes no gradient"),
+        (lambda: DivergenceMask(divergence="js"), "divergence='js' is not known. Choose from tv, kl"),  # type: ignore[arg-type]
+        (lambda: DivergenceMask(limit=0), "limit=0 is how far a token may go"),
         (lambda: Correction(level="word"), "level='word' is not known. Choose from token, sequence, geometric"),
         (lambda: GroupAdvantage(baseline="mean"), "baseline='mean' is not known. Choose from none, group"),
     ],

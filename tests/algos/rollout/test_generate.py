@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, model_inputs, token_values
+from meshkit.algos.rollout._answers import Answer
 from meshkit.algos.rollout._cache import Pages
 from meshkit.algos.rollout._sampler import choose
 from meshkit.algos.rollout._scheduler import Scheduler
@@ -287,10 +288,11 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string() -> None:
 def test_pages_are_shared_copied_and_given_back() -> None:
     prompts = [Prompt(ids=np.arange(10), key=0), Prompt(ids=np.arange(8), key=1)]
     policy, pages = CachePolicy(page_tokens=4, max_tokens=40), Pages()
-    streams = np.zeros((2, 3), np.int64)
-    scheduler = Scheduler(prompts, 3, streams, Sampling(max_new_tokens=4), policy, pages)
+    scheduler = Scheduler(Sampling(max_new_tokens=4), policy, pages)
+    scheduler.add([Answer(3 * prompt.key + sample, prompt, sample, 0) for prompt in prompts for sample in range(3)])
     step = scheduler.next_step()
-    assert [begin.group.prompt for begin in step.begins] == [0]  # 2 + 3 * 2 pages of 10; the other needs 2 + 3 * 1
+    # 2 + 3 * 2 pages of 10; the other needs 2 + 3 * 1
+    assert [begin.group.answers[0].prompt.key for begin in step.begins] == [0]
     first, second, third = step.draws
     assert list(first.table[:2]) == list(second.table[:2]) == list(third.table[:2])
     assert step.copies == ([first.table[2]] * 2, [second.table[2], third.table[2]])
@@ -300,7 +302,8 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     assert pages.used == 8 and step.begins == []
     scheduler.end([first, third])
     step = scheduler.next_step()
-    assert [begin.group.prompt for begin in step.begins] == [1]  # what two have given back is enough
+    # What two have given back is enough.
+    assert [begin.group.answers[0].prompt.key for begin in step.begins] == [1]
     scheduler.end(list(scheduler.growing))
     assert scheduler.done and pages.used == 0 and pages.allocated == 8
 
@@ -315,7 +318,7 @@ def test_pages_are_shared_copied_and_given_back() -> None:
         (lambda: Sampling(max_new_tokens=1, stop_strings=("",)), r"stop_strings=\('',\)\): it must be strings of at"),
         (lambda: CachePolicy(page_tokens=0), r"CachePolicy\(page_tokens=0\): it must be at least 1"),
         (
-            lambda: Scheduler(PROMPTS[:1], 1, np.zeros((1, 1)), SAMPLING, CachePolicy(max_tokens=8), Pages()),
+            lambda: Scheduler(SAMPLING, CachePolicy(max_tokens=8), Pages()).add([Answer(0, PROMPTS[0], 0, 0)]),
             r"a prompt of 5 ids and 12 new tokens need a cache of 16 tokens, but CachePolicy\(max_tokens=8\)",
         ),
     ],

@@ -18,6 +18,7 @@ from transformers import cache_utils
 
 import meshkit as mk
 from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, label_log_probs, token_values
+from meshkit.algos.rollout._answers import Answer
 from meshkit.algos.rollout._batches import batches
 from tests.world import pool
 from tests.zoo import causal, generated, judge
@@ -239,8 +240,11 @@ def test_a_module_of_ones_own_generates_by_whole_rows() -> None:
 def test_batches_keep_to_the_policy() -> None:
     def of(mixed: bool, **choices: int) -> list[list[tuple[int, int]]]:
         """For each batch, (prompt, samples)."""
-        made = batches(PROMPTS, 3, 12, CachePolicy(**choices), mixed=mixed)
-        return [[(part.prompt, len(part.samples)) for part in batch] for batch in made]
+        answers = [
+            Answer(3 * index + sample, each, sample, 0) for index, each in enumerate(PROMPTS) for sample in range(3)
+        ]
+        made = batches(answers, 12, CachePolicy(**choices), mixed=mixed)
+        return [[(PROMPTS.index(part.answers[0].prompt), len(part.answers)) for part in batch] for batch in made]
 
     assert of(True) == [[(1, 3), (0, 3), (4, 3), (3, 3), (2, 3)]]
     assert of(False) == [[(1, 3)], [(0, 3), (4, 3)], [(3, 3)], [(2, 3)]]

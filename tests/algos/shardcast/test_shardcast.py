@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import runpy
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from meshkit import init_weights
 from meshkit.algos.shardcast import Manifest, Origin, Relay
 from meshkit.algos.shardcast._serve import Server
 from meshkit.algos.shardcast._store import Store
+from meshkit.algos.shardcast.command import RelayOptions, command
 from meshkit.errors import CheckpointError
 from meshkit.models import Llama, load_pretrained, save_pretrained
 from tests.tiny import tiny_config
@@ -222,3 +227,94 @@ def test_a_chain_of_relays_in_processes_of_their_own_ends_in_a_model_that_answer
     load_pretrained(found, folder)  # which looks at the digests that the folder brings along
     ids = torch.arange(12).view(1, 12) % 32
     assert torch.equal(found(ids), model(ids))
+
+
+@contextmanager
+def liar(versions: str, **lies: object) -> Iterator[str]:
+    """The address of a node that says it has these versions, of a manifest with these fields, and no shard."""
+    manifest = {"version": 9, "files": [["a", 3]], "shard_bytes": 64, "shards": ["0"], "signature": ""} | lies
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            said = {"/versions": versions, "/9/manifest": json.dumps(manifest)}.get(self.path)
+            self.send_response(404 if said is None else 200)
+            self.end_headers()
+            self.wfile.write((said or "").encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((HOST, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield at(server.server_address[1])
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("secret", ["", "between us"])
+@pytest.mark.parametrize(
+    ("versions", "lies"),
+    [
+        ("[999]", {}),  # of which nobody has the manifest
+        ("[9]", {}),  # a shard that nobody has
+        (str(list(range(1000, 100_000))), {}),
+        ("[Infinity]", {}),
+        ("[" * 100_000, {}),
+        ('{"a": 1}', {}),
+        ("[9]", {"version": 3}),
+        ("[9]", {"signature": "\u00e9"}),
+        ("[9]", {"signature": "\ud800"}),
+        ("[9]", {"shard_bytes": float("inf")}),
+        ("[9]", {"files": [["a", 10**30]], "shard_bytes": 10**30}),
+        ("[9]", {"files": [["a\0", 3]]}),
+        ("[9]", {"files": [["\ud800", 3]]}),
+        ("[9]", {"files": [["", 3]]}),
+    ],
+)
+def test_whatever_a_node_says_that_lies_the_right_version_comes(
+    tmp_path: Path, secret: str, versions: str, lies: dict[str, object]
+) -> None:
+    with liar(versions, **lies) as wrong, Origin(host=HOST, shard_bytes=SHARD, secret=secret) as origin:
+        origin.publish(write_model(tmp_path / "model"), 1)
+        with Relay([wrong, at(origin.port)], tmp_path / "to", secret=secret, **QUICK) as relay:
+            version, folder = relay.wait(timeout_s=30)
+            assert version == 1
+            assert_same(folder, tmp_path / "model")
+
+
+def test_what_a_crash_left_of_a_whole_version_comes_again(tmp_path: Path) -> None:
+    """A file cut off, as by a full disk; a manifest cut off; and files without a manifest."""
+    with Origin(host=HOST, shard_bytes=SHARD) as origin:
+        origin.publish(write_model(tmp_path / "model"), 1)
+        for breaks in (
+            lambda: (tmp_path / "to/version-1/a.safetensors").write_bytes(b"cut"),
+            lambda: (tmp_path / "to/version-1.json").write_text('{"version": 1, "fi'),
+            lambda: (tmp_path / "to/version-1.json").unlink(),
+            lambda: None,
+        ):
+            with Relay([at(origin.port)], tmp_path / "to", **QUICK) as relay:
+                _, folder = relay.wait(timeout_s=30)
+                assert_same(folder, tmp_path / "model")
+            breaks()
+
+
+def test_a_relay_that_could_get_nothing_is_refused(tmp_path: Path) -> None:
+    for upstream in ("trainer:8000", "http://", "http://trainer:99999", "trainer"):
+        with pytest.raises(CheckpointError, match=f"'{upstream}' is no address of a node"):
+            Relay([upstream], tmp_path)
+    for wrong in ({"keep": 0}, {"streams": 0}, {"poll_s": 0.0}, {"timeout_s": 0.0}):
+        with pytest.raises(CheckpointError, match="each is positive"):
+            Relay(["http://trainer:8000"], tmp_path, **wrong)
+    with pytest.raises(CheckpointError, match="port=70000"):
+        Relay(["http://trainer:8000"], tmp_path, port=70000)
+    with Origin(host=HOST) as origin, pytest.raises(CheckpointError, match="version -1 is not newer than -1"):
+        origin.publish(write_model(tmp_path / "model"), -1)
+
+
+def test_a_secret_file_without_a_secret_is_refused(tmp_path: Path) -> None:
+    for content in (b"\n", b"\xff\xfe"):
+        (tmp_path / "secret").write_bytes(content)
+        options = RelayOptions(upstreams=("http://trainer:8000",), folder=tmp_path, secret_file=tmp_path / "secret")
+        with pytest.raises(CheckpointError, match="it has no text, so nothing would be checked"):
+            command(options)

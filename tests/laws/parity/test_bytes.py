@@ -54,6 +54,8 @@ CELLS = [
     Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, schedule="zbv", tied=True),
     Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, schedule="interleaved", tied=True),
     Cell(mesh="pp=2 dp_replicate=2", layers=3, stages=(1, 2), dtype="float32", bf16=True, recompute="full"),
+    Cell(mesh="pp=4", layers=4, stages=(0, 2, 2, 0), microbatches=2, tied=True),
+    Cell(mesh="pp=2 dp_shard=2", layers=2, stages=(0, 1, 1, 0), schedule="zbv", microbatches=2),
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=2, sequence=True, recompute="full", qwen=True, schedule="zb-h1"),
     Cell(mesh="pp=2 tp=2", layers=4, microbatches=3, vocab=61, tied=True),
     Cell(mesh="pp=2 cp=2", layers=4, microbatches=2, documents=True, schedule="dualpipe-v"),

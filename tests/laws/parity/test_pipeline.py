@@ -93,3 +93,25 @@ def test_no_other_stages_have_a_cheaper_dearest_one(blocks: list[int], head: int
 
 def test_stages_of_given_sizes_equal_one_device() -> None:
     check(2, Cell(mesh="pp=2", layers=5, stages=(1, 4), microbatches=3, tied=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        (2, Cell(mesh="pp=2", layers=3, stages=(0, 3), microbatches=3)),
+        (2, Cell(mesh="pp=2", layers=3, stages=(3, 0), microbatches=3, tied=True)),
+        (4, Cell(mesh="pp=4", layers=4, stages=(0, 2, 2, 0), microbatches=5, tied=True)),
+        (2, Cell(mesh="pp=2", layers=4, stages=(0, 2, 2, 0), schedule="zbv", microbatches=4, tied=True)),
+        (
+            4,
+            Cell(
+                mesh="pp=2 dp_shard=2", layers=2, stages=(0, 1, 1, 0), schedule="zbv", microbatches=4, recompute="full"
+            ),
+        ),
+        (4, Cell(mesh="pp=2 tp=2", layers=3, stages=(0, 3), schedule="zb-h1", sequence=True, microbatches=4)),
+        (4, Cell(mesh="pp=2 cp=2", layers=3, stages=(3, 0), microbatches=2)),
+    ],
+    ids=lambda each: f"{each.mesh},{each.schedule},{each.stages}" if isinstance(each, Cell) else "",
+)
+def test_embedding_and_head_on_stages_of_their_own_equal_one_device(ranks: int, cell: Cell) -> None:
+    check(ranks, cell)

@@ -64,9 +64,17 @@ def evaluated_and_generated(cell: Cell) -> tuple[float, int, list[int]]:
     thin(list(product(("pp=4", "pp=2 dp_shard=2", "pp=2 tp=2", "pp=2 cp=2"), ("1f1b", "zbv"))), 3),
 )
 def test_evaluation_and_generation_equal_one_device(mesh: str, schedule: str) -> None:
-    cell = Cell(mesh="dp_shard=1", layers=8, documents=True)
-    ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, cell)
-    found = pool(4).run(evaluated_and_generated, Cell(mesh=mesh, layers=8, documents=True, schedule=schedule))
+    check_evaluation_and_generation(Cell(mesh=mesh, layers=8, documents=True, schedule=schedule))
+
+
+def test_evaluation_and_generation_with_stages_of_no_blocks_equal_one_device() -> None:
+    check_evaluation_and_generation(Cell(mesh="pp=4", layers=4, documents=True, stages=(0, 2, 2, 0)))
+
+
+def check_evaluation_and_generation(cell: Cell) -> None:
+    one = Cell(mesh="dp_shard=1", layers=cell.layers, documents=True)
+    ((expected_loss, expected_count, expected_ids),) = pool(1).run(evaluated_and_generated, one)
+    found = pool(4).run(evaluated_and_generated, cell)
     for loss, count, ids in found:
         assert abs(loss - expected_loss) <= TOL * expected_loss
         assert count == expected_count
@@ -102,7 +110,7 @@ def refusals() -> list[str]:
     texts = []
     for options in (
         {"pipeline": PipelinePolicy(stages=(1, 1))},
-        {"pipeline": PipelinePolicy(stages=(4, 0))},
+        {"pipeline": PipelinePolicy(schedule="zbv", stages=(2, 0, 1, 1))},
         {"pipeline": PipelinePolicy(schedule="1f2b")},
         {"zero": 3},
         {"pipeline": PipelinePolicy(schedule="interleaved"), "layers": 3},
@@ -118,7 +126,7 @@ def refusals() -> list[str]:
 def test_what_cannot_be_cut_is_refused() -> None:
     for texts in pool(2).run(refusals):
         assert texts[0].startswith("pipeline: split=(1, 1) does not share 4 blocks among 2 stages.")
-        assert texts[1].startswith("pipeline: split=(4, 0) does not share 4 blocks among 2 stages.")
+        assert texts[1].startswith("pipeline: split=(2, 0, 1, 1) does not share 4 blocks among 4 stages.")
         assert texts[2].startswith("there is no schedule '1f2b'. Did you mean '1f1b'?")
         assert texts[3].startswith("zero=3 with pp: parameters are gathered once a step")
         assert texts[4].startswith("pipeline: 4 stages need at least 4 blocks, but the model has 3.")

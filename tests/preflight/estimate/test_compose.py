@@ -146,6 +146,13 @@ def test_a_composed_peak_and_its_place_are_the_traced_ones(model: str, choices: 
             assert rank.where == traced.where
 
 
+def test_a_stage_without_blocks_is_traced() -> None:
+    pipeline = mk.strategy.PipelinePolicy(stages=(0, 6, 0))
+    strategy = mk.Strategy(mesh="pp=3", plan=LLAMA_PLAN, microbatches=4, pipeline=pipeline)
+    found = compose(resolved(model_of("llama"), strategy), rows=8, seq_len=128)
+    assert (found.source, found.within) == ("traced", 0.0) and "a stage has no blocks" in str(found)
+
+
 def test_what_is_not_composed_is_traced_and_says_so() -> None:
     memory = mk.MemoryPolicy(optimizer=mk.strategy.OptimizerPolicy(states="8bit"))
     strategy = mk.Strategy(mesh="dp_shard=2", plan=LLAMA_PLAN, memory=memory)

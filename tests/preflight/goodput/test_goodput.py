@@ -25,6 +25,7 @@ from meshkit.preflight.goodput import (
     young_s,
 )
 from meshkit.preflight.goodput._renewal import spent
+from meshkit.preflight.goodput._spares import best_spares
 from tests.preflight.goodput.process import Kind, play
 
 draws = settings(deadline=None)  # a busy machine
@@ -251,3 +252,9 @@ def test_odd_numbers_are_refused() -> None:
         goodput(step_s=8, ranks=1024, faults=FAULTS, checkpoints=[STORAGE], multiple=100)
     with pytest.raises(PlanError, match="step_s=0, ranks=8"):
         goodput(step_s=0, ranks=8, faults=FAULTS, checkpoints=[STORAGE])
+
+
+def test_hosts_that_never_come_back_have_an_answer() -> None:
+    """However many spares there are, one more waits a little less: the search must end."""
+    faults = Faults(device_mtbf_h=45_000.0, repair_h=1e12)
+    assert best_spares(0.9, faults, 1024).share < 1e-3

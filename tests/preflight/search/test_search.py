@@ -1,7 +1,9 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -10,10 +12,10 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import peak_live
 from meshkit.parallel.pipeline.schedules import NAMES, named
-from meshkit.preflight.search import min_max_partition
+from meshkit.preflight.search import min_max_partition, svg
 from meshkit.preflight.search._pricing import Pricing
-from meshkit.preflight.search._search import _World
-from meshkit.preflight.search.command import command
+from meshkit.preflight.search._search import Level, _World
+from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
 from meshkit.step import next_token_loss
@@ -60,9 +62,11 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
     world.add([each.strategy for each in every.tried])
     for each in every.tried:
-        bounds = [world.mean_s(each.strategy), *(world.least_s(each.strategy, own=own) for own in (False, True))]
-        assert max(bounds) <= each.seconds
-        assert 0 < world.least_bytes(each.strategy) <= each.peak_bytes
+        assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
+        for level in (Level.SENT, Level.TRACED, Level.OWN):
+            assert 0 < world.least_s(each.strategy, level) <= each.seconds, level
+        for level in (Level.SENT, Level.TRACED):
+            assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
@@ -111,19 +115,58 @@ def test_what_is_fixed_stays():
     assert {each.strategy.memory.recompute for each in found.tried} == {found.best.memory.recompute}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "given", "axes"),
+    [
+        ("tp=1 dp_shard=-1", {"mesh"}, {"tp": (1,)}),
+        ("pp=2,tp=1", {"mesh"}, {"pp": (2,), "tp": (1,)}),
+        ("dp_shard=-1", set(), {}),
+    ],
+)
+def test_an_axis_that_the_flag_says_is_1_stays_1(mesh, given, axes):
+    asked = _space(Search(script=RECIPE, world=4), mk.Strategy(), given, mesh)
+    assert asked == mk.Space(**axes)
+    sizes = {each.tp for each in asked.meshes(4, node=8, experts=0)}
+    assert sizes == ({1} if "tp" in axes else {1, 2, 4})
+
+
+def test_the_space_keeps_what_is_the_default_anyway():
+    space = replace(SPACE, recompute=("none",), tp=(1,))
+    found = mk.search(dense(**SMALL), "h100", BATCH, world=4, space=space, exhaustive=True, recheck=False)
+    assert {(each.strategy.memory.recompute, each.strategy.mesh.tp) for each in found.tried} == {("none", 1)}
+
+
 def test_the_command_prints_flags_and_writes_the_winner(tmp_path, capsys):
     out = tmp_path / "strategy.toml"
+    picture = tmp_path / "front.svg"
     args = [str(RECIPE), "--world", "4", "--cluster", "cpu", "--recompute", "none", "--schedules", "1f1b"]
-    command([*args, "--global-batch", "8", "--seq-len", "64", "--out", str(out)])
+    command([*args, "--global-batch", "8", "--seq-len", "64", "--out", str(out), "--svg", str(picture)])
     said = capsys.readouterr().out
     assert "--mesh" in said
     assert "priced" in said
     best = mk.Strategy.read(out)
     assert best.mesh_for().world_size == 4
     assert best.memory.recompute == "none"
+    ET.parse(picture)
 
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
+
+
+def test_the_picture_has_a_dot_for_all_that_was_priced_and_a_front_that_nothing_beats():
+    space = replace(SPACE, tp=(1,))
+    found = mk.search(dense(**SMALL), CLUSTER, BATCH, world=4, space=space, device_memory=2**33, exhaustive=True)
+    picture = ET.fromstring(svg(found))
+    dots = [each.get("class") for each in picture.iter("{http://www.w3.org/2000/svg}circle")]
+    assert dots.count("front") == len(found.front)
+    assert dots.count("other") == len(found.tried) - len(found.front)
+    assert dots.count("best") == 1
+    for each in found.tried:
+        better = [one for one in found.tried if one.seconds <= each.seconds and one.peak_bytes <= each.peak_bytes]
+        alike = all((one.seconds, one.peak_bytes) == (each.seconds, each.peak_bytes) for one in better)
+        assert (each in found.front) <= alike
+    nothing = mk.search(dense(**SMALL), CLUSTER, BATCH, world=4, space=space, device_memory=1000)
+    assert len(list(ET.fromstring(svg(nothing)).iter("{http://www.w3.org/2000/svg}circle"))) == 0
 
 
 @pytest.mark.parametrize(

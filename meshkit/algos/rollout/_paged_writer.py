@@ -1,0 +1,86 @@
+"""Writer over the paged KV cache, of models that attend by a `mask`: the forwards of the scheduler's steps.
+
+Dims: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshkit.algos.rollout._answers import Answer, draw_tokens
+from meshkit.algos.rollout._batch import row_of
+from meshkit.algos.rollout._engine import Sampling, Stopping
+from meshkit.algos.rollout._kept import KeptCache
+from meshkit.algos.rollout._scheduler import Scheduler
+from meshkit.loss.linear_logits import LinearLogits, head_of
+from meshkit.step import Run
+
+
+class PagedWriter:
+    """Writes answers a token at a time; see `Writer`. kept: finds what is in `cache` by its tokens."""
+
+    def __init__(self, run: Run, sampling: Sampling, stopping: Stopping, cache: KeptCache, *, kept: bool) -> None:
+        self._run, self._sampling, self._stopping = run, sampling, stopping
+        self._kept, self._cache = cache, cache.store
+        self._scheduler = Scheduler(sampling, cache.policy, self._cache.pages, cache.prefixes if kept else None)
+        self._logit_tokens = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def done(self) -> bool:
+        return self._scheduler.done
+
+    def add(self, answers: Sequence[Answer], *, first: bool = False) -> None:
+        self._scheduler.add(answers, first=first)
+
+    def drop(self) -> list[Answer]:
+        return self._scheduler.drop()
+
+    def step(self, version: int) -> list[Answer]:
+        run, step = self._run, self._scheduler.next_step()
+        # With sequence parallelism tp splits the row of tokens evenly.
+        multiple = run.mesh.spec.tp if run.resolved.sequence else 1
+        row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
+        self._logit_tokens = row.logit_tokens
+        self._cache.copy(*step.copies_before)
+        logits = run.infer(row.inputs, _logits)
+        # Only now: the copied pages hold the prompt that this forward computed.
+        self._cache.copy(*step.copies)
+        self._kept.count(step)
+        draws = step.draws
+        if not draws:
+            return []
+        answers = [sequence.answer for sequence in draws]
+        draw_tokens(run, logits, row.rows, answers, self._sampling, version=version)
+        for answer in answers:
+            answer.reason = self._stopping.reason(answer.ids)
+        self._scheduler.end([sequence for sequence in draws if sequence.answer.reason is not None])
+        return [answer for answer in answers if answer.reason is not None]
+
+    @contextmanager
+    def few_logits(self) -> Iterator[None]:
+        """Within it, the head computes logits only of the tokens that are read, by a hook before its forward."""
+        head = head_of(self._run.resolved.program.model, self._run.plan, asked="generate")
+        module = self._run.model.get_submodule(head)
+        if not isinstance(module, nn.Linear):  # the head is on another stage of pp
+            yield
+            return
+        handle = module.register_forward_pre_hook(
+            lambda module, args: (args[0].index_select(1, self._logit_tokens), *args[1:])
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """[rows, V] of the tokens that `few_logits` leaves."""
+    output = model(**inputs)
+    of_row = getattr(output, "logits", output)[0]
+    logits: Tensor = of_row.to_logits() if isinstance(of_row, LinearLogits) else of_row
+    return logits

@@ -1,0 +1,32 @@
+"""How long threads of this process waited for a processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshkit.core.run_queue import starved_s
+
+
+def test_a_process_beside_others_waits_for_a_processor_and_one_that_sleeps_does_not() -> None:
+    if not sys.platform.startswith("linux") or starved_s() == 0:
+        pytest.skip("this kernel does not say how long threads wait")
+    began = starved_s()
+    time.sleep(0.2)
+    asleep_s = starved_s() - began
+    spinning = [sys.executable, "-c", "while True: pass"]
+    hogs = [subprocess.Popen(spinning) for _ in range(4 * (os.cpu_count() or 1))]
+    try:
+        began, until = starved_s(), time.monotonic() + 2
+        while time.monotonic() < until:
+            pass
+        busy_s = starved_s() - began
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert busy_s > 0.5 > asleep_s
