@@ -1,7 +1,7 @@
 """Reinforcement learning with a verifier on a mesh: GRPO and its relatives, from prompts to a Hugging Face folder.
 
 CPU, 4 ranks    torchrun --nproc-per-node 4 examples/grpo.py --mesh "dp_shard=2 tp=2"
-another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal --out runs/reversal
+another task    torchrun --nproc-per-node 4 examples/grpo.py --task reversal; in turns: --task guessing --lr 1e-3
 another loss    torchrun --nproc-per-node 4 examples/grpo.py --preset DAPO
 your model      torchrun --nproc-per-node 8 examples/grpo.py --mesh "dp_shard=4 tp=2" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
@@ -33,13 +33,13 @@ import meshkit as mk
 from meshkit.algos import dataflow, policy, rewards, rollout
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
-    SampledFlags,
+    EnvironmentFlags,
     Session,
     actor_and_sampler,
-    engine_of,
     export_model,
     first_policy,
     greedy_score,
+    playing_engine,
     policy_tasks,
     print0,
     report_unscored,
@@ -54,7 +54,7 @@ TOL_GAP = {"fp32": 1e-5, "bf16": 5e-2}  # of log-probabilities: docs/generation.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SampledFlags):
+class Config(EnvironmentFlags):
     entropy: mk.recipes.NotNegative = 0.0
     """weight of a bonus for uncertain predictions"""
     updates: mk.recipes.Count = 1
@@ -94,7 +94,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
     config, tasks, tokenizer, sampling = policy_tasks(config, rules)
-    loss = loss.for_answers(sampling.max_new_tokens)
+    loss = loss.for_answers(sampling.max_new_tokens * tasks.turns)
     share = {} if apart else {"rank": mesh.data_rank, "ranks": mesh.data_ranks}  # a dataflow shares them out itself
     prompts = PromptLoader(tasks.train, global_batch=config.prompts, seed=config.seed, **share)
     print0(f"data  {tasks}")
@@ -112,7 +112,7 @@ def main() -> None:
         sums = policy.policy_sums(mesh)
         print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     sampler, syncs = sampler_of(config, meshes, run, start, partial(build, config))
-    write = engine_of(config, sampler) if sampler is not None else None
+    write = playing_engine(config, sampler, tasks, tokenizer) if sampler is not None else None
 
     def scored(rollouts: list[rollout.Rollout]) -> rewards.MeshScores:
         return rewards.score_on_mesh(mesh, rollouts, tasks.score, fail_fast=config.fail_fast)

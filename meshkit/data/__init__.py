@@ -62,7 +62,9 @@ from meshkit.data.records import encode_records as encode_records
 from meshkit.data.records import read_records as read_records
 from meshkit.data.tasks.reference import REFERENCE_ALPHABET as REFERENCE_ALPHABET
 from meshkit.data.tasks.reference import addition_tasks as addition_tasks
+from meshkit.data.tasks.reference import calculator_tasks as calculator_tasks
 from meshkit.data.tasks.reference import countdown_tasks as countdown_tasks
+from meshkit.data.tasks.reference import guessing_tasks as guessing_tasks
 from meshkit.data.tasks.reference import reversal_tasks as reversal_tasks
 from meshkit.data.tasks.standard_library import split_records as split_records
 from meshkit.data.bins import split_mismatches as split_mismatches

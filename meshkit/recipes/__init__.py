@@ -1,5 +1,6 @@
 """What recipes share: flags, the session that owns files and clocks, tasks, evaluation, export. No maths, no hooks."""
 
+from .environments import playing_engine as playing_engine
 from .evaluation import bits_per_byte as bits_per_byte
 from .evaluation import greedy_score as greedy_score
 from .evaluation import nats_per_token as nats_per_token
@@ -8,6 +9,7 @@ from .evaluation import report_unscored as report_unscored
 from .evaluation import show_rollouts as show_rollouts
 from .evaluation import write_sample as write_sample
 from .export import export_model as export_model
+from .flags import EnvironmentFlags as EnvironmentFlags
 from .flags import InstructionFlags as InstructionFlags
 from .flags import LearnFlags as LearnFlags
 from .flags import LoraFlags as LoraFlags

@@ -528,3 +528,19 @@ class SamplerFlags(ParallelFlags):
 @dataclass(frozen=True, kw_only=True)
 class SampledFlags(PolicyFlags, SamplerFlags):
     """Policy gradients on rollouts of a sampler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentFlags(SampledFlags):
+    """Environments, in which answers are turns of an episode."""
+
+    task: Literal["addition", "reversal", "countdown", "calculator", "guessing"] = "addition"  # type: ignore[assignment]
+    environment: str = ""
+    """calculator, guessing, or "file.py:Class": its steps give the reward, and --max-new-tokens is of a turn; default: the
+    task's, where it has one"""
+    turns: Count | None = None
+    """the most of an episode; default: the task's, 8 with --environment"""
+    environment_workers: CountOrNone = 0
+    """processes in which a rank's environments step, with --reward-timeout-s for each step; 0: the rank itself"""
+    turn_groups: Count = 1
+    """parts of the prompts that take turns: environments of one step while answers of another are written"""

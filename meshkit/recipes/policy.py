@@ -77,7 +77,15 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
         reward_timeout_s=config.reward_timeout_s,
         reward_workers=config.reward_workers,
         max_new_tokens=config.max_new_tokens,
+        environment=getattr(config, "environment", ""),
+        turns=getattr(config, "turns", None),
     )
+    if tasks.environment and getattr(config, "sampler_mesh", None) is not None:
+        raise PlanError("episodes in an environment are played by the learners' own policy. Leave --sampler-mesh out.")
+    if tasks.environment and rules is not None and rules.overlong:
+        raise PlanError(
+            "an overlong penalty (DAPO) is of an answer, and an episode has several. Choose another --preset."
+        )
     # Characters for reference tasks: with one token a digit a small model learns them in minutes.
     tokenizer = load_tokenizer(config.pretrained) if config.pretrained else character_tokenizer(REFERENCE_ALPHABET)
     tasks = replace(

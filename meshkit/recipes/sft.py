@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.optim import Optimizer
 
 from meshkit.algos.sft import sft_steps
@@ -77,10 +78,7 @@ def warm_up_policy(
     """
     init_weights(run.model, seed=seed, plan=run.plan)
     # On completions of the rows themselves, with their end token: what RL then samples ends by itself.
-    examples = [
-        encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)
-        for row in forms_in_balance(rows)
-    ]
+    examples = [example for row in forms_in_balance(rows) for example in _right_answers(row, tokenizer)]
     sizes: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len}
     with Progress(total_steps=steps, enabled=is_main) as progress:
         if is_main:
@@ -88,6 +86,19 @@ def warm_up_policy(
         sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **sizes)
     config: Any = run.full_model.config
     save_pretrained(run.model, config, folder)
+
+
+def _right_answers(row: Record, tokenizer: Tokenizer) -> list[Example]:
+    """The row's completion; of an environment its demonstrations, of which turns are learnt, and not what answers them."""
+    if "demonstrations" not in row.fields:
+        return [encode_completion(tokenizer, row.fields["prompt"], row.fields["completion"], source=row.source)]
+    examples = []
+    for texts in row.fields["demonstrations"]:
+        head = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(row.fields["prompt"])
+        parts = [head, *(tokenizer.encode(text) + [tokenizer.eos_id] * (n % 2 == 0) for n, text in enumerate(texts))]
+        learn = np.concatenate([np.full(len(part), n % 2 == 1) for n, part in enumerate(parts)])
+        examples.append(Example(ids=np.concatenate(parts).astype(np.int64), learn=learn, source=row.source))
+    return examples
 
 
 def forms_in_balance(rows: Sequence[Record]) -> list[Record]:

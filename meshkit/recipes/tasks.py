@@ -13,18 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
+from meshkit.algos.environments import episode_scores
 from meshkit.algos.rewards import Scores, Unscored
 from meshkit.algos.rollout import Rollout
 from meshkit.data import (
     Record,
     TaskSplits,
     addition_tasks,
+    calculator_tasks,
     countdown_tasks,
+    guessing_tasks,
     read_records,
     reversal_tasks,
     split_records,
 )
-from meshkit.errors import RewardError
+from meshkit.errors import DataError, RewardError
 from meshkit.models import LlamaConfig
 
 from .rewards import Rewards
@@ -52,6 +55,9 @@ class ReferenceTask:
     max_new_tokens: int
     sft_steps: int
     sft_lr: float
+    environment: str = ""
+    """which gives the reward in its place"""
+    turns: int = 1
 
 
 REFERENCE_TASKS = {
@@ -64,6 +70,24 @@ REFERENCE_TASKS = {
         sft_lr=1e-3,
     ),
     "countdown": ReferenceTask(rows=countdown_tasks, reward="countdown", max_new_tokens=10, sft_steps=800, sft_lr=3e-3),
+    "calculator": ReferenceTask(
+        rows=calculator_tasks,
+        reward="exact",
+        max_new_tokens=7,
+        sft_steps=300,
+        sft_lr=1e-3,
+        environment="calculator",
+        turns=3,
+    ),
+    "guessing": ReferenceTask(
+        rows=guessing_tasks,
+        reward="exact",
+        max_new_tokens=2,
+        sft_steps=600,
+        sft_lr=1e-3,
+        environment="guessing",
+        turns=4,
+    ),
 }
 
 
@@ -75,9 +99,15 @@ class Tasks:
     held_out: list[Record]
     rewards: Rewards
     max_new_tokens: int
+    """of an answer; with an environment of a turn"""
+    environment: str = ""
+    """gives the reward in place of `rewards`"""
+    turns: int = 1
 
     def refuse_failing_reward(self) -> None:
         """Raises: RewardError if the reward raises for the first row's completion, or for "" where the row has none."""
+        if self.environment:
+            return
         row = self.train[0]
         text = str(row.fields.get("completion", ""))
         rollout = Rollout(ids=np.zeros(1, np.int64), text=text, fields=row.fields)
@@ -89,7 +119,7 @@ class Tasks:
             )
 
     def score(self, rollouts: Sequence[Rollout]) -> Scores:
-        return self.rewards.score(rollouts)
+        return episode_scores(rollouts) if self.environment else self.rewards.score(rollouts)
 
     def __str__(self) -> str:
         example = self.train[0].fields["prompt"]
@@ -107,14 +137,20 @@ def load_tasks(
     reward_timeout_s: float = 10.0,
     reward_workers: int = 0,
     max_new_tokens: int | None = None,
+    environment: str = "",
+    turns: int | None = None,
 ) -> Tasks:
     """The rows of the files, or without any those of the task; of the held-out part the first `evaluated`.
 
     task: of REFERENCE_TASKS. reward: see `Rewards.read`; default that of the task, "exact" for files. max_new_tokens: default
-    that of the task, 256 for files. Raises: DataError for files that cannot be read or split.
+    that of the task, 256 for files. environment, turns: default those of the task.
+    Raises: DataError for files that cannot be read or split, and for a reward beside an environment.
     """
     reference_task = REFERENCE_TASKS[task]
     names = reward or ("exact" if data else reference_task.reward,)
+    own = not data and not environment
+    if reward and (environment or (own and reference_task.environment)):
+        raise DataError(f"--reward {reward[0]}: an environment gives the reward. Leave one of the two out.")
     rewards = Rewards.read(names, timeout_s=reward_timeout_s, workers=reward_workers)
     rows = (
         split_records(read_records(data), held_out=held_out)
@@ -126,6 +162,8 @@ def load_tasks(
         held_out=rows.held_out[:evaluated],
         rewards=rewards,
         max_new_tokens=max_new_tokens or (256 if data else reference_task.max_new_tokens),
+        environment=reference_task.environment if own else environment,
+        turns=turns or (reference_task.turns if own else 8 if environment else 1),
     )
 
 

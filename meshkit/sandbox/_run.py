@@ -46,6 +46,8 @@ class Verdict:
     """passed: every test holds. ended: without tests, by its own word"""
     text: str
     """what was raised and where; the limit it met; the signal"""
+    printed: str = ""
+    """without tests, by a program that ended: the first 1,000 characters"""
 
 
 def run_sandboxed(program: str, *, tests: str | None = None, limits: SandboxLimits | None = None) -> Verdict:
@@ -215,7 +217,7 @@ def _verdict(processes: list[_Process], judge: _Process, in_time: bool, limits: 
     if last.get("passed") is True and judge is not processes[0]:
         return Verdict(end="passed", text="")
     if last.get("ended") is True and judge is processes[0]:
-        return Verdict(end="ended", text="")
+        return Verdict(end="ended", text="", printed=str(last.get("printed", "")))
     if "raised" in last:
         text = str(last["raised"])
         return Verdict(

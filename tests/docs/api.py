@@ -21,6 +21,7 @@ ALSO = (
     "meshkit.sandbox",
     "meshkit.algos.rollout",
     "meshkit.algos.rewards",
+    "meshkit.algos.environments",
     "meshkit.algos.policy",
     "meshkit.algos.preference",
     "meshkit.algos.sft",

@@ -20,7 +20,7 @@ from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
 """fields of the first samples of an iteration: key and row of a `PromptLoader`"""
-WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated")
+WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated", "wrote")
 ROLLOUT = (*PROMPTED, *WRITTEN)
 
 
@@ -61,7 +61,7 @@ def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
             (prompt,) = encode_prompts([(sample["key"], row)], tokenizer)
             text = row.fields["completion"]
             ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
-            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
+            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False, "wrote": None}
             found.append({**sample, "prompt_ids": prompt.ids, **answer})
         return found
 

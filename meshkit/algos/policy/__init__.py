@@ -28,6 +28,7 @@ from ._objective import policy_count as policy_count
 from ._objective import policy_metrics as policy_metrics
 from ._objective import policy_objective as policy_objective
 from ._objective import policy_sums as policy_sums
+from ._objective import value_count as value_count
 from ._objective import value_metrics as value_metrics
 from ._objective import value_objective as value_objective
 from ._objective import value_sums as value_sums

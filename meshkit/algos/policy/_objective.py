@@ -6,12 +6,14 @@ where the token is the label. A microbatch holds some of the answers, and a rank
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshkit.algos.policy._loss import PolicyLoss, policy_loss
+from meshkit.algos.policy._returns import TURN_STARTS
 from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.policy._terms import value_losses
 from meshkit.algos.rollout import REFERENCE, learnt, model_inputs, model_logits
@@ -135,9 +137,10 @@ def critic_values(model: nn.Module, part: dict[str, Any]) -> Tensor:
 
 
 def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metrics: MetricSums | None = None) -> Loss:
-    """The value loss of a critic, for `forward_backward(batch, loss=...)`: a mean over learnt tokens.
+    """The value loss of a critic, for `forward_backward(batch, loss=..., count=value_count)`: a mean over learnt tokens.
 
-    Reads from the batch `returns` [B, T], from `step_advantages`, and `old_values` if present. metrics: `value_sums(mesh)`.
+    Reads from the batch `returns` [B, T], from `step_advantages`, and `old_values` and `turn_starts` if present: with GAE of
+    turns the mean is over turns, one value each. metrics: `value_sums(mesh)`.
     Raises: DataError for a batch without returns.
     """
     if "returns" not in batch:
@@ -146,6 +149,8 @@ def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metri
 
     def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
         values, answers = critic_values(model, part), _answers(mesh, part, count)
+        if TURN_STARTS in part:
+            answers = replace(answers, mask=answers.mask & (part[TURN_STARTS] > 0))
         critic_loss = value_losses(values, part["returns"], answers, old_values=part.get("old_values"), clip=clip)
         if metrics is not None:
             target = answers.only(part["returns"])
@@ -160,6 +165,13 @@ def value_objective(mesh: Mesh, batch: Batch, *, clip: float | None = 0.2, metri
         return critic_loss.losses.sum()
 
     return objective
+
+
+def value_count(batch: Batch) -> Tensor:
+    """The count that divides the sum of `value_objective`: learnt tokens, or with GAE of turns their turns."""
+    if TURN_STARTS not in batch:
+        return count_labels(batch)
+    return (learnt(batch) & (batch[TURN_STARTS] > 0)).sum()
 
 
 def value_sums(mesh: Mesh) -> MetricSums:

@@ -9,7 +9,7 @@ the last learnt token before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -17,6 +17,15 @@ from torch import Tensor
 
 from meshkit.algos.policy._terms import KL, kl_estimates
 from meshkit.errors import PlanError
+
+TURN_STARTS = "turn_starts"
+"""the name under which a batch holds where turns begin"""
+Level = Literal["token", "turn"]
+
+
+def _refuse_level(what: str, level: str) -> None:
+    if level not in ("token", "turn"):
+        raise PlanError(f"{what}: level={level!r} is not known. Choose token or turn.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +36,36 @@ class GAE:
     before its end, and goes on with the value of its last state (ReaL); False: it has its score, and ends (TRL, which takes a
     penalty from it).
     whiten: the advantages, not the returns; over all learnt tokens of the step.
-    Source: Schulman et al. 2015 (1506.02438), equations 11 and 12.
+    level: of a step t, a "token" or a "turn" of an episode: then one value, of the state before it, and one advantage for all
+    its tokens; `discount` and `decay` count turns.
+    Source: Schulman et al. 2015 (1506.02438), equations 11 and 12; turns: RLinf 2025 (2509.15965), VAGEN 2025 (2510.16907).
     """
 
     discount: float = 1.0
     decay: float = 0.95
     bootstrap: bool = True
     whiten: bool = True
+    level: Level = "token"
 
     def __post_init__(self) -> None:
+        _refuse_level("GAE", self.level)
         if not 0 <= self.discount <= 1 or not 0 <= self.decay <= 1:
             raise PlanError(f"GAE: discount={self.discount}, decay={self.decay} are shares. Use 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardToGo:
-    """A_t = the discounted sum of the rewards from t on: REINFORCE++, Hu 2025 (2501.03262), whitened over the step."""
+    """A_t = the discounted sum of the rewards from t on: REINFORCE++, Hu 2025 (2501.03262), whitened over the step.
+
+    level: of t, as of `GAE`.
+    """
 
     discount: float = 1.0
     whiten: bool = True
+    level: Level = "token"
 
     def __post_init__(self) -> None:
+        _refuse_level("RewardToGo", self.level)
         if not 0 <= self.discount <= 1:
             raise PlanError(f"RewardToGo: discount={self.discount} is a share. Use 0 to 1.")
 
@@ -130,3 +148,20 @@ def rewards_to_go(rewards_BT: Tensor, learn_BT: Tensor, segments_BT: Tensor, *, 
     """The discounted sum of rewards from each learnt token on; [B, T] fp64. It equals GAE with values 0 and decay 1."""
     zeros_BT = torch.zeros_like(rewards_BT)
     return gae(rewards_BT, zeros_BT, learn_BT, segments_BT, discount=discount, decay=1.0).advantages
+
+
+@torch.no_grad()
+def turn_starts(learn_BT: Tensor, segments_BT: Tensor) -> Tensor:
+    """[B, T] bool: the first learnt token of each turn, a run of learnt tokens of one segment."""
+    goes_on = torch.zeros_like(learn_BT.bool())
+    goes_on[:, 1:] = learn_BT[:, :-1].bool() & (segments_BT[:, 1:] == segments_BT[:, :-1])
+    return learn_BT.bool() & ~goes_on
+
+
+@torch.no_grad()
+def spread_over_turns(values_BT: Tensor, starts_BT: Tensor, learn_BT: Tensor) -> Tensor:
+    """Give each learnt token what stands at the start of its turn; 0 elsewhere. [B, T]"""
+    places_T = torch.arange(values_BT.shape[1], device=values_BT.device)
+    # Between a learnt token and the last start before it are learnt tokens only.
+    start_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values if values_BT.numel() else starts_BT.long()
+    return torch.where(learn_BT.bool(), values_BT.gather(1, start_BT), 0.0)

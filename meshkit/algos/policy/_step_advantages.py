@@ -13,7 +13,16 @@ from torch import Tensor
 
 from meshkit.algos.policy._advantages import GroupAdvantage, Moments, group_advantages, whiten
 from meshkit.algos.policy._loss import PolicyLoss
-from meshkit.algos.policy._returns import GAE, RewardToGo, gae, rewards_to_go, token_rewards
+from meshkit.algos.policy._returns import (
+    GAE,
+    TURN_STARTS,
+    RewardToGo,
+    gae,
+    rewards_to_go,
+    spread_over_turns,
+    token_rewards,
+    turn_starts,
+)
 from meshkit.algos.policy._sampling import RolloutRules, keep_informative, overlong_penalty
 from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.rewards import MeshScores
@@ -174,7 +183,8 @@ def policy_batch(
 
 
 class StepAdvantages(NamedTuple):
-    """values: entries to add to the batch, [B, T] fp64 each: `advantages`, and with GAE `returns`.
+    """values: entries to add to the batch, [B, T] fp64 each: `advantages`, and with GAE `returns`; with GAE of turns
+    `turn_starts`, 1 where a turn begins, which has the returns.
 
     The rest is of the whole step and the same on every rank. answers, groups: their numbers. tokens: learnt tokens.
     unscored: answers without a score, whose advantages are 0. uniform: groups whose scores are all equal. truncated: answers
@@ -288,27 +298,30 @@ def _refuse_missing(batch: Batch, loss: PolicyLoss) -> None:
 def _token_advantages(
     advantage: GAE | RewardToGo, batch: Batch, rewards: Tensor, learn: Tensor, scored: Tensor
 ) -> dict[str, Tensor]:
-    """`advantages`, and with GAE `returns`.
+    """`StepAdvantages.values`.
 
     An answer without a score has advantages of 0, and the critic's own values as returns: the value loss is then 0.
     """
     segments = batch["segment_ids"]
+    # Of turns: the same recursion over their first tokens, which get the rewards of all tokens up to the next turn.
+    steps = turn_starts(learn, segments) if advantage.level == "turn" else learn
     if isinstance(advantage, RewardToGo):
-        to_go = rewards_to_go(rewards, learn, segments, discount=advantage.discount)
-        return {"advantages": torch.where(scored, to_go, 0.0)}
+        to_go = rewards_to_go(rewards, steps, segments, discount=advantage.discount)
+        return {"advantages": torch.where(scored, spread_over_turns(to_go, steps, learn), 0.0)}
     estimated = gae(
         rewards,
         batch["old_values"],
-        learn,
+        steps,
         segments,
         discount=advantage.discount,
         decay=advantage.decay,
         open_BT=_cut(batch) if advantage.bootstrap else None,
     )
-    return {
-        "advantages": torch.where(scored, estimated.advantages, 0.0),
-        "returns": torch.where(scored, estimated.returns, batch["old_values"] * learn),
+    values = {
+        "advantages": torch.where(scored, spread_over_turns(estimated.advantages, steps, learn), 0.0),
+        "returns": torch.where(scored, estimated.returns, batch["old_values"] * steps),
     }
+    return {**values, TURN_STARTS: steps.double()} if advantage.level == "turn" else values
 
 
 def _cut(batch: Batch) -> Tensor:

@@ -16,5 +16,6 @@ from ._score import score_on_mesh as score_on_mesh
 from ._score import weighted_sum as weighted_sum
 from ._verifiers import UnitTests as UnitTests
 from ._verifiers import arithmetic as arithmetic
+from ._verifiers import calculate as calculate
 from ._verifiers import countdown as countdown
 from ._verifiers import exact_match as exact_match

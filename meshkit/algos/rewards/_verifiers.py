@@ -50,17 +50,28 @@ def countdown(answer: Rollout) -> float:
     + - * / ( ) and whole numbers, evaluated exactly; what stands after a last `=` is not read. Source: the rules of the
     countdown game as TinyZero has them, except that numbers may be left over.
     """
-    # Length before ast.parse, which may exhaust the stack: RecursionError is caught below, a crash cannot be.
-    expression = answer.text.split("=")[0].strip()
-    if answer.truncated or len(expression) > LONGEST_EXPRESSION:
-        return 0.0
+    used: Counter[int] = Counter()
     try:
-        tree = ast.parse(expression, mode="eval").body
-        used: Counter[int] = Counter()
-        value = _evaluate(tree, used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value = calculate(answer.text.split("=")[0], used)
+    except ValueError:
+        return 0.0
+    if answer.truncated:
         return 0.0
     return float(value == answer.fields["target"] and used <= Counter(answer.fields["numbers"]))
+
+
+def calculate(expression: str, used: Counter[int] | None = None) -> Fraction:
+    """The exact value of an expression of whole numbers, + - * / and ( ).
+
+    used: how often each number is there is added to it. Raises: ValueError for any other text, and for one without a value.
+    """
+    # Length before ast.parse, which may exhaust the stack: RecursionError is caught below, a crash cannot be.
+    if len(expression) > LONGEST_EXPRESSION:
+        raise ValueError(f"an expression of {len(expression)} characters, of {LONGEST_EXPRESSION} at most")
+    try:
+        return _evaluate(ast.parse(expression.strip(), mode="eval").body, Counter() if used is None else used)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} has no value: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

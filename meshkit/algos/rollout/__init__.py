@@ -8,6 +8,8 @@ from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling
 from ._generate import generate as generate
 from ._generation import Generation as Generation
+from ._generation import has_paged_cache as has_paged_cache
+from ._kept import KeptCache as KeptCache
 from ._rollout import Prompt as Prompt
 from ._rollout import Rollout as Rollout
 from ._rollout import encode_prompts as encode_prompts

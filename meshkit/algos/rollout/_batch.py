@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from meshkit.algos.rollout._cache import KeyValueCache
-from meshkit.algos.rollout._paged import PagedAttention, Past
+from meshkit.algos.rollout._paged import Begun, PagedAttention, Past
 from meshkit.algos.rollout._scheduler import Growing, Step
 
 SLACK_PAGES = 16  # reading up to half as many pages in vain is cheaper than one more attention call
@@ -29,14 +29,14 @@ class RowOfTokens:
 
 
 def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.device) -> RowOfTokens:
-    """The step's row: all tokens of groups that begin, then one token of each growing sequence, then padding.
+    """The step's row: the tokens of groups that begin but for what is known, one of each growing sequence, padding.
 
     multiple: the row is padded to a multiple of so many tokens, and has at least one such multiple.
     """
     page_tokens = cache.page_tokens
-    ids = [begin.group.tokens for begin in step.begins]
+    ids = [begin.group.tokens[begin.known :] for begin in step.begins]
     lengths = [len(prompt) for prompt in ids]
-    positions = [np.arange(length) for length in lengths]
+    positions = [np.arange(begin.known, len(begin.group.tokens)) for begin in step.begins]
     slots = [
         begin.table[position // page_tokens] * page_tokens + position % page_tokens
         for begin, position in zip(step.begins, positions, strict=True)
@@ -56,7 +56,13 @@ def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.dev
         return rearrange(torch.from_numpy(np.pad(tokens, (0, padding))).to(device), "t -> 1 t")
 
     mask = PagedAttention(
-        cache, torch.from_numpy(np.concatenate(slots)).to(device), lengths, _past(step.grows, page_tokens, device)
+        cache,
+        torch.from_numpy(np.concatenate(slots)).to(device),
+        [
+            Begun(length, begin.known, torch.from_numpy(begin.table).to(device) if begin.known else None)
+            for begin, length in zip(step.begins, lengths, strict=True)
+        ],
+        _past(step.grows, page_tokens, device),
     )
     # Logits are read at the last token of each prompt and at each growing token; the others' are never computed.
     ends = np.concatenate([np.cumsum(lengths, dtype=np.int64) - 1, sum(lengths) + np.arange(len(step.grows))])

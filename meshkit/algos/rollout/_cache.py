@@ -6,6 +6,7 @@ Dims: S slots (pages x page_tokens), K key/value heads, D head_dim.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +48,16 @@ class CachePolicy:
 
 
 class Pages:
-    """Reference counts of pages. The lowest free page is taken first, so that the cache stays small."""
+    """Reference counts of pages. The lowest free page is taken first, so that the cache stays small.
+
+    At `limit` pages in use `evict` is asked to give one back before another is taken.
+    """
 
     def __init__(self) -> None:
         self._users: list[int] = []
         self._free: list[int] = []
+        self.limit: int | None = None
+        self.evict: Callable[[], bool] = lambda: False
 
     @property
     def allocated(self) -> int:
@@ -62,7 +68,12 @@ class Pages:
     def used(self) -> int:
         return len(self._users) - len(self._free)
 
+    def users(self, page: int) -> int:
+        return self._users[page]
+
     def take(self) -> int:
+        if self.limit is not None and self.used >= self.limit:
+            self.evict()
         if not self._free:
             self._users.append(1)
             return len(self._users) - 1
@@ -94,11 +105,7 @@ class KeyValueCache:
         # Layers are created at their first call: how many, and with how many heads on this rank, only the model knows.
         if layer == len(self._layers):
             self._layers.append((_room(k_TKD, 0), _room(v_TKD, 0)))
-        pages, stored = self.pages.allocated, self._layers[layer]
-        if len(stored[0]) < pages * self.page_tokens:
-            # Exact at first: a short call never pays for room ahead.
-            size = int(pages * (self.GROWTH if len(stored[0]) else 1.0)) * self.page_tokens
-            stored = self._layers[layer] = (_grown(stored[0], size), _grown(stored[1], size))
+        stored = self._with_room(layer)
         for stored_SKD, new_TKD in zip(stored, (k_TKD, v_TKD), strict=True):
             stored_SKD.index_copy_(0, slots, new_TKD)
         return self._paged(stored[0]), self._paged(stored[1])
@@ -107,10 +114,19 @@ class KeyValueCache:
         """Copy pages, in all layers."""
         if not sources:
             return
-        for pair in self._layers:
-            for stored_SKD in pair:
+        for layer in range(len(self._layers)):
+            for stored_SKD in self._with_room(layer):
                 pages = self._paged(stored_SKD)
                 pages[targets] = pages[sources]
+
+    def _with_room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer, with slots for all pages."""
+        pages, stored = self.pages.allocated, self._layers[layer]
+        if len(stored[0]) < pages * self.page_tokens:
+            # Exact at first: a short call never pays for room ahead.
+            size = int(pages * (self.GROWTH if len(stored[0]) else 1.0)) * self.page_tokens
+            stored = self._layers[layer] = (_grown(stored[0], size), _grown(stored[1], size))
+        return stored
 
     def _paged(self, stored_SKD: Tensor) -> Tensor:
         return rearrange(stored_SKD, "(pages slots) k d -> pages slots k d", slots=self.page_tokens)

@@ -17,12 +17,13 @@ from meshkit.algos.rollout._answers import Answer, rollouts_of
 from meshkit.algos.rollout._batches import RowsWriter
 from meshkit.algos.rollout._cache import CachePolicy
 from meshkit.algos.rollout._engine import Sampling, Stopping, refuse_odd_calls
+from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._paged_writer import PagedWriter
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._rows import takes_of
 from meshkit.algos.rollout._trial import refuted, rows_of
 from meshkit.core.rng import stream_of
-from meshkit.errors import DataError
+from meshkit.errors import DataError, PlanError
 from meshkit.loss.linear_logits import head_of
 from meshkit.parallel.data import after_inference, kept_gathered
 from meshkit.step import Run
@@ -61,19 +62,26 @@ class Generation:
         *,
         sampling: Sampling,
         decode: Callable[[list[int]], str] | None = None,
-        cache: CachePolicy | None = None,
+        cache: CachePolicy | KeptCache | None = None,
         version: int = 0,
     ) -> None:
         self.version = version
-        self._run, self._sampling, self._policy = run, sampling, cache or CachePolicy()
+        self._kept = cache if isinstance(cache, KeptCache) else None
+        own = cache if isinstance(cache, KeptCache) else KeptCache(cache)
+        self._run, self._sampling, self._policy = run, sampling, own.policy
         self._stopping = Stopping(sampling, decode)
         self._lockstep = _forwards_wait(run, self._policy)  # See [Note: ranks in lockstep].
         self._open: list[Answer] = []
         self._numbers = 0
         self._any_open = False
         self._writer: PagedWriter | RowsWriter | None = None
-        if not run.plan.attention and "mask" in takes_of(run.model):  # as models of meshkit.models: they attend by it
-            self._writer = PagedWriter(run, sampling, self._stopping, self._policy)
+        if has_paged_cache(run):
+            self._writer = PagedWriter(run, sampling, self._stopping, own, kept=self._kept is not None)
+        elif self._kept is not None:
+            raise PlanError(
+                f"generate(cache=KeptCache()): {type(run.full_model).__name__} does not attend by a `mask`, and its own "
+                "cache does not stay between calls. Give a CachePolicy, which computes prompts whole in each call."
+            )
 
     @property
     def done(self) -> bool:
@@ -134,6 +142,8 @@ class Generation:
         self.version = version
         if self._writer is not None:
             self._writer.add(self._writer.drop(), first=True)
+        if self._kept is not None:
+            self._kept.forget()
 
     # -------------------------------------------------------------------------------------------------- resume
 
@@ -221,6 +231,8 @@ class Generation:
         training = model.training
         model.eval()
         with torch.no_grad(), ExitStack() as stack:
+            if self._kept is not None:
+                stack.enter_context(self._kept.used_by(self._run))  # before parameters are gathered, into others
             # Callbacks run in reverse: hooks are removed first, then the mode is restored, at last parameters are freed.
             stack.callback(after_inference, model)
             stack.callback(model.train, training)
@@ -231,6 +243,11 @@ class Generation:
             if isinstance(self._writer, PagedWriter):
                 stack.enter_context(self._writer.few_logits())
             yield
+
+
+def has_paged_cache(run: Run) -> bool:
+    """Does the model attend by a `mask`'s `attend`, as those of meshkit.models do? `generate` then has a paged cache."""
+    return not run.plan.attention and "mask" in takes_of(run.model)
 
 
 def _forwards_wait(run: Run, cache: CachePolicy) -> bool:

@@ -1,6 +1,6 @@
-"""Paged attention of one generation step: prefill (a prompt over itself) and decode (a new token over its KV cache).
+"""Paged attention of one generation step: prefill (a prompt over itself and what its cache knows) and decode (a new token).
 
-A step is one row of tokens: whole prompts one after the other, then one token of each growing sequence, then padding.
+A step is one row of tokens: prompts one after the other, then one token of each growing sequence, then padding.
 Dims: T tokens of the row, N growing sequences, H query heads, K key/value heads, D head_dim, S cached tokens.
 """
 
@@ -16,6 +16,15 @@ from torch import Tensor
 
 from meshkit.algos.rollout._cache import KeyValueCache
 from meshkit.models.layers import attention
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A prompt in the row. tokens: those in the row. known: those before them, in the cache. pages: of both, if known."""
+
+    tokens: int
+    known: int = 0
+    pages: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -56,14 +65,14 @@ class Past:
 class PagedAttention:
     """The `mask` argument of a model in generation: attention that stores keys and values in the KV cache. One for each step.
 
-    slots: [T without padding], where in the cache each token of the row goes. prompts: lengths of those that begin. past: the
+    slots: [T without padding], where in the cache each token of the row goes. prompts: those that begin. past: the
     growing sequences, in blocks. See `meshkit.models.layers.SplitAttention` for the protocol.
     """
 
     # Not a dataclass: FSDP walks through dataclasses among a forward's inputs, to cast and move the tensors in them.
 
     def __init__(
-        self, cache: KeyValueCache, slots: Tensor, prompts: Sequence[int] = (), past: Sequence[Past] = ()
+        self, cache: KeyValueCache, slots: Tensor, prompts: Sequence[Begun] = (), past: Sequence[Past] = ()
     ) -> None:
         self.cache, self.slots, self.prompts, self.past = cache, slots, prompts, past
         self._layer = 0  # counts calls: layers attend once a step, always in the same order
@@ -89,10 +98,15 @@ class PagedAttention:
         if not q_BTHD.shape[2]:  # a rank without heads: tp is larger than their number
             return torch.zeros_like(q_BTHD)
         outs, start = [], 0
-        for length in self.prompts:
-            row = slice(start, start + length)
-            outs.append(_prefill(q_BTHD[:, row], k_BTKD[:, row], v_BTKD[:, row], window))
-            start += length
+        for begun in self.prompts:
+            row = slice(start, start + begun.tokens)
+            if begun.pages is None:
+                k_BSKD, v_BSKD = k_BTKD[:, row], v_BTKD[:, row]
+            else:
+                # Its own keys are there, too: they were written before any token attends.
+                k_BSKD, v_BSKD = (_read(paged, begun) for paged in (keys, values))
+            outs.append(_prefill(q_BTHD[:, row], k_BSKD, v_BSKD, window))
+            start += begun.tokens
         for past in self.past:
             row = slice(start, start + past.lengths.shape[0])
             outs.append(rearrange(_decode(q_BTHD[0, row], keys, values, past, window), "n h d -> 1 n h d"))
@@ -115,14 +129,24 @@ class _Windowed:
         return self._attention.attend(q_BTHD, k_BTKD, v_BTKD, window=self._window)
 
 
-def _prefill(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, window: int | None) -> Tensor:
-    """A prompt over itself: causal, by the attention of training."""
-    tokens, seen_QS = q_BTHD.shape[1], None
-    if window is not None and window < tokens:
+def _read(paged: Tensor, begun: Begun) -> Tensor:
+    """[1, S, K, D] of a layer's keys or values [pages, page_tokens, K, D]: a prompt's, known and new."""
+    assert begun.pages is not None
+    rows = rearrange(paged.index_select(0, begun.pages), "pages slots k d -> 1 (pages slots) k d")
+    return rows[:, : begun.known + begun.tokens]
+
+
+def _prefill(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, window: int | None) -> Tensor:
+    """The last T of S tokens over all of them: causal, by the attention of training."""
+    new, tokens, seen_TS = q_BTHD.shape[1], k_BSKD.shape[1], None
+    # Plain causal attention of a whole prompt has the fastest kernels; SDPA's own has the first query see the first key.
+    if new < tokens or (window is not None and window < tokens):
         position = torch.arange(tokens, device=q_BTHD.device)
-        distance_QS = rearrange(position, "q -> q 1") - position
-        seen_QS = (distance_QS >= 0) & (distance_QS < window)
-    return attention(q_BTHD, k_BTKD, v_BTKD, seen_QS)
+        distance_TS = rearrange(position[tokens - new :], "t -> t 1") - position
+        seen_TS = distance_TS >= 0
+        if window is not None:
+            seen_TS &= distance_TS < window
+    return attention(q_BTHD, k_BSKD, v_BSKD, seen_TS)
 
 
 def _decode(q_NHD: Tensor, keys: Tensor, values: Tensor, past: Past, window: int | None) -> Tensor:

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from meshkit.algos.rollout._answers import Answer, draw_tokens
 from meshkit.algos.rollout._batch import row_of
-from meshkit.algos.rollout._cache import CachePolicy, KeyValueCache
 from meshkit.algos.rollout._engine import Sampling, Stopping
+from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.loss.linear_logits import LinearLogits, head_of
 from meshkit.step import Run
 
 
 class PagedWriter:
-    """Writes answers a token at a time; see `Writer`."""
+    """Writes answers a token at a time; see `Writer`. kept: finds what is in `cache` by its tokens."""
 
-    def __init__(self, run: Run, sampling: Sampling, stopping: Stopping, policy: CachePolicy) -> None:
+    def __init__(self, run: Run, sampling: Sampling, stopping: Stopping, cache: KeptCache, *, kept: bool) -> None:
         self._run, self._sampling, self._stopping = run, sampling, stopping
-        self._cache = KeyValueCache(policy.page_tokens)
-        self._scheduler = Scheduler(sampling, policy, self._cache.pages)
+        self._kept, self._cache = cache, cache.store
+        self._scheduler = Scheduler(sampling, cache.policy, self._cache.pages, cache.prefixes if kept else None)
         self._logit_tokens = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -46,9 +46,11 @@ class PagedWriter:
         multiple = run.mesh.spec.tp if run.resolved.sequence else 1
         row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
         self._logit_tokens = row.logit_tokens
+        self._cache.copy(*step.copies_before)
         logits = run.infer(row.inputs, _logits)
         # Only now: the copied pages hold the prompt that this forward computed.
         self._cache.copy(*step.copies)
+        self._kept.count(step)
         draws = step.draws
         if not draws:
             return []

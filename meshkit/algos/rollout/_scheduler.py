@@ -16,6 +16,7 @@ import numpy as np
 from meshkit.algos.rollout._answers import Answer, Group, groups_of
 from meshkit.algos.rollout._cache import CachePolicy, Pages
 from meshkit.algos.rollout._engine import Sampling
+from meshkit.algos.rollout._prefixes import Known, Prefixes
 from meshkit.errors import PlanError
 
 
@@ -39,22 +40,26 @@ class Growing:
 
 @dataclass(eq=False)
 class Beginning:
-    """A group whose tokens are computed in this step. table: the pages of these tokens."""
+    """A group whose tokens are computed in this step. table: the pages of its tokens, of which the first `known` are in the
+    cache already.
+    """
 
     group: Group
     members: list[Growing]
     table: np.ndarray
+    known: int
 
 
 @dataclass(eq=False)
 class Step:
-    """begins: all tokens of groups (prefill). grows: one token each (decode), shortest sequence first. copies: (from, to),
-    pages to copy after the step.
+    """begins: tokens of groups that are not known (prefill). grows: one token each (decode), shortest sequence first.
+    copies: (from, to), pages to copy after the step; copies_before: those in which a known prefix ends, before it.
     """
 
     begins: list[Beginning]
     grows: list[Growing]
     copies: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    copies_before: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
 
     @property
     def draws(self) -> list[Growing]:
@@ -68,7 +73,10 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, sampling: Sampling, policy: CachePolicy, pages: Pages) -> None:
+    """prefixes: of a cache that stays."""
+
+    def __init__(self, sampling: Sampling, policy: CachePolicy, pages: Pages, prefixes: Prefixes | None = None) -> None:
+        self._prefixes = prefixes
         self._policy, self._pages, self._new_tokens = policy, pages, sampling.max_new_tokens
         self._reserved = self._table = 0
         self.growing: list[Growing] = []
@@ -103,10 +111,13 @@ class Scheduler:
         grows = sorted(self.growing, key=lambda sequence: sequence.cached)
         step = Step([], grows)
         tokens, sequences = 0, len(grows)
+        if self._prefixes is not None:
+            self._prefixes.settle()
         # In order, without overtaking: a long prompt would otherwise wait for ever behind short ones.
         while self._waiting:
             group = self._waiting[0]
-            length, members = len(group.tokens), len(group.answers)
+            known = Known(0, [], None) if self._prefixes is None else self._prefixes.find(group.tokens)
+            length, members = len(group.tokens) - known.tokens, len(group.answers)
             need = self._need(group, members)
             if sequences + members > self._policy.max_sequences:
                 break
@@ -116,7 +127,7 @@ class Scheduler:
             if self._policy.max_pages is not None and self._reserved + need > self._policy.max_pages:
                 break
             self._waiting.popleft()
-            step.begins.append(self._begin(group, step.copies))
+            step.begins.append(self._begin(group, known, step))
             self._reserved += need
             tokens, sequences = tokens + length, sequences + members
         for sequence in grows:
@@ -130,6 +141,9 @@ class Scheduler:
     def end(self, ended: Sequence[Growing]) -> None:
         """Free the pages of these sequences, and what was reserved for them."""
         for sequence in ended:
+            if self._prefixes is not None:
+                tokens = np.concatenate([sequence.answer.prompt.ids, np.array(sequence.answer.ids, np.int64)])
+                self._prefixes.add(tokens[: sequence.cached], sequence.table, computed=True)
             for page in sequence.table[: sequence.pages]:
                 self._pages.give_back(int(page))
             sequence.group.growing -= 1
@@ -140,9 +154,14 @@ class Scheduler:
         ended_ids = set(map(id, ended))
         self.growing = [sequence for sequence in self.growing if id(sequence) not in ended_ids]
 
-    def _begin(self, group: Group, copies: tuple[list[int], list[int]]) -> Beginning:
-        length = len(group.tokens)
-        prompt_pages = [self._pages.take() for _ in range(self._policy.pages(length))]
+    def _begin(self, group: Group, known: Known, step: Step) -> Beginning:
+        length, copies = len(group.tokens), step.copies
+        # Shared before any other is taken, which may evict what nobody uses.
+        prompt_pages = [self._pages.share(page) for page in known.full]
+        prompt_pages += [self._pages.take() for _ in range(self._policy.pages(length) - len(known.full))]
+        if known.begun is not None:
+            step.copies_before[0].append(known.begun)
+            step.copies_before[1].append(prompt_pages[len(known.full)])
         full = self._shared(group)
         members: list[Growing] = []
         for answer in group.answers:
@@ -159,7 +178,11 @@ class Scheduler:
                     copies[0].append(page)
                     copies[1].append(int(sequence.table[index]))
             members.append(sequence)
-        return Beginning(group, members, np.array(prompt_pages))
+        if self._prefixes is not None:
+            # Its full pages, for others that begin in this step: all write their keys before any attends.
+            whole = group.tokens[: full * self._policy.page_tokens]
+            self._prefixes.add(whole, np.array(prompt_pages), computed=False)
+        return Beginning(group, members, np.array(prompt_pages), known.tokens)
 
     def _shared(self, group: Group) -> int:
         """The number of full pages of the group's tokens, which its answers share."""

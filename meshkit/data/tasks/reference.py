@@ -1,4 +1,5 @@
-"""Reference tasks for reinforcement learning with verifiable rewards: addition, reversal, countdown. No download.
+"""Reference tasks for reinforcement learning with verifiable rewards, and for environments: addition, reversal, countdown,
+calculator, guessing. No download.
 
 A row has `prompt` and `completion` (a right answer) and what its verifier needs. Rows depend on the arguments alone. A
 row is held out by a hash of its name. Rows that differ only in the order of equal parts have the same name: 12+34 is never
@@ -85,6 +86,65 @@ def countdown_tasks(
         )
 
     return _splits(draw, count, held_out, seed)
+
+
+def calculator_tasks(
+    *, digits: int = 2, count: int = 20_000, held_out: float = 0.05, seed: int = 0, demonstrations: int = 1
+) -> TaskSplits:
+    """`47*83>` and `3901`: products for the environment `Calculator`, which computes them when asked by `=47*83`.
+
+    demonstrations: episodes in a row, turns and what is answered to them: a few ask, the others say any number.
+    """
+    _refuse(digits >= 1, f"digits={digits}: a number has at least 1 digit")
+
+    def draw(generator: random.Random) -> tuple[str, Record]:
+        a, b = (generator.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+        low, high = sorted((a, b))
+        asked, product = [f"={a}*{b}", f"={a * b}>", str(a * b)], str(a * b)
+        guessed = [
+            [str(generator.randrange(10 ** (len(product) - 1), 10 ** len(product)))] for _ in range(demonstrations)
+        ]
+        shown = [asked if generator.random() < 0.3 else guess for guess in guessed]
+        return f"calculator {low}*{high}", Record(
+            fields={"prompt": f"{a}*{b}>", "completion": product, "demonstrations": shown}, source=f"calculator:{a}*{b}"
+        )
+
+    return _splits(draw, count, held_out, seed)
+
+
+def guessing_tasks(
+    *, count: int = 20_000, held_out: float = 0.05, seed: int = 0, demonstrations: int = 16, turns: int = 4
+) -> TaskSplits:
+    """`c-q>` and a `secret` letter of that range, of 8 to 15, for the environment `GuessingGame`; at most 1,384 rows.
+
+    demonstrations: episodes in a row, turns and what is answered to them, of somebody who half the time forgets.
+    """
+    letters = string.ascii_lowercase
+
+    def draw(generator: random.Random) -> tuple[str, Record]:
+        size = generator.randint(8, 15)
+        low = generator.randrange(len(letters) - size + 1)
+        secret = letters[generator.randrange(low, low + size)]
+        prompt = f"{letters[low]}-{letters[low + size - 1]}>"
+        shown = [_guesses(low, low + size - 1, letters.index(secret), generator, turns) for _ in range(demonstrations)]
+        return f"guessing {prompt}{secret}", Record(
+            fields={"prompt": prompt, "secret": secret, "demonstrations": shown}, source=f"guessing:{prompt}{secret}"
+        )
+
+    return _splits(draw, count, held_out, seed)
+
+
+def _guesses(low: int, high: int, secret: int, generator: random.Random, turns: int) -> list[str]:
+    first, last, said = low, high, list[str]()
+    for _ in range(turns):
+        forgets = generator.random() < 0.5
+        guess = generator.randint(low, high) if forgets else generator.randint(first, last)
+        later = secret > guess
+        said += [string.ascii_lowercase[guess], "+" if later else "-"]
+        if guess == secret:
+            break
+        first, last = (max(first, guess + 1), last) if later else (first, min(last, guess - 1))
+    return said[:-1]  # nobody reads what ends an episode
 
 
 def _value(numbers: list[int], operators: list[str]) -> int:

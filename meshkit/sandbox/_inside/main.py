@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
 import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 from . import program, tests
 from .confine import Refused, confine
 from .wire import Line, WireError
+
+MOST_PRINTED = 1_000
+"""characters of a program without tests that its word holds"""
 
 
 def main() -> None:
@@ -41,8 +46,12 @@ def main() -> None:
         os.close(word)
         _serve(order["source"], Line(*order["line"]))
     else:
-        # Its own word, for want of tests.
-        _say(word, program.run(order["source"]) or {"ended": True})
+        # Its own word, for want of tests. In ASCII a character has at most 12 bytes: all fits into what is read of a word.
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            raised = program.run(order["source"])
+        # Cut from the end of what memory_bytes allowed it to write.
+        _say(word, raised or {"ended": True, "printed": printed.getvalue()[:MOST_PRINTED]})
     # No handler of the program runs.
     os._exit(0)
 

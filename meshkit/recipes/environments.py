@@ -1,0 +1,109 @@
+"""Environments of reinforcement learning recipes: by name or of a user's own file, and the engine that plays in them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from meshkit.algos.environments import Calculator, Environment, EnvironmentPool, GuessingGame, Player, chat_turns
+from meshkit.algos.rollout import Engine, KeptCache, generate, has_paged_cache
+from meshkit.data import Chat, Tokenizer, load_chat_template
+from meshkit.errors import DataError
+from meshkit.models import config_from_pretrained
+from meshkit.step import Run
+
+from .flags import EnvironmentFlags
+from .policy import engine_of
+from .tasks import Tasks
+
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"calculator": Calculator, "guessing": GuessingGame}
+"""by the names that recipes have for them"""
+
+
+@dataclass
+class FileEnvironment:
+    """`file.py:Class`, which other processes import anew. It has the class's `reset` and `step`."""
+
+    file: str
+    name: str
+
+    def __post_init__(self) -> None:
+        self.inner: Any = _class_of(self.file, self.name)()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("reset", "step"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getstate__(self) -> tuple[str, str, dict[str, Any]]:
+        return (
+            self.file,
+            self.name,
+            vars(self.inner),
+        )  # not the class, which only this process has imported by this name
+
+    def __setstate__(self, state: tuple[str, str, dict[str, Any]]) -> None:
+        self.file, self.name, values = state
+        made = _class_of(self.file, self.name)
+        self.inner = made.__new__(made)
+        vars(self.inner).update(values)
+
+
+@cache
+def _class_of(file: str, name: str) -> Any:
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise DataError(f"--environment {file}: cannot be imported: {type(error).__name__}: {error}.") from error
+    found = getattr(module, name, None)
+    if not callable(found) or not all(hasattr(found, method) for method in ("reset", "step")):
+        raise DataError(f"--environment {file}:{name}: the file has no class {name!r} with reset and step.")
+    return found
+
+
+def environment_of(word: str) -> Callable[[], Environment]:
+    """Of --environment: a name of ENVIRONMENTS or `file.py:Class`. Raises: DataError for others."""
+    if word in ENVIRONMENTS:
+        return ENVIRONMENTS[word]
+    file, _, name = word.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise DataError(
+            f'--environment {word}: neither one of {", ".join(ENVIRONMENTS)} nor "file.py:Class" of a file that exists.'
+        )
+    _class_of(file, name)
+    return partial(FileEnvironment, file, name)
+
+
+def playing_engine(config: EnvironmentFlags, run: Run, tasks: Tasks, tokenizer: Tokenizer) -> Engine:
+    """`engine_of`, and with an environment a `Player` by it, whose cache stays between turns."""
+    engine = engine_of(config, run)
+    if not tasks.environment:
+        return engine
+    if config.engine == "meshkit" and has_paged_cache(run):
+        engine = partial(generate, run, cache=KeptCache())
+    most = config.tokens_per_microbatch
+    if config.pretrained is not None:
+        most = min(most, getattr(config_from_pretrained(config.pretrained), "max_position_embeddings", most))
+    chats = any("messages" in row.fields for row in tasks.train[:1])
+    encode: Callable[[str], list[int]] = tokenizer.encode
+    if chats and config.pretrained is not None:
+        chat = Chat(tokenizer=tokenizer, template=load_chat_template(config.pretrained))
+        encode = chat_turns(chat, stop=tokenizer.backend.id_to_token(tokenizer.eos_id) or "")
+    return Player(
+        mesh=run.mesh,
+        engine=engine,
+        environment=environment_of(tasks.environment),
+        encode=encode,
+        turns=tasks.turns,
+        pool=EnvironmentPool(workers=config.environment_workers, timeout_s=config.reward_timeout_s),
+        groups=config.turn_groups,
+        max_tokens=most,
+    )
