@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
@@ -130,11 +131,26 @@ def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
     )
 
 
+_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})  # arguments of transformers' blocks
+
+
 def refuse_treatments(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> None:
     """Raise PlanError for a block that cannot have its treatment; on every rank, also on those that do not run the block."""
     for name, treatment in treated.items():
         if treatment.recompute.mode == "activation":
             feed_forwards(modules[name], name)
+        if treatment.recompute.mode == "selective":
+            _refuse_cache(modules[name], name, modules)
+
+
+def _refuse_cache(block: nn.Module, name: str, modules: Mapping[str, nn.Module]) -> None:
+    """A block of transformers that puts its keys into a cache finds them there when it runs again: other operations run."""
+    caches = _CACHES & inspect.signature(type(block).forward).parameters.keys()
+    if caches and getattr(getattr(modules[""], "config", None), "use_cache", False):
+        raise PlanError(
+            f"recompute='selective' of {name!r} with config.use_cache=True: the forward that runs again in backward finds "
+            f"its own keys in {min(caches)}. Set model.config.use_cache = False: training reads no cache."
+        )
 
 
 def repeated(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -103,3 +103,14 @@ def test_a_transformers_model_with_a_chunked_loss_equals_itself_on_one_device(
     memory = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=5))
     for found in pool(4).run(errors, family, mesh, sequence, True, memory):
         assert max(found) <= TOL
+
+
+def test_selective_recompute_with_a_cache_is_refused() -> None:
+    """The blocks ran again with their keys in the cache, and a RuntimeError ended the first backward."""
+    model = build("Llama")
+    model.config.use_cache = True
+    with pytest.raises(
+        mk.errors.PlanError, match=r"recompute='selective' of 'model.layers.0' with config.use_cache=True"
+    ):
+        memory = mk.MemoryPolicy(recompute="selective")
+        mk.estimate(model, strategy=mk.Strategy(mesh="dp_shard=1", memory=memory), rows=1, seq_len=8)
