@@ -5,9 +5,9 @@
 
 Environments sleep `--sleeps` times as long as a group's turn takes to write, which is measured first. As those of a simulator
 do, a group's sleep at the same time and those of the next group after them; with --every-at-once those of all groups may.
-Three runs of the same episodes in turn, each round: environments that take no time (generate), an engine that takes none
-(step), and both. The ratio is both over the larger of the two; without overlap it is their sum over the larger. One rank,
-one thread.
+Two runs of the same episodes, each round: an engine that takes no time (step), and both. The seconds of generation are those
+within the latter, since another run's would have another load of the machine beside it. The ratio is both over the larger of
+step and generation; without overlap it is their sum over the larger. One rank, one thread.
 """
 
 from __future__ import annotations
@@ -90,13 +90,14 @@ def main(settings: Settings) -> None:
     engine = partial(generate, run, cache=KeptCache())
     Sleeper.size = 0 if settings.every_at_once else settings.prompts * settings.samples // settings.groups
     _seconds(run, engine, settings, 0.0)  # warm
-    alone = _seconds(run, engine, settings, 0.0)
+    _, alone = _seconds(run, engine, settings, 0.0)
     sleep = settings.sleeps * alone / settings.turns / settings.groups
     found: dict[str, list[float]] = {"generate": [], "step": [], "both": []}
     for _ in range(settings.rounds):
-        found["generate"].append(_seconds(run, engine, settings, 0.0))
-        found["step"].append(_seconds(run, instant, settings, sleep))
-        found["both"].append(_seconds(run, engine, settings, sleep))
+        found["step"].append(_seconds(run, instant, settings, sleep)[0])
+        both, generated = _seconds(run, engine, settings, sleep)
+        found["both"].append(both)
+        found["generate"].append(generated)
     rounds = list(zip(*found.values(), strict=True))
     ratios = [both / max(generated, stepped) for generated, stepped, both in rounds]
     in_turn = [(generated + stepped) / max(generated, stepped) for generated, stepped, _ in rounds]
@@ -115,7 +116,8 @@ def main(settings: Settings) -> None:
             file.write(json.dumps(row, default=vars) + "\n")
 
 
-def _seconds(run: mk.Run, engine: Engine, settings: Settings, sleep: float) -> float:
+def _seconds(run: mk.Run, engine: Engine, settings: Settings, sleep: float) -> tuple[float, float]:
+    """(of all, within the engine)"""
     Sleeper.seconds, Sleeper.free_at, Sleeper.waiting = sleep, 0.0, 0
     if isinstance(engine, partial):
         engine.keywords["cache"].forget()
@@ -132,7 +134,7 @@ def _seconds(run: mk.Run, engine: Engine, settings: Settings, sleep: float) -> f
     player(prompts, sampling=Sampling(max_new_tokens=settings.tokens), samples=settings.samples)
     seconds = time.perf_counter() - began
     player.pool.close()
-    return seconds
+    return seconds, player.seconds["engine"]
 
 
 def instant(prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, **options: Any) -> list[Rollout]:
