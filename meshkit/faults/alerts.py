@@ -53,6 +53,7 @@ class Alerts:
         self._name = hook if isinstance(hook, str) else getattr(hook, "__name__", type(hook).__name__)
         self._call = _callable(hook)
         self._failed = False  # and has said so
+        self._saying = threading.Lock()
         self._running: list[threading.Thread] = []
 
     def send(self, kind: Kind, text: str, *, rank: int) -> None:
@@ -75,10 +76,11 @@ class Alerts:
         try:
             call(alert)
         except Exception as error:  # whatever it is: a hook ends no job
-            if not self._failed:
+            with self._saying:  # hooks fail in threads of their own, two of them at once
+                first, self._failed = not self._failed, True
+            if first:
                 said = f"The alert hook {self._name} failed: {type(error).__name__}: {error}."
                 print(said, file=sys.stderr, flush=True)
-            self._failed = True
 
 
 def _callable(hook: Hook | None) -> Callable[[Alert], object] | None:
