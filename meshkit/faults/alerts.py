@@ -6,7 +6,6 @@ mk.run_main(main, alert="http://alerts.example:8080/train")
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -17,8 +16,9 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from meshkit.core.import_file import import_file
 from meshkit.errors import PlanError
 
 Kind = Literal["stall", "error", "lost", "terminated", "slow", "corrupt", "own"]
@@ -95,21 +95,14 @@ def _callable(hook: Hook | None) -> Callable[[Alert], object] | None:
         raise PlanError(
             f'alert={hook!r}: give "file.py:function" with a file that exists, or an address that begins with http://.'
         )
-    function: Callable[[Alert], object] | None = getattr(_module(Path(file)), name, None)
+    try:
+        module = import_file(Path(file))
+    except ImportError as error:
+        raise PlanError(f"alert={file!r} cannot be imported: {error}.") from error
+    function: Callable[[Alert], object] | None = getattr(module, name, None)
     if not callable(function):
         raise PlanError(f"alert={hook!r}: {file} has no function {name!r}.")
     return function
-
-
-def _module(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"alert_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise PlanError(f"alert={str(file)!r} cannot be imported: {type(error).__name__}: {error}.") from error
-    return module
 
 
 def _post(address: str) -> Callable[[Alert], object]:

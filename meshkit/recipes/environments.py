@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshkit.algos.environments import Calculator, Environment, EnvironmentPool, GuessingGame, Player, chat_turns
 from meshkit.algos.rollout import Engine, KeptCache, generate, has_paged_cache
+from meshkit.core.import_file import import_file
 from meshkit.data import Chat, Tokenizer, load_chat_template
 from meshkit.errors import DataError
 from meshkit.models import config_from_pretrained
@@ -53,16 +53,11 @@ class FileEnvironment:
         vars(self.inner).update(values)
 
 
-@cache
 def _class_of(file: str, name: str) -> Any:
-    path = Path(file)
-    spec = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise DataError(f"--environment {file}: cannot be imported: {type(error).__name__}: {error}.") from error
+        module = import_file(Path(file))
+    except ImportError as error:
+        raise DataError(f"--environment {file}: cannot be imported: {error}.") from error
     found = getattr(module, name, None)
     if not callable(found) or not all(hasattr(found, method) for method in ("reset", "step")):
         raise DataError(f"--environment {file}:{name}: the file has no class {name!r} with reset and step.")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from meshkit.algos.rewards import (
@@ -26,6 +23,7 @@ from meshkit.algos.rewards import (
     weighted_sum,
 )
 from meshkit.algos.rollout import Rollout
+from meshkit.core.import_file import import_file
 from meshkit.errors import DataError
 
 VERIFIERS: dict[str, Reward] = {
@@ -35,21 +33,6 @@ VERIFIERS: dict[str, Reward] = {
     "unit-tests": UnitTests(),
 }
 """by the names that recipes have for them"""
-
-
-@cache
-def _module(path: Path, modified_ns: int) -> ModuleType:
-    """The file, imported once by a process unless it has changed. Raises: DataError for one that cannot be."""
-    name = "_".join(("reward", *path.with_suffix("").parts[1:]))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up their annotations
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script without a guard may end by exit()
-        raise DataError(f"--reward {path}: cannot be imported: {type(error).__name__}: {error}.") from error
-    return module
 
 
 @dataclass(frozen=True)
@@ -62,8 +45,11 @@ class FileReward:
     @cached_property
     def function(self) -> Any:
         """Raises: DataError for a file that cannot be imported, or has no such function."""
-        path = Path(self.file).resolve()
-        function = getattr(_module(path, path.stat().st_mtime_ns), self.name, None)
+        try:
+            module = import_file(Path(self.file))
+        except ImportError as error:
+            raise DataError(f"--reward {self.file}: cannot be imported: {error}.") from error
+        function = getattr(module, self.name, None)
         if not callable(function):
             raise DataError(f"--reward {self.file}:{self.name}: the file has no function {self.name!r}.")
         return function
