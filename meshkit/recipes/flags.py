@@ -467,7 +467,6 @@ class PolicyFlags(StepFlags, RolloutFlags):
     """a loss of meshkit.algos.policy; the recipe says which it can"""
     kl: NotNegative = 0.0
     """coefficient of the KL to the reference model, the policy before training, in place of the preset's; 0 needs none"""
-
     correction: tuple[CorrectionName, ...] = ()
     """factors for answers of older weights or another engine, in place of the preset's; several multiply; none: without"""
 

@@ -9,7 +9,14 @@ import pytest
 
 from meshkit.core.import_file import import_file
 
-DATACLASS = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Row:\n    number: int = {}\n"
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Row:
+    number: int = {}
+"""
 
 
 def test_a_file_with_a_dataclass_is_imported_once_until_it_changes(tmp_path: Path) -> None:
