@@ -13,6 +13,11 @@ from typing import Any
 
 START_S = 120.0
 """limit for a worker to start and import what it is called with; the time limit of a call starts after that"""
+END_S = 5.0
+"""limit for a killed worker to end"""
+
+_Worker = tuple[Any, Connection]
+"""its process, and our end of its pipe"""
 
 
 class WorkerDied(Exception):
@@ -34,29 +39,36 @@ class Workers:
         # Not fork: this process may have threads of torch and gloo; a forked copy would keep their locks closed for ever.
         self._context = multiprocessing.get_context("forkserver")
         self._calls: queue.Queue[tuple[Future[Any], Any]] = queue.Queue()
-        self._processes: list[tuple[Any, Connection] | None] = [None] * max(1, count)
+        self._lock = threading.Lock()  # of the two below
         self._closed = False
-        for index in range(len(self._processes)):
-            # Here, not in its thread: an error of the start, as of a script without a __main__ guard, is the caller's.
-            self._processes[index] = self._start()
-            threading.Thread(target=self._serve, args=(index,), daemon=True).start()
+        # Here, not in their threads: an error of the start, as of a script without a __main__ guard, is the caller's.
+        self._workers: list[_Worker | None] = [self._start() for _ in range(max(1, count))]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(index,), daemon=True) for index in range(len(self._workers))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, argument: object) -> Future[Any]:
-        """function(argument), by the first worker that is free. The future raises TimeoutError, WorkerDied or CallFailed."""
+        """function(argument), by the first worker that is free. The future raises TimeoutError, WorkerDied or CallFailed;
+        CancelledError where no worker had begun when they were closed."""
         future: Future[Any] = Future()
         self._calls.put((future, argument))
         return future
 
     def close(self) -> None:
         """Kill the workers."""
-        self._closed = True
-        for process in self._processes:
-            if process is not None:
-                _kill(*process)
-        for _ in self._processes:
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                if worker is not None:
+                    worker[0].kill()
+        for _ in self._threads:
             self._calls.put((Future(), None))  # wakes a thread, which sees that it is over
+        for thread in self._threads:
+            thread.join(END_S)
 
-    def _start(self) -> tuple[Any, Connection]:
+    def _start(self) -> _Worker:
         connection, workers_end = self._context.Pipe()
         process = self._context.Process(target=_serve_calls, args=(workers_end, self._function), daemon=True)
         process.start()
@@ -64,23 +76,30 @@ class Workers:
         return process, connection
 
     def _serve(self, index: int) -> None:
-        """A thread for each process: it waits for its replies while the caller does something else."""
+        """A thread for each worker: it waits for its replies while the caller does something else, and alone ends its pipe,
+        since a descriptor that two threads close may be another file's by then."""
+        worker = self._workers[index]
         while True:
             future, argument = self._calls.get()
-            if self._closed:
-                return
-            process, connection = self._processes[index] or self._start()
-            self._processes[index] = process, connection
             try:
-                future.set_result(self._called(process, connection, argument))
+                with self._lock:
+                    if self._closed:
+                        future.cancel()
+                        break
+                    if worker is None:
+                        worker = self._workers[index] = self._start()
+                future.set_result(self._called(*worker, argument))
             except CallFailed as error:
                 future.set_exception(error)
             except BaseException as error:
+                with self._lock:
+                    broken, worker = worker, None
+                    self._workers[index] = None
+                if broken is not None:
+                    _kill(*broken)
                 future.set_exception(error)
-                if self._closed:
-                    return
-                _kill(process, connection)
-                self._processes[index] = self._start()
+        if worker is not None:
+            _kill(*worker)
 
     def _called(self, process: Any, connection: Connection, argument: object) -> Any:
         try:
@@ -102,8 +121,10 @@ class Workers:
 def _kill(process: Any, connection: Connection) -> None:
     # SIGKILL, not SIGTERM: a call that hangs in C runs no handler.
     process.kill()
-    process.join(5)
+    process.join(END_S)
     connection.close()
+    with contextlib.suppress(ValueError):  # it has not ended yet
+        process.close()
 
 
 def _serve_calls(connection: Connection, function: Callable[[Any], Any]) -> None:
