@@ -36,7 +36,7 @@ class Case:
     sequences: int
     seq_len: int
     limit_s: float
-    """of the issue: seconds on 2 cores"""
+    """processor seconds that a search may take on two cores"""
 
     def model(self) -> nn.Module:
         made = mk.models.DeepseekV3 if isinstance(self.config, mk.models.DeepseekV3Config) else mk.models.Llama

@@ -87,7 +87,7 @@ class Writer:
         return {"parts": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("no run of this benchmark is resumed")
 
 
 def rollout_s(settings: Settings, sample: Sample) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from meshkit.core.run_queue import starved_s
+from meshkit.core.run_queue import others_starved_s, starved_s
 
 
 def test_a_process_beside_others_waits_for_a_processor_and_one_that_sleeps_does_not() -> None:
@@ -30,3 +31,29 @@ def test_a_process_beside_others_waits_for_a_processor_and_one_that_sleeps_does_
             hog.kill()
             hog.wait()
     assert busy_s > 0.5 > asleep_s
+
+
+def test_what_other_threads_wait_is_told_apart() -> None:
+    if not sys.platform.startswith("linux") or starved_s() == 0:
+        pytest.skip("this kernel does not say how long threads wait")
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(10_000))
+
+    spinning = [sys.executable, "-c", "while True: pass"]
+    hogs = [subprocess.Popen(spinning) for _ in range(4 * (os.cpu_count() or 1))]
+    busy = threading.Thread(target=spin)
+    busy.start()
+    try:
+        own, others = starved_s(), others_starved_s()
+        time.sleep(2)  # this thread is not ready to run meanwhile
+        own, others = starved_s() - own, others_starved_s() - others
+    finally:
+        stop.set()
+        busy.join()
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert others > 0.5 > own
