@@ -5,6 +5,7 @@ from .mesh import change_axes as change_axes
 from .mesh import device_of as device_of
 from .mesh import gather_over_data as gather_over_data
 from .mesh import init_mesh as init_mesh
+from .mesh import replica_mesh as replica_mesh
 from .spec import DENSE_AXES as DENSE_AXES
 from .spec import EXPERT_AXES as EXPERT_AXES
 from .spec import MeshSpec as MeshSpec

@@ -109,6 +109,18 @@ class MeshGroups:
         name_group(self.all.group_name, "_".join(group_axes(spec, *DENSE_AXES)))
         return groups, groups.make(made_at_once(spec))
 
+    def of_part(self, spec: MeshSpec, axes: Axes) -> MeshGroups:
+        """The groups of a mesh with this spec on the part of the ranks that differ in these axes alone. Collective as `make`,
+        of which every part makes its own."""
+        parts = self._partition(axes)
+        (part,) = _torch.split(self.all, [parts], timeout=self.timeout)
+        assert part is not None
+        ranks = tuple(dist.get_process_group_ranks(part))
+        groups = MeshGroups(spec, ranks, part, {}, self.timeout)
+        name_group(part.group_name, "_".join(axes))
+        groups.make(made_at_once(spec))
+        return groups
+
 
 def make_groups(spec: MeshSpec, ranks: Sequence[int], timeout: timedelta | None) -> MeshGroups | None:
     """The groups of a mesh on `ranks`; None on a rank outside.

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshkit.core import _torch
 from meshkit.errors import MeshError
 from meshkit.mesh.agreement import Agreement
-from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, make_groups
+from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, group_axes, make_groups
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
 from meshkit.mesh.use_once import use_once
@@ -253,6 +253,25 @@ def change_axes(mesh: Mesh, spec: MeshSpec) -> Mesh:
     changed = _mesh_of(resolved, mesh.ranks, groups, mesh.device_type)
     use_once(made, mesh.device)
     return changed
+
+
+def replica_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of this rank's replica alone: all axes of `mesh` but dp_replicate, on the ranks that share its place there.
+
+    A run on it sends nothing over dp_replicate, and its losses, norms, comparisons and checkpoints are the replica's own, as
+    local updates need them (`meshkit.optim.outer`). `mesh` stays as it is; without replicas it is the result.
+    Collective: every rank of the mesh calls it, and no others.
+    Wire: as `init_mesh`.
+    """
+    mesh.require_here("replica_mesh")
+    if mesh.spec.dp_replicate == 1:
+        return mesh
+    assert mesh.members is not None
+    spec = dataclasses.replace(mesh.spec, dp_replicate=1)
+    groups = mesh.members.of_part(spec, group_axes(mesh.spec, "pp", "dp_shard", "cp", "tp"))
+    replica = _mesh_of(spec, groups.ranks, groups, mesh.device_type)
+    use_once(replica.groups, replica.device)
+    return replica
 
 
 def _mesh_of(spec: MeshSpec, ranks: Sequence[int], groups: MeshGroups | None, device_type: str) -> Mesh:

@@ -74,6 +74,7 @@ class Run:
     auxiliary: dict[str, Tensor] = field(default_factory=dict)  # losses per token, by kind
     expert_counts: dict[str, Tensor] = field(default_factory=dict)  # tokens per expert, by router of this rank
     dropped_share: Tensor | None = None  # of the (token, choice) pairs, where experts have a capacity
+    valid_tokens: Tensor | None = None  # of all ranks of the mesh
     local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
@@ -150,7 +151,8 @@ class Run:
                 f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
                 "{'input_ids': ..., 'labels': ...}."
             )
-        tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, step=step).clamp(min=1)
+        self.valid_tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, step=step)
+        tokens = self.valid_tokens.clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}

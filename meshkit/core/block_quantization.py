@@ -1,0 +1,52 @@
+"""Block quantization of what travels (int8, int4): symmetric codes in even steps, one fp32 scale for each block.
+
+| wire | levels       | bytes of a block of 128 |
+|------|--------------|-------------------------|
+| int8 | -127 to 127  | 128 + 4                 |
+| int4 | -7 to 7      | 64 + 4                  |
+
+A block of 128 is where the error has stopped to fall for int8 and int4 both, of Gaussian values and of those with outliers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+BlockWire = Literal["int8", "int4"]
+
+BLOCK = 128
+SCALE_BYTES = 4
+LEVELS: dict[BlockWire, int] = {"int8": 127, "int4": 7}
+
+
+def quantized_bytes(elements: int, wire: BlockWire) -> int:
+    """elements: whole blocks."""
+    return elements // BLOCK * (BLOCK * (8 if wire == "int8" else 4) // 8 + SCALE_BYTES)
+
+
+def quantize_blocks(values: Tensor, wire: BlockWire) -> Tensor:
+    """values: [N, 128] floats. Returns uint8 [N, bytes of a block]: codes, then the scale. What is not finite comes back as NaN."""
+    levels = LEVELS[wire]
+    scale = (values.abs().amax(dim=1, keepdim=True) / levels).float()
+    codes = (values / torch.where(scale == 0, 1, scale)).round().clamp(-levels, levels).nan_to_num(nan=0.0).to(torch.int8)
+    if wire == "int4":
+        low, high = rearrange((codes + levels + 1).view(torch.uint8), "n (pair two) -> two n pair", two=2)
+        packed = low | (high << 4)
+    else:
+        packed = codes.view(torch.uint8)
+    return torch.cat([packed, scale.view(torch.uint8)], dim=1)
+
+
+def dequantize_blocks(packed: Tensor, wire: BlockWire, dtype: torch.dtype) -> Tensor:
+    """packed: uint8 [N, bytes of a block]. Returns [N, 128]."""
+    codes, scale = packed[:, :-SCALE_BYTES], packed[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    if wire == "int4":
+        pairs = torch.stack([codes & 15, codes >> 4], dim=2)
+        signed = rearrange(pairs, "n pair two -> n (pair two)").to(dtype) - (LEVELS[wire] + 1)
+    else:
+        signed = codes.contiguous().view(torch.int8).to(dtype)
+    return signed * scale.to(dtype)

@@ -1,0 +1,8 @@
+"""Local updates on dp_replicate, for slow links: local SGD, post-local SGD, DiLoCo, Streaming DiLoCo, CO2."""
+
+from ._outer import OuterOptimizer as OuterOptimizer
+from ._policy import CO2 as CO2
+from ._policy import DiLoCo as DiLoCo
+from ._policy import LocalSGD as LocalSGD
+from ._policy import Policy as Policy
+from ._policy import QuadraticRule as QuadraticRule

@@ -1,0 +1,35 @@
+"""Fragments of a model (Streaming DiLoCo): which part of it each parameter meets with, by its name, the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshkit.errors import PlanError
+
+
+def fragment_of(sizes: Mapping[str, int], blocks: Sequence[str], fragments: int) -> dict[str, int]:
+    """Parameter -> fragment. sizes: elements of the whole parameters of the single-device model, in its order.
+
+    Block i is of fragment i modulo `fragments` (strided, which the paper finds as good as sequential parts, and which spreads
+    the depth); what is in no block, as an embedding, goes to the fragment with the fewest elements.
+    Raises: PlanError for more fragments than blocks.
+    """
+    if fragments == 1:
+        return dict.fromkeys(sizes, 0)
+    if fragments > len(blocks):
+        raise PlanError(
+            f"fragments={fragments}: the model has {len(blocks)} blocks, and each fragment has at least one. Give at most "
+            f"{max(1, len(blocks))}."
+        )
+    found: dict[str, int] = {}
+    totals = [0] * fragments
+    for name in sizes:
+        index = next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
+        if index is not None:
+            found[name] = index % fragments
+            totals[index % fragments] += sizes[name]
+    for name in sizes:
+        if name not in found:
+            found[name] = min(range(fragments), key=totals.__getitem__)
+            totals[found[name]] += sizes[name]
+    return found
